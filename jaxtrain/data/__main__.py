@@ -12,7 +12,7 @@ from jaxtrain.commands import spelled
 from jaxtrain.config import Data
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.prepare import SHARD_MB, WorkerDied, prepare, validation_path
+from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare, validation_path
 from jaxtrain.data.readers import FORMATS, PrepareError
 from jaxtrain.data.template import LOSSES, NAMED
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
             raise PrepareError(f"{e.filename}: no such file") from e
         except PermissionError as e:
             raise PrepareError(f"{e.filename}: not permitted") from e
-        except WorkerDied as e:
+        except PrepareFailed as e:
             print(f"error: {e}", file=sys.stderr)
             return FAILED
 

@@ -9,8 +9,10 @@ processes gives the same file.
 DIGEST is a hash of the inputs (path, size, modification time), the options and the tokenizer.
 """
 
+import collections
 import contextlib
 import datetime
+import errno
 import glob
 import hashlib
 import json
@@ -41,7 +43,7 @@ from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWrite
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
-SHOWN = 20  # bad lines shown one by one; further ones are counted
+SHOWN = 20  # bad lines, and notes on what is not used, that are shown one by one; further ones are counted
 LINE_SECONDS = 10.0  # between two lines of progress
 UPDATE_SECONDS = 0.5  # between two checks for finished processes
 Part = tuple[Cut, ...]
@@ -49,8 +51,8 @@ Say = Callable[[str], None]
 Count = Callable[[int, int], None]  # called with bytes of input that were read, and tokens made from them
 
 
-class WorkerDied(RuntimeError):
-    """An error: a worker process ended without a result, most often because memory ran out or because it was killed."""
+class PrepareFailed(RuntimeError):
+    """An error of the machine: the disk failed, or a process ended without a result, as when memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def prepare(
 
     Raises:
       PrepareError, TokenizerError, TokenFileError: errors that the user can fix.
-      WorkerDied: a process ended without a result.
+      PrepareFailed: the disk is full, or a process ended without a result.
     """
     job = Job(**options)
     outputs = [output, validation_path(output)] if job.validation else [output]
@@ -180,6 +182,7 @@ def prepare(
         made["chat"] = {"loss": job.loss, "template_sha256": sha256, **written}
     made |= {PAIRS: True} if job.preference else {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(naming(output))
         folder = stack.enter_context(parts_folder(output, [described, state, part_bytes, format], say))
         bad = make_all(job, folder, parts, processes or len(os.sched_getaffinity(0)), skip_bad_lines, say)
         if bad:
@@ -221,6 +224,18 @@ def prepare(
     return headers
 
 
+@contextlib.contextmanager
+def naming(output: Path) -> Iterator[None]:
+    """Raise PrepareFailed, which names the output, for an error of its disk that names no file."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is not None and e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        fix = "Fix: free some space there and give the same command again, or name another disk with --output"
+        raise PrepareFailed(f"--output = {output}: its disk cannot be written to ({e.strerror}). {fix}") from e
+
+
 def validation_path(output: Path) -> Path:
     return output.with_name(output.name.removesuffix(".tok") + ".val.tok")
 
@@ -241,6 +256,29 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     return list(found)
 
 
+def find_kinds(patterns: list[str], format: str) -> list[tuple[Path, str]]:
+    """Return (path, format) of the files that match the globs.
+
+    Raises PrepareError, also for a glob that matches rows together with other files than .txt, as the README of a data set.
+    """
+    out: dict[Path, str] = {}
+    for pattern in patterns:
+        found = {path: readers.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
+        rows = {ending(path): path for path, kind in found.items() if kind != "text"}
+        others = [path for path, kind in found.items() if kind == "text" and not ending(path).startswith(".txt")]
+        if rows and others:
+            fix = " ".join(f"--input='{Path(pattern).with_name('*' + suffix)}'" for suffix in rows)
+            rule = f"{others[0].name} would be a document beside the rows of {next(iter(rows.values())).name}"
+            raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
+        out |= found
+    return list(out.items())
+
+
+def ending(path: Path) -> str:
+    """Return the suffix of a file, with that of its compression, as .jsonl.gz."""
+    return "".join(path.suffixes[-2:] if path.suffix.lower() in readers.COMPRESSED else path.suffixes[-1:]).lower()
+
+
 def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
@@ -250,8 +288,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
     cuts: list[Cut] = []
     state: list[list[Any]] = []
     by_name = [p for p in patterns if p.startswith(readers.DATASET)]
-    for path in find_inputs([p for p in patterns if p not in by_name]):
-        kind = readers.detect_format(path) if format == "auto" else format
+    for path, kind in find_kinds([p for p in patterns if p not in by_name], format):
         if kind == "text" and job.flags:
             option = "--preference" if job.preference else "--chat"
             rule = f"{option} reads rows of JSON lines, Parquet or a data set, and this is a text file"
@@ -324,9 +361,10 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
     try:
         found = json.loads(result_file(folder, number).read_text())
         files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
-    except (OSError, ValueError):
+        same = files == found["files"] and "notes" in found
+    except (OSError, ValueError, KeyError):
         return None
-    return found if files == found["files"] and (skip_bad_lines or not found["bad"]) else None
+    return found if same and (skip_bad_lines or not found["bad"]) else None
 
 
 # ---- One part
@@ -371,6 +409,22 @@ def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.n
         yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), counted
 
 
+def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
+    """Return a function from a document to the control tokens whose text is among its text, where it is read as characters."""
+    try:
+        texts = [token.text for token in tok.control_tokens()]
+    except tokenizers.TokenizerError:  # some are read as whole words only, so text may hold them as they are
+        texts = []
+    starts = {text[:2] for text in texts}
+
+    def find(piece: Piece) -> list[str]:
+        plain = [piece.text] if piece.parts is None else [part.text for part in piece.parts if part.control < 0]
+        some = [text for text in plain if any(start in text for start in starts)]
+        return [text for text in texts if any(text in x for x in some)] if some else []
+
+    return find
+
+
 def turns_of(piece: Piece, where: str) -> set[int]:
     """Return the control tokens that count in the loss, and are the end of an assistant's turn or inside of one.
 
@@ -391,11 +445,13 @@ def end_counts(piece: Piece, loss: str) -> bool:
 def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
     """Write the token files and the JSON file of a part, and return the contents of the JSON file.
 
-    The keys are `files` (hashes), `bad` (the number of bad lines), and `lines` (the first bad lines, with reasons). If there
-    are bad lines and `skip_bad_lines` is False, no file is written.
+    The keys are `files` (hashes), `bad` (the number of bad lines), `lines` (the first bad lines, with reasons), and `notes`
+    (what is not used -> number of rows). If there are bad lines and `skip_bad_lines` is False, no file is written.
     """
     tok, rows = job.load()
     lines: list[str] = []
+    notes: collections.Counter[str] = collections.Counter()
+    control = control_finder(tok)
     bad = 0
     own = f".{os.getpid()}"  # no other process writes under this name
     with contextlib.ExitStack() as stack:
@@ -410,6 +466,8 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
             for batch in batches_of(readers.read(source)):
                 before = sum(w.tokens for w in writers)
                 for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
+                    for text in control(piece):
+                        notes[f"text read as characters, not as a control token: {text}"] += 1
                     if writer is None:
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
                         if not job.flags:  # otherwise the parts of the document include these ids
@@ -425,7 +483,8 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
                 read = min(source.done, cut.size)
             count(cut.size - read, 0)
             bad += source.bad
-        result = {"bad": bad, "lines": lines, "files": []}
+            notes += source.notes
+        result: dict[str, Any] = {"bad": bad, "lines": lines, "notes": notes, "files": []}
         if bad and not skip_bad_lines:
             for writer in writers:
                 writer.abort()
@@ -471,8 +530,8 @@ class Progress:
 def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
     """Make the parts that an earlier run did not finish. Return the number of bad lines.
 
-    Calls `say` with the first SHOWN bad lines. Raises PrepareError after the first part with bad lines if `skip_bad_lines` is
-    False.
+    Calls `say` with the first SHOWN bad lines, and with what of the rows is not used. Raises PrepareError after the first part
+    with bad lines if `skip_bad_lines` is False.
     """
     results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
     missing = {number: part for number, part in enumerate(parts) if results[number] is None}
@@ -482,11 +541,13 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
     done = sum(sizes) - sum(sizes[number] for number in missing)
     progress = Progress(sum(sizes), done)
     bad = shown = 0
+    notes: collections.Counter[str] = collections.Counter()
     try:
         with contextlib.closing(make_parts(job, folder, missing, processes, skip_bad_lines, progress)) as made:
             for before in results:
                 result = before or next(made)
                 bad += result["bad"]
+                notes.update(result["notes"])
                 for line in result["lines"][: SHOWN - shown]:
                     say(line)
                 shown = min(SHOWN, shown + len(result["lines"]))
@@ -499,7 +560,22 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
             where = f"{kept} of {len(parts)} parts are finished and kept in {folder.parent}"
             say(f"{where}; the same command goes on from there")
         raise
+    for line in described_notes(notes):
+        say(line)
     return bad
+
+
+def described_notes(notes: collections.Counter[str]) -> list[str]:
+    """Return lines with the numbers of rows and what of them is not used. Notes "HOW: WHAT" of equal numbers share a line."""
+    lines: dict[tuple[int, str], list[str]] = {}
+    for note, count in notes.most_common(SHOWN):
+        how, _, what = note.partition(": ")
+        lines.setdefault((count, how), []).append(what)
+    more = [f"... and {len(notes) - SHOWN} more notes on rows"] if len(notes) > SHOWN else []
+    rows = [
+        f"{n:,} row{'' if n == 1 else 's'}: {': '.join(filter(None, (how, ', '.join(x))))}" for (n, how), x in lines.items()
+    ]
+    return rows + more
 
 
 def count_lines(bad: int) -> str:
@@ -511,7 +587,7 @@ def make_parts(
 ) -> Generator[dict[str, Any]]:
     """Yield the results of `make_part` in the order of the parts. Up to `processes` parts are made at a time.
 
-    The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and WorkerDied.
+    The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
     """
     if processes == 1 or len(parts) == 1:
         for number, part in parts.items():
@@ -530,7 +606,7 @@ def make_parts(
                 progress.show(*made)
             yield future.result()
     except BrokenProcessPool as e:
-        raise WorkerDied(
+        raise PrepareFailed(
             "a process was ended from outside, most often because memory ran out. Fix: give fewer --processes; the same "
             "command continues from the finished parts."
         ) from e

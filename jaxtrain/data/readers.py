@@ -2,20 +2,20 @@
 
 import bz2
 import codecs
+import collections
 import functools
 import gzip
 import io
 import itertools
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from jaxtrain import installed
-from jaxtrain.data.rows import CHAT_COLUMNS, NOT_READ, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, question
+from jaxtrain.data.rows import KNOWN_COLUMNS, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, load_json, question, unread
 from jaxtrain.data.template import Conversation, RowError
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
@@ -64,7 +64,9 @@ class Input:
     report: Callable[[str], None]
     done: int = 0  # bytes of the part that were read
     bad: int = 0  # number of bad lines
+    others: tuple[str, ...] = ()  # notes on columns of a table that are not read
     first: int = 0  # the byte of a file of JSON lines at which the part begins
+    notes: collections.Counter[str] = field(default_factory=collections.Counter)  # what is not used -> number of rows
 
     @property
     def path(self) -> Path:
@@ -79,6 +81,12 @@ class Input:
                 count += data.count(b"\n")
                 left -= len(data)
         return count
+
+    def select(self, names: list[str]) -> list[str]:
+        """Return the columns of a table to read. Raises RowError if there is no document in its columns."""
+        found = self.rows.columns(names)
+        self.others = unread(name for name in names if name not in found)
+        return found
 
     def reject(self, line: int, reason: str) -> None:
         self.bad += 1
@@ -101,11 +109,21 @@ def read(source: Input) -> Iterator[Piece]:
                 piece = source.rows.piece(row)
             except RowError as e:
                 source.reject(number, str(e))
+            except Exception as e:  # of any library that reads or writes a row: the other rows are read all the same
+                source.reject(number, unreadable(e))
             else:
-                if piece is not None:
+                source.notes.update(source.others)
+                if piece is None:
+                    source.notes["left out, since there is no text"] += 1
+                else:
+                    source.notes.update(piece.notes)
                     yield piece
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
+
+
+def unreadable(e: Exception) -> str:
+    return f"cannot be read ({type(e).__name__}: {next(iter(str(e).splitlines()), '')})"
 
 
 def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
@@ -127,6 +145,8 @@ def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
             yield number, *question(row)
         except RowError as e:
             raise PrepareError(f"{path}:{number}: {e}") from e
+        except Exception as e:
+            raise PrepareError(f"{path}:{number}: {unreadable(e)}") from e
 
 
 class _Questions(TextRows):
@@ -136,7 +156,7 @@ class _Questions(TextRows):
         super().__init__([], "")
 
     def columns(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name in (*CHAT_COLUMNS, *PAIR_COLUMNS, *NOT_READ)]
+        return [name for name in names if name in (*PAIR_COLUMNS, *KNOWN_COLUMNS)]
 
 
 # ---- Files
@@ -177,7 +197,7 @@ def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
 
 def read_text(source: Input) -> Iterator[Piece]:
     """Yield the file as one document, in pieces of PIECE_BYTES, each extended by the rest of its last line."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no text
     with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
         line, started = 1, False
         data = f.read(PIECE_BYTES)
@@ -221,14 +241,26 @@ def read_jsonl(source: Input) -> Iterator[tuple[int, Row]]:
 
 def _row(line: bytes) -> Row:
     try:
-        record = json.loads(line.decode())
+        record = load_json(line.decode("utf-8-sig"))  # files that were joined may have several byte order marks
     except UnicodeDecodeError as e:
         return RowError(f"not UTF-8 ({e.reason}, column {e.start + 1})")
-    except json.JSONDecodeError as e:
-        return RowError(f"not JSON ({e.msg}, column {e.colno})")
-    except RecursionError:
-        return RowError("not JSON that can be read (nested too deeply)")
+    except RowError as e:
+        return RowError(f"not JSON ({e})")
     return record if isinstance(record, dict) else RowError(f"is {kind_of(record)}, not an object")
+
+
+def plain_row(cells: dict[str, Any], source: Input) -> dict[str, Any]:
+    """Return a row of a table without the nulls in its structs: Arrow adds them, so that all rows have the same fields."""
+
+    def without(value: Any, arguments: bool = False) -> Any:
+        if isinstance(value, dict):
+            kept = {key: without(x, key == "arguments") for key, x in value.items() if x is not None}
+            if arguments and len(kept) < len(value):
+                source.notes["null arguments of tool calls, which tables add, read as absent"] += 1
+            return kept
+        return [without(x) for x in value] if isinstance(value, list) else value
+
+    return {name: without(cell) for name, cell in cells.items()}
 
 
 def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
@@ -239,7 +271,7 @@ def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
     try:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             try:
-                columns = source.rows.columns(file.schema_arrow.names)
+                columns = source.select(file.schema_arrow.names)
             except RowError as e:
                 raise PrepareError(f"{source.path}: {e}") from e
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
@@ -250,9 +282,12 @@ def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
                 for i in range(batch.num_rows):
                     number += 1
                     try:
-                        row = {name: batch.column(name)[i].as_py() for name in columns}
+                        cells = {name: batch.column(name)[i].as_py(maps_as_pydicts="strict") for name in columns}
+                        row: Row = plain_row(cells, source)
                     except UnicodeDecodeError as e:
                         row = RowError(f"not UTF-8 ({e.reason})")
+                    except Exception as e:  # such as a date that Python cannot represent
+                        row = RowError(unreadable(e))
                     yield number, row
                 source.done = source.cut.size * (number - first) // rows
     except pyarrow.ArrowException as e:
@@ -295,8 +330,11 @@ def dataset_name(spec: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def open_dataset(spec: str, rows: Rows) -> Any:
-    """Open a data set for streaming: a row is fetched when it is read, with only the columns of `rows`. Raises PrepareError."""
+def open_dataset(spec: str, columns: Callable[[list[str]], list[str]]) -> Any:
+    """Open a data set for streaming: a row is fetched when it is read. Raises PrepareError.
+
+    columns: returns the columns to read of all; it raises RowError if there is no document in them.
+    """
     name, config, split = dataset_name(spec)
     try:
         import datasets
@@ -311,7 +349,7 @@ def open_dataset(spec: str, rows: Rows) -> Any:
             "and the network; or fetch its files with `hf download --repo-type=dataset` elsewhere and give these."
         ) from e
     try:
-        return data if data.column_names is None else data.select_columns(rows.columns(data.column_names))
+        return data if data.column_names is None else data.select_columns(columns(data.column_names))
     except RowError as e:
         raise PrepareError(f"--input={spec}: {e}") from e
 
@@ -322,7 +360,7 @@ def _reason(e: Exception) -> str:
 
 def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
     """Return (number of a data set's files, a text that changes with its contents). A part is a file. Raises PrepareError."""
-    count = open_dataset(spec, rows).num_shards
+    count = open_dataset(spec, rows.columns).num_shards
     import datasets
 
     name, config, split = dataset_name(spec)
@@ -335,9 +373,10 @@ def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
 def read_dataset(source: Input) -> Iterator[tuple[int, Row]]:
     """Yield (number of the row, row) of each row of a part of a data set. The first row of the part has the number 1."""
     spec, part = source.cut.path, source.cut.begin
-    data = open_dataset(spec, source.rows)
+    data = open_dataset(spec, source.select)
     try:
-        yield from enumerate(data.shard(data.num_shards, part), 1)
+        for number, row in enumerate(data.shard(data.num_shards, part), 1):
+            yield number, plain_row(row, source)
     except Exception as e:
         raise PrepareError(f"--input={spec}: part {part + 1} cannot be read to its end ({_reason(e)})") from e
 

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +27,32 @@ ROLES = {
     }.items()
     for name in names
 }
-# Older keys for function calls -> the keys that templates read. Rows with older keys are errors: the text would lack the calls.
-NOT_READ = {"function_call": "tool_calls", "functions": "tools"}
-TEMPLATE_COLUMNS = ("system", "tools", "chat_template_kwargs")
-PAIR_COLUMNS = ("prompt", "chosen", "rejected", *TEMPLATE_COLUMNS)
+SYSTEM = ("system", "system_prompt", "system_message")  # columns with the text of a first message
+TEMPLATE_COLUMNS = (*SYSTEM, "tools", "chat_template_kwargs")
 CHAT_COLUMNS = (
-    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output"),
+    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
     *TEMPLATE_COLUMNS,
 )
+PAIR_COLUMNS = (*CHAT_COLUMNS, "chosen", "rejected")
+# Keys of rows and of messages that other trainers read and jaxtrain does not -> what to do. Without these keys the model would
+# learn something else, so they are errors unless they are empty.
+TEXT_ALONE = "the models here read text alone. Fix: leave the row out"
+NOT_READ = {
+    "function_call": "templates read newer forms. Fix: rename it to 'tool_calls', in its form",
+    "functions": "templates read newer forms. Fix: rename it to 'tools', in its form",
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), TEXT_ALONE),
+    "documents": "columns are no variables of the template. Fix: give it in 'chat_template_kwargs'",
+    "history": "it is read beside 'instruction' and 'output', or 'prompt' and its answer. Fix: put it into the messages",
+    **dict.fromkeys(("train_detail", "training_detail"), "a message counts as a whole. Fix: give it 'train' true or false"),
+}
+# Keys of a message that say whether it counts in the loss -> the value of those that count, 1 or 0.
+COUNTS = {
+    **dict.fromkeys(("train", "training", "trainable", "loss", "loss_mask", "loss_weight", "weight"), 1),
+    **dict.fromkeys(("mask", "masked"), 0),
+}
+# Keys of a row for the loss of all its messages, of which none are read.
+ROW_COUNTS = COUNTS | dict.fromkeys(("weights", "masks"), 1)
+KNOWN_COLUMNS = (*NOT_READ, *ROW_COUNTS, "label")
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,7 @@ class Piece:
       end: whether the document ends with this piece.
       parts: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
       rejected: for the chosen member of a pair, the rejected member, which is the next document.
+      notes: what of the row is not used, though the model learns nothing else without it.
     """
 
     text: str
@@ -52,6 +73,7 @@ class Piece:
     end: bool = True
     parts: tuple[Part, ...] | None = None
     rejected: "Piece | None" = None
+    notes: tuple[str, ...] = ()
 
 
 class TextRows:
@@ -80,7 +102,8 @@ class TextRows:
                 raise RowError(f"no key {key!r} (has: {', '.join(map(repr, list(row)[:8]))}){hint}")
             texts.append(_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
-        return Piece(text, len(text.encode())) if text else None
+        notes = unread(key for key, value in row.items() if key not in self.keys and value not in (None, [], {}, ""))
+        return Piece(text, len(text.encode()), notes=notes) if text else None
 
 
 class ChatRows:
@@ -92,16 +115,16 @@ class ChatRows:
 
     def columns(self, names: Iterable[str]) -> list[str]:
         names = list(names)
-        found = [name for name in names if name in (*CHAT_COLUMNS, *NOT_READ)]
-        if form(found) is None:
+        if form(names) is None:
             raise RowError(f"no conversation in its columns {', '.join(names)}. {FORMS}")
-        return found
+        return [name for name in names if name in (*CHAT_COLUMNS, *KNOWN_COLUMNS)]
 
     def piece(self, row: dict[str, Any]) -> Piece | None:
         talk = conversation(row)
+        notes = (*talk.notes, *self.template.check(talk))
         text, parts = self.template.parts(talk, self.loss)
         size = sum(len(part.text.encode()) for part in parts if part.control < 0)
-        return Piece(text, size, parts=tuple(parts))
+        return Piece(text, size, parts=tuple(parts), notes=notes)
 
 
 class PairRows:
@@ -122,43 +145,55 @@ class PairRows:
         names = list(names)
         if not {"chosen", "rejected"} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
-        return [name for name in names if name in (*PAIR_COLUMNS, *NOT_READ)]
+        return [name for name in names if name in (*PAIR_COLUMNS, *QUESTIONS, *KNOWN_COLUMNS)]
 
     def piece(self, row: dict[str, Any]) -> Piece | None:
-        _refuse_unread(row, "the row")
-        row = {k: v for k, v in row.items() if v is not None}  # Parquet has every column in every row
-        if not {"chosen", "rejected"} <= row.keys():
-            raise RowError(f"not a pair (has: {', '.join(map(repr, list(row)[:8]))}). {PAIRS}")
-        members = self._texts(row) if self.template is None else self._conversations(row, self.template)
-        if members[0][0] == members[1][0]:
+        left = Fields(row)
+        if "chosen" not in left or "rejected" not in left:
+            raise RowError(f"not a pair (has: {shown_keys(row)}). {PAIRS}")
+        texts = self._texts(left) if self.template is None else self._conversations(left, self.template)
+        (chosen, rejected), notes = texts
+        if chosen[0] == rejected[0]:
             raise RowError("'chosen' and 'rejected' are the same")
-        text = "\0".join(text for text, _ in members)
-        sizes = [sum(len(part.text.encode()) for part in parts if part.control < 0) for _, parts in members]
-        chosen, rejected = (Piece(text, n, parts=tuple(parts)) for (_, parts), n in zip(members, sizes, strict=True))
-        return dataclasses.replace(chosen, rejected=rejected)
+        text = f"{chosen[0]}\0{rejected[0]}"
+        members = []
+        for _, parts in (chosen, rejected):
+            size = sum(len(part.text.encode()) for part in parts if part.control < 0)
+            members.append(Piece(text, size, parts=tuple(parts)))
+        return dataclasses.replace(members[0], rejected=members[1], notes=notes)
 
-    def _texts(self, row: dict[str, Any]) -> list[tuple[str, list[Part]]]:
-        if any(isinstance(row.get(name), list) for name in PAIR_COLUMNS) or row.get("tools"):
-            raise RowError("the row holds messages or tools, which a chat template writes: give --chat too")
-        chosen, rejected = (_text(row[name], repr(name)) for name in ("chosen", "rejected"))
-        if "prompt" in row:
-            prompt = _text(row["prompt"], "'prompt'")
-        else:
-            prompt = _shared_words(chosen, rejected)
+    def _texts(self, left: "Fields") -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
+        written = [*ASKING, "history", *TEMPLATE_COLUMNS]
+        lists = [name for name in ("prompt", "chosen", "rejected") if isinstance(left.get(name), list | dict)]
+        if found := [name for name in (*lists, *written) if left.get(name)]:
+            raise RowError(f"the row has {found[0]!r}, which a chat template writes. Fix: give --chat too")
+        chosen, rejected = (_text(left.take(name), repr(name)) for name in ("chosen", "rejected"))
+        prompt = given = _text(left.take("prompt", ""), "'prompt'")
+        if not prompt:
+            _refuse_question(left)
+            prompt = _shared_beginning(chosen, rejected)
+        repeated = bool(prompt) and chosen.startswith(prompt) and rejected.startswith(prompt)
+        if repeated:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        notes = ("the completions repeat the prompt, which is written once",) * (repeated and bool(given))
         if not (prompt or self.bos):
             raise RowError("the prompt is empty, and the first token of a text has nothing that predicts it")
+        if not chosen.strip():
+            raise RowError("'chosen' has no completion, and the model would learn to answer nothing. Fix: leave the row out")
         begin = [*(Part("", control=token) for token in self.bos), Part(prompt)]
         place = "inner" if prompt else "start"
-        return [(prompt + text, [*begin, Part(text, loss=True, place=place)]) for text in (chosen, rejected)]
+        members = [(prompt + text, [*begin, Part(text, loss=True, place=place)]) for text in (chosen, rejected)]
+        return members, (*notes, *left.rest())
 
-    def _conversations(self, row: dict[str, Any], template: ChatTemplate) -> list[tuple[str, list[Part]]]:
-        prompt, chosen, rejected = _pair_of_messages(row)
-        tools, variables = _template_columns(row)
-        if system := _text(row.get("system", ""), "'system'"):
-            prompt = [_message("system", system), *prompt]
+    def _conversations(self, left: "Fields", template: ChatTemplate) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
+        prompt, chosen, rejected, notes = _pair_of_messages(left)
+        prompt, more = _with_system(left, prompt)
+        tools, variables = _template_columns(left)
+        _refuse_empty(chosen, "'chosen'")
         talks = [Conversation(prompt + completion, tools, variables, len(prompt)) for completion in (chosen, rejected)]
-        return [template.parts(talk, "assistant") for talk in talks]
+        unwritten = dict.fromkeys(note for talk in talks for note in template.check(talk))
+        members = [template.parts(talk, "assistant") for talk in talks]
+        return members, (*notes, *more, *left.rest(), *unwritten)
 
 
 Rows = TextRows | ChatRows | PairRows
@@ -168,36 +203,87 @@ PAIRS = (
 )
 
 
-def _shared_words(chosen: str, rejected: str) -> str:
+# Characters of scripts without spaces between words, and their punctuation: text may be cut after any of them.
+WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff"
+    "\uff00-\uffef\U00020000-\U0003ffff]"
+)
+JOINED = ("Mn", "Mc", "Me", "Cf")  # categories of characters that belong to the one before: accents, vowel signs, joiners
+
+
+def _shared_beginning(chosen: str, rejected: str) -> str:
     """Return the beginning that two texts share, up to its last complete word, so that no token spans prompt and completion."""
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same, and without a 'prompt' nothing is left of either")
-    shared = os.path.commonprefix([chosen, rejected])
-    if shared and not shared[-1].isspace():
-        shared = shared.removesuffix(shared.split()[-1])
-    return shared.removesuffix(" ")  # tokens of words begin with their space
+    size = len(os.path.commonprefix([chosen, rejected]))
+
+    def ends_word(at: int) -> bool:
+        joined = any(unicodedata.category(text[at]) in JOINED for text in (chosen, rejected) if at < len(text))
+        return chosen[at - 1].isspace() or (WITHOUT_SPACES.match(chosen[at - 1]) is not None and not joined)
+
+    size = next((at for at in range(size, 0, -1) if ends_word(at)), 0)
+    return chosen[:size].removesuffix(" ")  # tokens of words begin with their space
 
 
-def _pair_of_messages(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the messages of the prompt, of the chosen and of the rejected completion. Raises RowError."""
-    given = row.get("prompt")
-    if isinstance(row["chosen"], str) and isinstance(row["rejected"], str) and isinstance(given, str):
-        chosen, rejected = ([_message("assistant", _text(row[name], repr(name)))] for name in ("chosen", "rejected"))
-        return [_message("user", _text(given, "'prompt'"))], chosen, rejected
-    chosen, rejected = (_messages(row[name], name) for name in ("chosen", "rejected"))
-    if isinstance(given, list):
-        return _messages(given, "prompt"), chosen, rejected
-    # Both members are complete conversations: the prompt is their common beginning.
-    if chosen == rejected:
+QUESTIONS = ("question", "query", "input")  # keys of pairs that are not read, and are the prompt if there is no other
+ASKING = ("messages", "conversations", "instruction")  # keys with the question of a pair that has no `prompt`
+
+
+def _refuse_question(left: "Fields") -> None:
+    if found := [key for key in QUESTIONS if left.get(key)]:
+        raise RowError(f"the pair has {found[0]!r}, which is not read. Fix: rename it to 'prompt'")
+
+
+def _pair_of_messages(
+    left: "Fields",
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
+    """Return (messages of the prompt, of the chosen and of the rejected completion, notes). Raises RowError."""
+    given, texts = left.take("prompt"), [left.get("chosen"), left.get("rejected")]
+    chosen, rejected = (_turns(left.take(name), name, "assistant") for name in ("chosen", "rejected"))
+    complete = all(messages and messages[0]["role"] != "assistant" for messages in (chosen, rejected))
+    if complete and not isinstance(given, list):
+        prompt, chosen, rejected = _shared_messages(chosen, rejected)
+        if isinstance(given, str) and not any(message["content"] == given for message in prompt):
+            raise RowError("'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it")
+        if not prompt:
+            raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
+        return prompt, chosen, rejected, ()
+    asking = next((key for key in ASKING if key in left), None)
+    if given is not None:
+        prompt = _history(left) + _turns(given, "prompt", "user")
+    elif asking:
+        prompt = _asked(left, asking)
+    else:
+        _refuse_question(left)
+        raise RowError(f"the pair has no prompt. {PAIRS}")
+    repeated = isinstance(given, str) and all(isinstance(x, str) and x.startswith(given) for x in texts)
+    return prompt, _after(prompt, chosen), _after(prompt, rejected), (REPEATED,) * repeated
+
+
+REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
+
+
+def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return (common beginning, rest, rest) of two conversations. The rest of each has at least one message."""
+    if _said(chosen) == _said(rejected):
         raise RowError("'chosen' and 'rejected' are the same conversation")
     most = max(0, min(len(chosen), len(rejected)) - 1)
-    count = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    prompt = chosen[:count]
-    if given is not None and not any(message.get("content") == given for message in prompt):
-        raise RowError("'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it")
-    if not prompt:
-        raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
-    return prompt, chosen[count:], rejected[count:]
+    count = next((i for i in range(most) if _said(chosen[: i + 1]) != _said(rejected[: i + 1])), most)
+    return chosen[:count], chosen[count:], rejected[count:]
+
+
+def _after(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a completion without the messages of the prompt, or of its end, that it repeats at its beginning."""
+    most = min(len(prompt), len(completion))
+    repeated = next((n for n in range(most, 0, -1) if _said(prompt[-n:]) == _said(completion[:n])), 0)
+    asked = any(message["role"] != "assistant" for message in completion[:repeated])
+    return completion[repeated:] if asked else completion
+
+
+def _said(messages: list[dict[str, Any]]) -> list[Any]:
+    """Return what messages say, without their ids and other keys, so that equal messages are found."""
+    calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
+    return [[(m["role"], m["content"], m.get(THOUGHTS[0])) for m in messages], calls]
 
 
 FORMS = (
@@ -218,53 +304,146 @@ def form(names: Iterable[str]) -> str | None:
     return "output" if {"instruction", "output"} <= names else None
 
 
-def conversation(row: dict[str, Any]) -> Conversation:
+class Fields:
+    """A row during reading. Values that are read are removed, so that those remain that are not read. Null is no value."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._left = {key: value for key, value in values.items() if value is not None}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._left
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._left)
+
+    def get(self, key: str) -> Any:
+        return self._left.get(key)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        return self._left.pop(key, default)
+
+    def rest(self) -> tuple[str, ...]:
+        """Return a note on each value that was not read. Raises RowError for a value that changes what is learnt."""
+        for key, value in self._left.items():
+            _refuse_unread(key, value, "the row")
+            flag = value if isinstance(value, bool | list | str) or key.startswith("weight") or value in (0, 1) else None
+            if key in ROW_COUNTS and flag is not None and flag != ROW_COUNTS[key]:
+                fix = "Fix: give each message of the assistant 'train' true or false"
+                raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
+            if key == "label" and value is False:
+                raise RowError("the row has 'label' = False, so its answer is a bad one. Fix: leave the row out")
+        return unread(key for key, value in self._left.items() if value not in ([], {}, ""))
+
+
+def unread(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return the notes on keys of rows that are not read."""
+    return tuple(f"not read: {key!r}" for key in keys)
+
+
+def shown_keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, list(row)[:8]))
+
+
+def conversation(row: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a row in any form of FORMS. Raises RowError.
 
     If prompt and completion are both lists of messages, only the completion counts in the loss.
     """
-    _refuse_unread(row, "the row")
-    row = {k: v for k, v in row.items() if v is not None}  # Parquet has every column in every row
-    kind, prompt = form(row), 0
+    left, prompt = Fields(row), 0
+    kind, notes = form(left), ()
     if kind is None:
-        raise RowError(f"not a conversation (has: {', '.join(map(repr, list(row)[:8]))}). {FORMS}")
+        raise RowError(f"not a conversation (has: {shown_keys(row)}). {FORMS}")
+    given = left.get(kind)
     if kind in ("messages", "conversations"):
-        messages = _messages(row[kind], kind)
+        messages = _asked(left, kind)
     elif kind == "output":
-        asked = _text(row["instruction"], "'instruction'")
-        given = _text(row.get("input", ""), "'input'")
-        messages = [_message("user", f"{asked}\n\n{given}" if given else asked)]
-        messages.append(_message("assistant", _text(row["output"], "'output'")))
-    elif isinstance(row["prompt"], list) and isinstance(row[kind], list):
-        messages = _messages(row["prompt"], "prompt")
-        prompt = len(messages)
-        messages += _messages(row[kind], kind)
+        messages = [*_asked(left, "instruction"), _message("assistant", _content(left.take("output"), "'output'"))]
     else:
-        messages = [_message("user", _text(row["prompt"], "'prompt'")), _message("assistant", _text(row[kind], repr(kind)))]
-    if system := _text(row.get("system", ""), "'system'"):
-        messages.insert(0, _message("system", system))
-        prompt += prompt > 0
+        asked = left.take("prompt")
+        messages = _history(left) + _turns(asked, "prompt", "user")
+        completion = _after(messages, _turns(left.take(kind), kind, "assistant"))
+        if isinstance(asked, list) and isinstance(given, list):
+            prompt = len(messages)
+        elif isinstance(asked, str) and isinstance(given, str) and given.startswith(asked):
+            notes = (REPEATED,)
+        messages += completion
+    count = len(messages)
+    messages, repeated = _with_system(left, messages)
+    prompt += (len(messages) - count) * (prompt > 0)
     if not messages:
         raise RowError(f"{kind!r} is empty")
+    _refuse_empty(messages, "" if isinstance(given, list) else repr(kind))
+    tools, variables = _template_columns(left)
+    return Conversation(messages, tools, variables, prompt, (*notes, *repeated, *_counts_of_others(messages), *left.rest()))
+
+
+def _asked(left: Fields, kind: str) -> list[dict[str, Any]]:
+    """Return the messages under a key, or for `instruction` those of history, instruction and input."""
+    if kind != "instruction":
+        return _messages(left.take(kind), kind)
+    asked, given = (_content(left.take(key, ""), repr(key)) for key in ("instruction", "input"))
+    return [*_history(left), _message("user", f"{asked}\n\n{given}" if given else asked)]
+
+
+def _history(left: Fields) -> list[dict[str, Any]]:
+    """Return the messages of `history`: a list of [question, answer], or of messages."""
+    history = left.take("history", [])
+    if isinstance(history, list) and all(isinstance(item, dict) for item in history):
+        return _messages(history, "history")
+    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
+        raise RowError("'history' is no list of [question, answer]")
+    return [
+        _message(role, _content(text, f"{role} {i} of 'history'"))
+        for i, item in enumerate(history, 1)
+        for role, text in zip(("user", "assistant"), item, strict=True)
+    ]
+
+
+def _turns(value: Any, key: str, role: str) -> list[dict[str, Any]]:
+    """Return the messages of a value: a text of `role`, a message, or a list of messages."""
+    if isinstance(value, dict):
+        value = [value]
+    return _messages(value, key) if isinstance(value, list) else [_message(role, _text(value, repr(key)))]
+
+
+def _with_system(left: Fields, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return (the messages with the text of a column of SYSTEM as the first message, notes)."""
+    texts = {key: text for key in SYSTEM if (text := _content(left.take(key, ""), repr(key)))}
+    if len(set(texts.values())) > 1:
+        raise RowError(f"{' and '.join(map(repr, texts))} are different texts. Fix: leave one of them out")
+    first = [_message("system", text) for text in texts.values()][:1]
+    if first and messages[:1] == first:
+        return messages, ("the system column repeats the first message, and is written once",)
+    return [*first, *messages], ()
+
+
+def _refuse_empty(messages: list[dict[str, Any]], key: str) -> None:
+    """Raise RowError for an empty answer. key: the row's key with the last answer; "": it is one of several messages."""
     for i, message in enumerate(messages, 1):
         if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
-            what = f"the assistant's message, number {i} of {len(messages)}," if isinstance(row[kind], list) else repr(kind)
+            what = f"the assistant's message, number {i} of {len(messages)},"
+            what = key if key and i == len(messages) else what
             raise RowError(f"{what} is empty, and the model would learn to answer nothing. Fix: leave the row out")
-    return Conversation(messages, *_template_columns(row), prompt)
 
 
-def question(row: dict[str, Any]) -> tuple[Conversation, str]:
+def _counts_of_others(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return notes on messages of other roles than the assistant that are asked to count in the loss."""
+    found = {message["role"] for message in messages if message["role"] != "assistant" and message.get("train")}
+    return tuple(f"messages of the role {role} do not count in the loss, whatever `train` says" for role in sorted(found))
+
+
+def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     """Return (a row's conversation up to its last answer, that answer). The answer is "" if the row ends with a question.
 
     A row may also have a `prompt` alone, as text or messages, or be a pair: then the chosen answer is the reference. Raises
     RowError.
     """
     if {"chosen", "rejected"} <= row.keys():
-        prompt, chosen, _ = _pair_of_messages(row)
-        row = {key: x for key, x in row.items() if key in (*TEMPLATE_COLUMNS, *NOT_READ)} | {"messages": prompt + chosen}
+        left = Fields(row)
+        prompt, chosen, _, _ = _pair_of_messages(left)
+        row = {key: left.get(key) for key in left} | {"messages": prompt + chosen}
     if form(row) is None and row.get("prompt"):
-        given = row["prompt"]
-        row = {**row, "messages": given if isinstance(given, list) else [_message("user", _text(given, "'prompt'"))]}
+        row = {**row, "messages": _turns(row["prompt"], "prompt", "user")}
     talk = conversation(row)
     last = talk.messages[-1]
     if last["role"] != "assistant":
@@ -275,11 +454,11 @@ def question(row: dict[str, Any]) -> tuple[Conversation, str]:
     return talk.first(len(talk.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
 
 
-def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any]]:
+def _template_columns(left: Fields) -> tuple[list[Any] | None, dict[str, Any]]:
     """Return (`tools`, `chat_template_kwargs`) of a row. Each may be JSON text in the row. Raises RowError."""
     tools, variables = (
-        _json(row.get("tools") or None, "'tools'"),
-        _json(row.get("chat_template_kwargs"), "'chat_template_kwargs'"),
+        _json(left.take("tools") or None, "'tools'"),
+        _json(left.take("chat_template_kwargs"), "'chat_template_kwargs'"),
     )
     if not isinstance(tools, list | None):
         raise RowError(f"'tools' is {kind_of(tools)}, not a list of functions")
@@ -291,12 +470,34 @@ def _template_columns(row: dict[str, Any]) -> tuple[list[Any] | None, dict[str, 
     return tools or None, variables or {}
 
 
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises RowError for text that is not JSON, or has a key twice in an object."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise RowError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
+        return made
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as e:
+        raise RowError(f"{e.msg}, column {e.colno}") from e
+    except RecursionError as e:
+        raise RowError("nested too deeply to be read") from e
+    except RowError:
+        raise
+    except ValueError as e:  # a number with more digits than Python reads
+        raise RowError(str(e).partition(";")[0]) from e
+
+
 def _json(value: Any, what: str) -> Any:
     """Return the value of a JSON text, or any other value unchanged. Raises RowError for bad JSON or a lone surrogate."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError as e:
+            value = load_json(value)
+        except RowError as e:
             raise RowError(f"{what} is text, but not JSON ({e})") from e
     _text(json.dumps(value, ensure_ascii=False, default=str), what)
     return value
@@ -314,41 +515,70 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
         what = f"message {i} of {key!r}"
         if not isinstance(item, dict):
             raise RowError(f"{what} is {kind_of(item)}, not an object")
-        _refuse_unread(item, what)
+        nulls = [k for k, v in item.items() if v is None]
+        item = {k: v for k, v in item.items() if v is not None}
+        for k, v in item.items():
+            _refuse_unread(k, v, what)
         role, content = ("role", "content") if "role" in item else ("from", "value")
-        calls = item.get("tool_calls")
-        needed = [role] if calls else [role, content]
-        if missing := [k for k in needed if k not in item]:
-            raise RowError(f"{what} has no {missing[0]!r} (has: {', '.join(map(repr, list(item)[:8]))})")
-        name = item[role]
-        if name not in ROLES:
+        calls = item.pop("tool_calls", None)
+        if missing := [k for k in ((role,) if calls else (role, content)) if k not in item]:
+            has = f"'{missing[0]}' is null" if missing[0] in nulls else f"has: {shown_keys(item)}"
+            raise RowError(f"{what} has no {missing[0]!r} ({has})")
+        name = item.pop(role)
+        if not isinstance(name, str) or name not in ROLES:
             raise RowError(f"{what} has the role {name!r}; known are {', '.join(ROLES)}")
-        message: dict[str, Any] = {"role": ROLES[name]}
         # OpenAI writes null, or nothing, beside calls of tools.
-        text = "" if calls and item.get(content) is None else item[content]
-        message["content"] = _text(text, f"{content!r} of {what}")
-        for k in ("name", "tool_call_id"):
-            if item.get(k) is not None:
-                message[k] = _text(item[k], f"{k!r} of {what}")
-        if thoughts := [k for k in THOUGHTS if item.get(k) is not None]:
-            message |= dict.fromkeys(THOUGHTS[:2], _text(item[thoughts[0]], f"{thoughts[0]!r} of {what}"))
+        message = _message(ROLES[name], _content(item.pop(content, ""), f"{content!r} of {what}"))
+        if thoughts := [item.pop(k) for k in THOUGHTS if k in item]:
+            texts = [_content(x, f"the thoughts of {what}") for x in thoughts]
+            if len(set(texts)) > 1:
+                raise RowError(f"{what} has several thoughts under {', '.join(THOUGHTS)}. Fix: leave all but one out")
+            message |= dict.fromkeys(THOUGHTS[:2], texts[0])
         if calls:
             if not isinstance(calls, list):
                 raise RowError(f"'tool_calls' of {what} is {kind_of(calls)}, not a list of calls")
             message["tool_calls"] = [_tool_call(call, what) for call in calls]
-        if not _counts(item, what):
-            message["train"] = False
+        if (counts := _counts(item, what)) is not None:
+            message["train"] = counts
+        for k in ("name", "tool_call_id"):
+            if k in item:
+                _text(item[k], f"{k!r} of {what}")
+        message |= {k: _json_value(v, f"{k!r} of {what}") for k, v in item.items() if k not in COUNTS}
         messages.append(message)
     return messages
 
 
-def _counts(item: dict[str, Any], what: str) -> bool:
-    """Return False if `train` (axolotl) is false or `weight` (OpenAI) is 0, else True. Raises RowError for wrong values."""
-    for key, rule in (("train", "true or false"), ("weight", "0 or 1")):
-        value = item.get(key)
-        if value is not None and not (isinstance(value, bool) if key == "train" else value in (0, 1)):
-            raise RowError(f"{key!r} of {what} is {value!r}: must be {rule}")
-    return item.get("train") is not False and item.get("weight") != 0
+def _json_value(value: Any, what: str) -> Any:
+    """Return a value of a row that the template may read. Raises RowError for half a surrogate pair."""
+    _text(json.dumps(value, ensure_ascii=False, default=str), what)
+    return value
+
+
+def _content(value: Any, what: str) -> str:
+    """Return a text, or the texts of a list of parts `{"type": "text", "text": ...}`, joined. Raises RowError."""
+    if not isinstance(value, list):
+        return _text(value, what)
+    texts = []
+    for i, part in enumerate(value, 1):
+        part = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - {"type", "text"}:
+            of = repr(part.get("type", "text")) if isinstance(part, dict) else kind_of(part)
+            more = sorted(part.keys() - {"type", "text"}) if isinstance(part, dict) else []
+            has = f" with {', '.join(map(repr, more))}" if more else ""
+            fix = 'Fix: give {"type": "text", "text": ...}, or leave the row out'
+            raise RowError(f"part {i} of {what} is {of}{has}, and only parts of text are read. {fix}")
+        texts.append(_text(part.get("text"), f"part {i} of {what}"))
+    return "".join(texts)
+
+
+def _counts(item: dict[str, Any], what: str) -> bool | None:
+    """Return whether a message counts in the loss by its keys in COUNTS; None without such keys. Raises RowError."""
+    found = []
+    for key in COUNTS.keys() & item.keys():
+        if item[key] not in (0, 1):
+            raise RowError(f"{key!r} of {what} is {item[key]!r}: must be 0 or 1, false or true")
+        found.append(item[key] == COUNTS[key])
+    return all(found) if found else None
 
 
 def _tool_call(call: Any, what: str) -> dict[str, Any]:
@@ -366,9 +596,9 @@ def _tool_call(call: Any, what: str) -> dict[str, Any]:
     return {"type": "function", **more, "function": function}
 
 
-def _refuse_unread(item: dict[str, Any], what: str) -> None:
-    if found := [key for key in NOT_READ if item.get(key)]:
-        raise RowError(f"{what} has {found[0]!r}, which is not read: rename it to {NOT_READ[found[0]]!r}, in its form")
+def _refuse_unread(key: str, value: Any, what: str) -> None:
+    if key in NOT_READ and value:
+        raise RowError(f"{what} has {key!r}, which is not read: {NOT_READ[key]}")
 
 
 def kind_of(value: Any) -> str:

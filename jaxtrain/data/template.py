@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,8 @@ from jaxtrain.data.tokenizer import (
     special_tokens,
 )
 
-MARK, OPEN, CLOSE, ANSWER = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"  # noncharacters: never part of a text
+# Noncharacters: never part of a text. TRACE encloses the number of a place in the data.
+MARK, OPEN, CLOSE, ANSWER, TRACE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
 TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
 LOSSES = ("assistant", "all", "last")
@@ -67,12 +68,14 @@ class Conversation:
       tools: descriptions of functions, as JSON schemas; None if there are none.
       variables: further variables of the template, such as `enable_thinking`.
       prompt: number of messages of the prompt. Assistant turns in the prompt do not count in the loss.
+      notes: what of the row is not in the conversation.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = MappingProxyType({})
     prompt: int = 0
+    notes: tuple[str, ...] = ()
 
     def first(self, count: int) -> "Conversation":
         """Return the conversation with only its first `count` messages."""
@@ -81,6 +84,87 @@ class Conversation:
     def without(self, *keys: str) -> "Conversation":
         """Return the conversation with these keys removed from all its messages."""
         return replace(self, messages=[{key: x for key, x in m.items() if key not in keys} for m in self.messages])
+
+
+CONTENT, THOUGHT = "content", "thoughts"
+READ = ("role", *TEXTS, "tool_calls", "train")  # keys of messages that need no note: they are written, or refused
+TAG = re.compile(r"(<[^<>\s]+>)")  # as <think>, by which some templates cut a content into pieces
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the data of a conversation that must leave a trace in its text.
+
+    Attributes:
+      message: index of the message; -1: in the tools.
+      what: CONTENT | THOUGHT | `tool_calls` | `tools`.
+    """
+
+    message: int
+    what: str
+
+    def described(self, talk: Conversation) -> str:
+        """Return the place in words, with a remedy."""
+        fix = "Fix: give --chat-template=FILE with one that does, or leave"
+        if self.what == "tools":
+            return f"`tools`. {fix} them out of the rows"
+        message = talk.messages[self.message]
+        where = f"of message {self.message + 1} ({message['role']})"
+        if self.what == CONTENT:
+            beside = " beside tool calls" if message.get("tool_calls") else ""
+            return f"the content {where}{beside}. {fix} it out of the row"
+        what = "thoughts (`reasoning_content`, `thinking`)" if self.what == THOUGHT else "`tool_calls`"
+        return f"{what} {where}. {fix} them out of the rows"
+
+
+def _traced(talk: Conversation, mark: Callable[[int], str]) -> tuple[Conversation, list[Place]]:
+    """Return the conversation with `mark(i)` put in at each place i, and its places.
+
+    Places are the beginning and the end of every text between tags, the names and arguments of tool calls, and the names and
+    descriptions in `tools`.
+    """
+    places: list[Place] = []
+
+    def put(text: str, message: int, what: str) -> str:
+        pieces = TAG.split(text)
+        whole = not any(piece.strip() for piece in pieces[::2])  # nothing but tags
+        return "".join(
+            around(piece, message, what) if piece.strip() and i % 2 == 0 else piece
+            for i, piece in enumerate([text] if whole else pieces)
+        )
+
+    def around(text: str, message: int, what: str) -> str:
+        core = text.strip()
+        before, _, after = text.partition(core)
+        first = len(places)
+        places.extend([Place(message, what)] * 2)
+        return f"{before}{mark(first)}{core}{mark(first + 1)}{after}"
+
+    def every(value: Any, message: int, what: str) -> Any:
+        if isinstance(value, str):
+            return put(value, message, what)
+        if isinstance(value, Mapping):
+            return {key: every(x, message, what) for key, x in value.items()}
+        return [every(x, message, what) for x in value] if isinstance(value, list | tuple) else value
+
+    def named(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            texts = {k: put(x, -1, "tools") for k, x in value.items() if k in ("name", "description") and isinstance(x, str)}
+            return {key: texts.get(key) or named(x) for key, x in value.items()}
+        return [named(x) for x in value] if isinstance(value, list | tuple) else value
+
+    messages = []
+    for i, message in enumerate(talk.messages):
+        made = dict(message)
+        if message["content"].strip():
+            made["content"] = put(message["content"], i, CONTENT)
+        if message.get(THOUGHTS[0], "").strip():
+            made |= dict.fromkeys(THOUGHTS[:2], put(message[THOUGHTS[0]], i, THOUGHT))
+        if calls := message.get("tool_calls"):
+            functions = [every(call["function"], i, "tool_calls") for call in calls]
+            made["tool_calls"] = [{**call, "function": new} for call, new in zip(calls, functions, strict=True)]
+        messages.append(made)
+    return replace(talk, messages=messages, tools=named(talk.tools)), places
 
 
 @dataclass(frozen=True)
@@ -122,6 +206,7 @@ class ChatTemplate:
     Attributes:
       source: the template as text.
       tokens: its variables such as `bos_token`.
+      used: names of the variables that it reads.
       marks_turns: whether the template has `{% generation %}` blocks.
       unnamed: variables such as `eos_token` that the template writes, and whose text is no control token of the tokenizer.
     """
@@ -154,7 +239,7 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": day.strftime}
         try:
             self._template = environment.from_string(source)
-            used = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            used = self.used = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"chat template {name}: line {e.lineno}: {e.message}") from e
         known = {token.text for token in control}
@@ -182,8 +267,8 @@ class ChatTemplate:
         Args:
           joins: also mark a text that could form a control token together with the template's text next to it.
         """
-        if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER)):
-            raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD3, which are used as marks here")
+        if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER, TRACE)):
+            raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD4, which are used as marks here")
         guarded = text
         while found := self._texts.search(guarded):
             if len(found[0]) == 1:
@@ -237,33 +322,52 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
             raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
 
-    def _check_written(self, talk: Conversation, plain: str) -> None:
-        """Raise RowError if the template does not write the tools, the tool calls, or the thoughts of a conversation.
+    def check(self, talk: Conversation) -> tuple[str, ...]:
+        """Return notes on what the template does not write and the model does not need.
 
-        The check renders the conversation once without the tools, once without the calls, and once without the thoughts. Each
-        time the text must differ from the complete text.
+        The conversation is rendered with a mark at every place of its data (`_traced`). A place whose mark is missing is
+        confirmed by a single letter there: it is lost if the text stays the same. Many templates leave out thoughts of earlier
+        turns, so thoughts must be written only in the conversation that ends with their message.
 
-        Args:
-          plain: the text of the whole conversation.
+        Raises RowError if another text of the conversation leaves no trace.
         """
-        found = []
-        if talk.tools:
-            found.append(("`tools`", talk, replace(talk, tools=None)))
-        if any(message.get("tool_calls") for message in talk.messages):
-            found.append(("`tool_calls`", talk, talk.without("tool_calls")))
-        if thinking := [i for i, message in enumerate(talk.messages, 1) if message.get(THOUGHTS[0], "").strip()]:
-            # Some templates leave out thoughts of earlier turns. So the check ends the conversation at the last thoughts.
-            asked = talk.first(thinking[-1])
-            found.append(("thoughts (`reasoning_content`, `thinking`)", asked, asked.without(*THOUGHTS)))
-        for what, asked, without in found:
-            text = plain if len(asked.messages) == len(talk.messages) else _unmarked(self.render(asked))
-            try:
-                same = _unmarked(self.render(without)) == text
-            except RowError:  # the template cannot write the conversation without them, so it uses them
+        plain = self.render(talk)
+        marked, places = _traced(talk, lambda number: f"{TRACE}{number}{TRACE}")
+        try:
+            text = self.render(marked)
+        except RowError:  # it compares its data with texts: each place is tried by itself
+            text = ""
+        missing = [number for number in range(len(places)) if f"{TRACE}{number}{TRACE}" not in text]
+        notes: list[str] = []
+        for number in missing:
+            place = places[number]
+            if not self._loses(talk, plain, number):
                 continue
-            if same:
-                fix = "Fix: give --chat-template=FILE with one that does, or leave them out of the rows"
-                raise RowError(f"the chat template does not write {what}. {fix}")
+            others = [n for n, other in enumerate(places) if (other.message, other.what) == (place.message, CONTENT)]
+            inside = place.what == CONTENT and set(others) - set(missing)
+            if place.what == THOUGHT or (inside and talk.messages[place.message]["role"] == "assistant"):
+                asked = talk.first(place.message + 1)
+                if len(asked.messages) < len(talk.messages) and not self._loses(asked, self.render(asked), number):
+                    notes.append("thoughts of earlier turns, which the chat template leaves out")
+                    continue
+            raise RowError(f"the chat template {self.name} does not write {place.described(talk)}")
+        if unread := [name for name in talk.variables if name not in self.used]:
+            notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
+        keys = [key for key in dict.fromkeys(key for message in talk.messages for key in message) if key not in READ]
+        if keys and not self._same(talk.without(*keys), plain):
+            keys = [key for key in keys if self._same(talk.without(key), plain)]
+        return tuple(dict.fromkeys(notes + [f"not written by the chat template, in messages: {key!r}" for key in keys]))
+
+    def _loses(self, talk: Conversation, plain: str, number: int) -> bool:
+        """Return whether the text stays the same with a letter more at a place. number: of the place, as in `_traced`."""
+        return self._same(_traced(talk, lambda n: "x" if n == number else "")[0], plain)
+
+    def _same(self, talk: Conversation, plain: str) -> bool:
+        """Return whether the text of a conversation is `plain`."""
+        try:
+            return self.render(talk) == plain
+        except RowError:  # the template needs what is missing, or compares it with other texts
+            return False
 
     def turn_ends(self) -> set[int]:
         """Return the control tokens that end an answer to a single question; empty if the template cannot write one."""
@@ -276,8 +380,8 @@ class ChatTemplate:
 
     def prompt(self, talk: Conversation) -> list[Part]:
         """Return the parts of a conversation with the beginning of the assistant's answer. Raises RowError."""
+        self.check(talk)
         _, whole = self._guarded(talk, prompt=True)
-        self._check_written(talk, _unmarked(self.render(talk)))
         return self._cut(whole.replace(OPEN, "").replace(CLOSE, ""), [])
 
     def parts(self, talk: Conversation, loss: str) -> tuple[str, list[Part]]:
@@ -297,11 +401,10 @@ class ChatTemplate:
           loss: the turns that count in the loss (LOSSES).
 
         Raises:
-          RowError: the template cannot write the conversation, it leaves out a part, or the turns cannot be found.
+          RowError: the template cannot write the conversation, or the turns cannot be found.
         """
         guarded, whole = self._guarded(talk)
         plain = _unmarked(whole)
-        self._check_written(talk, plain)
         answers = [message for message in talk.messages if message["role"] == "assistant"]
         skipped = [not message.get("train", True) for message in answers]
         spans: list[tuple[int, int]] = []

@@ -288,8 +288,9 @@ def test_parts_that_a_template_does_not_write_are_refused(folders, loss):
         _, made = load(folders["bytes"], source)
         for what, row in refused.items():
             with pytest.raises(rows.RowError, match=f"{what}.*--chat-template"):
-                made.parts(rows.conversation(row), loss)
+                made.check(rows.conversation(row))
         for row in taken:
+            made.check(rows.conversation(row))
             assert counted(made.parts(rows.conversation(row), loss)[1])
 
 
