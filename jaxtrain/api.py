@@ -152,7 +152,7 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
     return read(os.fspath(folder))
 
 
-def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "") -> dict[str, float]:
+def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "", tokenizer: str = "") -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
     Each text is a separate document. Control tokens in it are encoded as characters, and a UserWarning says so. Texts longer
@@ -162,9 +162,11 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
     Args:
         model: a run's folder, a checkpoint, or a Hugging Face folder.
         base: for a run with adapters, the folder of the base model if it was moved.
+        tokenizer: the tokenizer, as data.tokenizer; "": the model's own.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
+        TokenizerError: the tokenizer cannot be read.
         ValueError: there is no text with a token to predict.
     """
     import math
@@ -174,16 +176,18 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
 
     from jaxtrain.data import text_format
     from jaxtrain.generation import load as load_model
+    from jaxtrain.hf.importing import open_origin
     from jaxtrain.scoring import Scorer
 
-    run, sampler, params, _, text = load_model(os.fspath(model), jax.local_devices(), base)
-    tokenizer, _ = text_format.load(text, run.data.tokenizer)
+    source = open_origin(os.fspath(model))
+    known, _ = text_format.load(source.text(), tokenizer or source.run().data.tokenizer)  # before the weights are read
+    run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base)
     scorer = Scorer(run, sampler, params)
     parts = []
     for text in texts:
-        if note := text_format.control_in(text, tokenizer, "a text"):
+        if note := text_format.control_in(text, known, "a text"):
             warnings.warn(note, stacklevel=2)
-        ids = [*tokenizer.bos, *tokenizer.encode(text)]
+        ids = [*known.bos, *known.encode(text)]
         # The first token of a document without a start token is not predicted.
         parts += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
     tokens = sum(part.count for part in parts)
@@ -205,6 +209,7 @@ def generate(
     seed: int = 0,
     base: str = "",
     chat_template: str = "",
+    tokenizer: str = "",
 ) -> str:
     """Return a prompt and its continuation by a model; or, for `messages`, the answer alone.
 
@@ -218,6 +223,7 @@ def generate(
         top_p: sample from the smallest set of most likely tokens whose probabilities add up to this.
         base: for a run with adapters, the folder of the base model if it was moved.
         chat_template: for messages, a name such as "chatml" or a file; "": the model's own.
+        tokenizer: the tokenizer, as data.tokenizer; "": the model's own.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
@@ -243,19 +249,18 @@ def generate(
         talk, answered = question({"messages": messages if isinstance(messages, str) else list(messages)})
         if answered:
             raise ValueError("messages end with an answer, and ask nothing. Fix: end with a message of the user.")
-    chat = None
-    if talk is not None:
-        source = open_origin(os.fspath(model))
-        chat = Chat(source.text(), source.run().data.tokenizer, chat_template)
+    source = open_origin(os.fspath(model))
+    spec = tokenizer or source.run().data.tokenizer
+    chat = None if talk is None else Chat(source.text(), spec, chat_template)
+    known, text = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     loaded = load_model(os.fspath(model), jax.local_devices(), base)
     asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     ask = dataclasses.replace(loaded.run.sample, **asked)
     if talk is not None and chat is not None:
         return chat.answer(loaded, talk, ask)
-    tokenizer, text = text_format.load(loaded.text, loaded.run.data.tokenizer)
-    if note := text_format.control_in(prompt, tokenizer):
+    if note := text_format.control_in(prompt, known):
         warnings.warn(note, stacklevel=2)
-    return continue_text(loaded.sampler, loaded.params, tokenizer, ask, stops=text.stops)
+    return continue_text(loaded.sampler, loaded.params, known, ask, stops=text.stops)
 
 
 def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":

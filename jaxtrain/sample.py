@@ -112,10 +112,10 @@ def _act(parsed: Parsed) -> int:
     from jaxtrain.generation import Chat, load
     from jaxtrain.hf.importing import open_origin
 
-    chat = None
-    if options["chat"]:
-        source = open_origin(options["workdir"])
-        chat = Chat(source.text(), options["tokenizer"] or source.run().data.tokenizer, options["chat-template"])
+    source = open_origin(options["workdir"])
+    spec = options["tokenizer"] or source.run().data.tokenizer
+    chat = Chat(source.text(), spec, options["chat-template"]) if options["chat"] else None
+    known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     model = load(options["workdir"], jax.local_devices(), options["base"])
     # A run that writes no samples has max_tokens = 0.
     ask = dataclasses.replace(
@@ -123,7 +123,7 @@ def _act(parsed: Parsed) -> int:
     )
     print(f"[{options['workdir'].rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
-        return continue_prompts(model, options["tokenizer"], ask)
+        return continue_prompts(model, *known, ask)
     said: set[str] = set()
 
     def answer(conversation: Conversation) -> str:
@@ -141,12 +141,11 @@ def _act(parsed: Parsed) -> int:
     return 0
 
 
-def continue_prompts(model: "Loaded", tokenizer_path: str, ask: Any) -> int:
+def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Any) -> int:
     """Print each prompt of a config.Sample with its continuation, and return the exit code."""
     from jaxtrain.data import text_format
     from jaxtrain.generation import continue_all
 
-    tokenizer, text = text_format.load(model.text, tokenizer_path or model.run.data.tokenizer)
     for note in filter(None, (text_format.control_in(prompt, tokenizer) for prompt in prompts(ask.prompt))):
         print(f"note: {note}", file=sys.stderr)
     print(*continue_all(model.sampler, model.params, tokenizer, ask, text.stops), sep="\n\n")

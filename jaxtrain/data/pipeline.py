@@ -383,10 +383,10 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
             its = header["tokenizer"]["name"]
             again = f"prepare the text again with --tokenizer={data.tokenizer}"
             fix = f"Set data.tokenizer={its}, or {again}."
-            if its == "byte":  # the config is for another model, and --tokenizer was forgotten
-                fix = f"{again[0].upper()}{again[1:]}."
-            elif data.tokenizer == "byte":  # the default
+            if data.tokenizer == "byte" or tokenizers.is_bare(data.tokenizer):  # the default, or it can prepare no text
                 fix = f"Set data.tokenizer={its}."
+            elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
+                fix = f"{again[0].upper()}{again[1:]}."
             problems.append(config.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
         packed = files[-1].loss_bits is not None or data.packing == "best_fit"
         windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)

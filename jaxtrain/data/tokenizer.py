@@ -3,6 +3,8 @@
 import functools
 import hashlib
 import json
+import os
+import shlex
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,8 @@ EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|
 
 
 DEFINITION = "tokenizer.json"
-KNOWN = "Give byte, the path of a tokenizer.json, or hf:NAME."
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")  # of a tokenizer, in its folder
+KNOWN = "Give byte, the path of a tokenizer.json, or hf:NAME (--tokenizer=, data.tokenizer of a run)."
 NOT_FETCHED = (
     "could not be fetched from the Hugging Face hub. Check the name and the network, or fetch the tokenizer's files elsewhere "
     "and give their folder"
@@ -262,10 +265,12 @@ def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
     if offline and spec.startswith("hf:") and cached_hub_path(spec.removeprefix("hf:"), file) is None:
         return {}
     try:
-        found = json.loads(read_beside(spec, file) or b"{}")
-    except ValueError as e:
-        raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e})") from e
-    return found if isinstance(found, dict) else {}
+        found = json.loads(b"{}" if (content := read_beside(spec, file)) is None else content)
+    except (ValueError, RecursionError) as e:
+        raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e}). Fetch it again") from e
+    if not isinstance(found, dict):
+        raise TokenizerError(f"tokenizer {spec!r}: its {file} is no JSON object. Fetch it again")
+    return found
 
 
 # Special tokens that transformers' tokenizer classes have without being told.
@@ -322,8 +327,24 @@ def read_definition(spec: str) -> bytes:
     if found is None and spec.startswith("hf:"):
         raise TokenizerError(f"tokenizer {spec!r}: {DEFINITION} {NOT_FETCHED}")
     if found is None:
-        raise TokenizerError(f"tokenizer {spec!r}: cannot read {local_path(spec)}: no such file. {KNOWN}")
+        raise TokenizerError(f"tokenizer {spec!r}: {_without_definition(local_path(spec))}")
     return found
+
+
+def is_bare(spec: str) -> bool:
+    """Return whether `spec` is a folder without a tokenizer.json, as some models are published."""
+    folder = os.path.expanduser(spec)
+    return os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, DEFINITION))
+
+
+def _without_definition(path: Path) -> str:
+    """Return rule and remedy for a tokenizer.json that does not exist."""
+    other = next((name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()), "")
+    if not other:
+        return f"cannot read {path}: no such file. {KNOWN}"
+    code = f"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(DIR)"
+    fix = f"python -c {shlex.quote(code)}, with a new DIR, then --tokenizer=DIR (data.tokenizer=DIR of a run)"
+    return f"there is {other} and no {DEFINITION}, which alone is read. Make it with transformers: {fix}."
 
 
 @functools.lru_cache(maxsize=4)

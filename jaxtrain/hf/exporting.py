@@ -1,6 +1,5 @@
 """Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -26,7 +25,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
-from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, is_folder, model_of, write_json
+from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, has_model, model_of, write_json
 from jaxtrain.hf.importing import Origin, check_space, counted, open_origin, rate
 from jaxtrain.hf.model import placed, read_params
 from jaxtrain.hf.names import PREFIX, Entry, entries
@@ -46,13 +45,14 @@ Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 # ---- config.json
 
 
-def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:
+def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], positions: int = 0) -> dict[str, Any]:
     """Return config.json of a model as a dict. Raises HuggingFaceError if the family's format cannot represent the model.
 
     Args:
         run: the config of the model's run.
         dtype: dtype of the tensors, f32 | bf16.
         special: bos_token_id, eos_token_id and pad_token_id.
+        positions: the longest sequence that the models before this run were trained with, in tokens.
     """
     layout = family(run.model.family).FORMAT
     stored = DTYPES[dtype].name
@@ -60,7 +60,7 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any]) -> dict[
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
         **layout.write(run.model),
-        "max_position_embeddings": longest(run),
+        "max_position_embeddings": max(run.data.seq_len, positions),
         "torch_dtype": stored,
         "dtype": stored,
         **special,
@@ -77,17 +77,6 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any]) -> dict[
             rule = f"checkpoints of {layout.architecture} hold {getattr(again, key)!r} only"
             raise HuggingFaceError(f"model.{key} = {getattr(run.model, key)!r}: {rule}. {fix}.")
     return out
-
-
-def longest(run: RunConfig) -> int:
-    """Return max_position_embeddings of an export: data.seq_len of the run, or of its `init.from` if that is larger.
-
-    An `init.from` that cannot be opened is ignored.
-    """
-    with contextlib.suppress(CheckpointError, HuggingFaceError):  # those weights may be deleted by now
-        if run.init.from_:
-            return max(run.data.seq_len, open_origin(run.init.from_).meta["config"]["data"]["seq_len"])
-    return run.data.seq_len
 
 
 def in_force(m: config.Model) -> config.Model:
@@ -153,15 +142,17 @@ def export(
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
     if out.exists() and not force:
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
-    if out.exists() and (not is_folder(out) or (out / "checkpoints").exists()):
+    if out.exists() and (not has_model(out) or (out / "checkpoints").exists()):
         raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
     stored = {name: a for name, a in source.stored.items() if name.startswith(PREFIX)}
     if run.lora.rank:
         there = base or lora.base_path(source.meta)
         try:
-            stored = {name: a for name, a in open_origin(there).stored.items() if name.startswith(PREFIX)}
+            of_base = open_origin(there)
+            stored = {name: a for name, a in of_base.stored.items() if name.startswith(PREFIX)}
         except (CheckpointError, HuggingFaceError) as error:
             raise lora.gone(there, error) from error
+        of_base.announce(say)
         # Adapters are trained without the base's modules of multi-token prediction.
         stored = {name: a for name, a in stored.items() if not name.startswith(f"{PREFIX}{MTP}.")}
     missing = sorted(wanted.keys() - stored.keys())
@@ -173,7 +164,7 @@ def export(
     matrices = {str(stored[name].dtype) for name in wanted if not is_vector(name)}
     chosen = dtype if dtype != "auto" else ("bf16" if matrices == {"bfloat16"} else "f32")
     spec = tokenizer or run.data.tokenizer
-    bare = spec == "byte" and not tokenizer and "hugging_face" in source.meta  # imported from a folder without a tokenizer
+    bare = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_here(spec)  # and never had one
     try:
         known, text = (None, source.text()) if bare else text_format.load(source.text(), spec)
     except TokenizerError as error:
@@ -181,7 +172,7 @@ def export(
     if known and (lost := source.text().lost(known)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
     special = text.ids_to_write(known.bos if known else ())
-    described = config_json(run, chosen, special)
+    described = config_json(run, chosen, special, source.positions)
     size = sum(math.prod(e.shape) * (1 + len(e.copies)) for e in wanted.values()) * DTYPES[chosen].itemsize
     check_space(out, size)
 
@@ -196,11 +187,15 @@ def export(
         if run.lora.rank
         else functools.partial(read_in_batches, source)
     )
-    with progress_bar(size) as progress:
-        files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
+    try:
+        with progress_bar(size) as progress:
+            files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
+    except (CheckpointError, HuggingFaceError):
+        shutil.rmtree(partial)
+        raise
     seconds = time.perf_counter() - started
     if known is None:
-        say(f"{path} was imported without a tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
+        say(f"{path} has no tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
     else:
         folders.write_tokenizer(spec, text, partial)
     write_json(partial / CONFIG, described)

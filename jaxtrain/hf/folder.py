@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,15 +17,20 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain import checkpoint, config, installed
+from jaxtrain.commands import spelled
 from jaxtrain.config import Model, RunConfig
 from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import cached_hub_path, read_json, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.models import FAMILIES, family
+from jaxtrain.models import FAMILIES, family, hugging_face, rules
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"  # of PEFT
+# Ends of the names of files with weights, of any program.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+LFS = b"version https://git-lfs"  # the first bytes of a file that stands for one in Git LFS
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
 # Files of tokenizers of any family.
 TOKENIZER = (
@@ -34,6 +41,7 @@ DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16
 DTYPES["U8"] = np.dtype("uint8")  # for MXFP4 alone
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
 DTYPES["F8_E4M3"] = FP8
+SHOWN = 6  # files named one by one
 SCALE = "_scale_inv"  # suffix of the scales of a tensor in FP8, one scale for each block of rows and columns
 
 
@@ -79,6 +87,26 @@ class Folder:
         """Return the tensors' descriptions by name. Raises HuggingFaceError for files that are missing or damaged."""
         return with_packed(with_scales(list_tensors(self.path), self.path))
 
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Return what of the folder is not used although it may count: other weights, adapters, settings for generation."""
+        files, _, left = weight_files(self.path)
+        out = []
+        adapters = [name for name in left if name.startswith("adapter_model.")]
+        if (self.path / ADAPTER).is_file() or adapters:
+            where = shlex.quote(str(self.path))
+            fix = spelled(f"python -m jaxtrain.hf import-adapter {where} --base={where} --out=RUN; then use RUN")
+            out.append(f"{self.path}: has an adapter of PEFT, which is not applied. With it: {fix}")
+        if others := [name for name in left if name not in adapters]:
+            shown = ", ".join(others[:SHOWN]) + f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
+            whose = SINGLE if files == [SINGLE] else f"the files in {INDEX}"
+            out.append(f"{self.path}: the weights are those of {whose}, as in transformers; not used: {shown}")
+        asked = {key: self.settings[key] for key in hugging_face.GENERATION if self.settings.get(key) is not None}
+        if asked := {key: value for key, value in asked.items() if value != hugging_face.GENERATION[key]}:
+            shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
+            out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
+        return tuple(out)
+
     @property
     def bytes(self) -> int:
         """Return the sum of `Stored.bytes` over all tensors."""
@@ -91,7 +119,7 @@ class Folder:
         tree["model"] = dataclasses.asdict(self.model)
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
-        tree["data"]["tokenizer"] = str(self.path.absolute()) if (self.path / "tokenizer.json").is_file() else "byte"
+        tree["data"]["tokenizer"] = str(self.path.absolute())  # also without a tokenizer.json: text is refused then
         # The model was trained with positions up to seq_len, so sampling uses no more.
         tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
         run, problems = config.resolve(tree)
@@ -132,12 +160,17 @@ class Folder:
 
     def _read(self, name: str, stored: Stored) -> np.ndarray:
         # The library's own read holds Python's lock, so no tensor could be read while another is copied to devices.
-        data = np.empty(stored.bytes, np.uint8)
-        with open(stored.file, "rb") as file:
-            file.seek(stored.offset)
-            if file.readinto(data) < stored.bytes:
-                raise HuggingFaceError(f"{stored.file}: ends inside {name}, which has {stored.bytes:,} bytes. Fetch it again.")
-        return data.view(stored.dtype).reshape(stored.shape)
+        return bytes_of(name, stored).view(stored.dtype).reshape(stored.shape)
+
+
+def bytes_of(name: str, stored: Stored) -> np.ndarray:
+    """Return the bytes of a tensor, uint8 [bytes]. Raises HuggingFaceError if the file ends early."""
+    data = np.empty(stored.bytes, np.uint8)
+    with open(stored.file, "rb") as file:
+        file.seek(stored.offset)
+        if file.readinto(data) < stored.bytes:
+            raise HuggingFaceError(f"{stored.file}: ends inside {name}, which has {stored.bytes:,} bytes. Fetch it again.")
+    return data
 
 
 def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -158,15 +191,29 @@ def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return out
 
 
+def has_model(folder: Path) -> bool | None:
+    """Return whether config.json is that of a Hugging Face model (True) or of a run (False); None if it tells neither."""
+    found: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not ("model_type" in found or isinstance(found.get("model"), dict)):
+        return None
+    return "model_type" in found
+
+
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is hf:NAME, or a folder whose config.json has model_type: a Hugging Face model's, not a run's."""
+    """Return whether a path is hf:NAME, or the folder of a Hugging Face model or adapter, and not of a run.
+
+    A folder whose config.json is missing or damaged is known by its other files.
+    """
     if os.fspath(path).startswith("hf:"):
         return True
-    try:
-        found = json.loads((Path(path).expanduser() / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and "model_type" in found
+    folder = Path(path).expanduser()
+    if (known := has_model(folder)) is not None:
+        return known
+    signs = (INDEX, ADAPTER, GENERATION, *TOKENIZER)
+    of_run = any((folder / name).exists() for name in ("checkpoints", "arrays"))
+    return not of_run and (any((folder / name).is_file() for name in signs) or any(folder.glob("*.safetensors")))
 
 
 def locate(name: str) -> Path:
@@ -174,6 +221,8 @@ def locate(name: str) -> Path:
     path = Path(name.removeprefix("hf:")).expanduser()
     if not name.startswith("hf:") and path.is_dir():
         return path
+    if path.is_file():
+        raise HuggingFaceError(f"{name}: is a file. Name its folder: {path.parent}.")
     import huggingface_hub
 
     found: Any = None
@@ -213,15 +262,37 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the contents of a folder's config.json. Raises HuggingFaceError if it cannot be read."""
+    if not os.path.lexists(path / CONFIG):
+        if (path / ADAPTER).is_file():
+            where = shlex.quote(str(path))
+            fix = spelled(f"python -m jaxtrain.hf import-adapter {where} --base=MODEL --out=RUN; then use RUN")
+            raise HuggingFaceError(f"{path}: has an adapter of PEFT, and no model. Fix: {fix}.")
+        raise HuggingFaceError(f"{path}: has no {CONFIG}. Name the folder of a Hugging Face model.")
+    return read_object(path / CONFIG)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
     try:
-        found = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise HuggingFaceError(f"{path}: has no {CONFIG}. Name the folder of a Hugging Face model.") from error
-    except (OSError, ValueError) as error:
-        raise HuggingFaceError(f"{path / CONFIG}: cannot be read ({error}).") from error
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as error:
+        raise HuggingFaceError(f"{path}: cannot be read as JSON ({error}). Fetch it again, or correct it.") from error
     if not isinstance(found, dict):
-        raise HuggingFaceError(f"{path / CONFIG}: is no JSON object.")
+        raise HuggingFaceError(f"{path}: is no JSON object. Fetch it again.")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that it has twice, of which Python would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in names if names.count(key) > 1)!r} twice")
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"it has the number {word}")
 
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
@@ -244,28 +315,58 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     std = settings.get("initializer_range")
     tree = config.to_dict(config.RunConfig()) | {"model": values | ({"init_std": std} if isinstance(std, float) else {})}
     run, problems = config.resolve(tree)
-    if problems:
-        raise HuggingFaceError(f"{path}: " + "; ".join(map(str, problems)))
+    if problems := problems or rules.problems_of(run.model):
+        raise HuggingFaceError(f"{path}: no run may have this model: " + "; ".join(map(str, problems)))
     return run.model
+
+
+def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the names of (files that hold the model's weights, file of each tensor in the index, other files with weights).
+
+    As in transformers, model.safetensors goes before an index. The second is {} if the index is not used.
+
+    Raises HuggingFaceError if there are no weights, or if the index is damaged.
+    """
+    named = read_index(path / INDEX) if os.path.lexists(path / INDEX) else {}
+    if os.path.lexists(path / SINGLE):
+        files, named = [SINGLE], named if set(named.values()) == {SINGLE} else {}
+    else:
+        files = sorted(set(named.values()))
+    there = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS))
+    left = [name for name in there if name not in files]
+    if not files:
+        fix = "Name a model's folder."
+        if (path / ADAPTER).is_file():
+            fix = "It has an adapter of PEFT alone, for hf import-adapter."
+        elif any(name.endswith(".safetensors") for name in left):
+            fix = f"It has {left[0]}: fetch {INDEX}, too."
+        elif left:
+            fix = f"It has {left[0]}: save it as safetensors with transformers first."
+        raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {fix}")
+    unused = [INDEX] if os.path.lexists(path / INDEX) and not named else []
+    return files, named, unused + left
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor from an index of safetensors files. Raises HuggingFaceError if it cannot be read."""
+    named = read_object(path).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        raise HuggingFaceError(f"{path}: weight_map is no object with the file of each tensor. Fetch it again.")
+    return named
 
 
 def list_tensors(path: Path) -> dict[str, Stored]:
     """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
-    if (path / INDEX).exists():
-        try:
-            named = dict(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise HuggingFaceError(f"{path / INDEX}: cannot be read as an index of safetensors ({error!r}).") from error
-        files = sorted(set(named.values()))
-    elif (path / SINGLE).exists():
-        named, files = {}, [SINGLE]
-    else:
-        others = sorted(p.name for p in path.glob("*.bin"))
-        hint = f"It has {others[0]}: save it as safetensors with transformers first." if others else "Name a model's folder."
-        raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {hint}")
+    files, named, _ = weight_files(path)
     out: dict[str, Stored] = {}
     for file in files:
-        out |= list_file(path / file)
+        found = list_file(path / file)
+        for name in sorted(found.keys() & out.keys()):
+            one, two = out[name], found[name]
+            same = (one.dtype, one.shape) == (two.dtype, two.shape)
+            if not (same and np.array_equal(bytes_of(name, one), bytes_of(name, two))):
+                raise HuggingFaceError(f"{path}: {name} is another tensor in {one.file.name} than in {file}. Fetch both again.")
+        out |= found
     lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
     if lost:
         raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
@@ -306,25 +407,44 @@ def list_file(file: Path) -> dict[str, Stored]:
     try:
         length = file.stat().st_size
         with open(file, "rb") as read:
-            start = 8 + int.from_bytes(read.read(8), "little")
-            header = json.loads(read.read(start - 8)) if start < length else None
+            first = read.read(len(LFS))
+            start = 8 + int.from_bytes(first[:8], "little")
+            read.seek(8)
+            text = read.read(start - 8) if 8 < start <= length else b""
+        header = json.loads(text, object_pairs_hook=_once) if text else None
     except FileNotFoundError as error:
-        raise HuggingFaceError(f"{file}: no such file, but the index names it. Fetch it again.") from error
-    except (OSError, ValueError) as error:
+        raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
+    except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{file}: is no safetensors file ({error}). Fetch it again.") from error
+    if first == LFS:
+        raise HuggingFaceError(
+            f"{file}: only names a file in Git LFS, which was not fetched. Fix: git lfs pull, in the folder."
+        )
     if not isinstance(header, dict):
         raise HuggingFaceError(f"{file}: is no safetensors file, or cut off in its header. Fetch it again.")
-    out = {}
+    out, spans = {}, []
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        if about["dtype"] not in DTYPES:
-            raise HuggingFaceError(f"{file}: {name} has dtype {about['dtype']}; {', '.join(DTYPES)} are supported.")
-        begin, end = about["data_offsets"]
-        out[name] = stored = Stored(file, start + begin, DTYPES[about["dtype"]], tuple(about["shape"]))
-        if start + end > length or stored.bytes != end - begin:
+        try:
+            dtype, shape, (begin, end) = about["dtype"], tuple(map(operator.index, about["shape"])), about["data_offsets"]
+            spans.append((operator.index(begin), operator.index(end)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise HuggingFaceError(f"{file}: its header does not describe {name} ({error!r}). Fetch it again.") from error
+        if dtype not in DTYPES:
+            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are supported.")
+        out[name] = stored = Stored(file, start + begin, DTYPES[dtype], shape)
+        if start + end > length:
             ends = f"{name} ends at byte {start + end:,}, the file at {length:,}"
             raise HuggingFaceError(f"{file}: cut off: {ends}. Fetch it again.")
+        if stored.bytes != end - begin:
+            rule = f"{name} has {end - begin:,} bytes, and its shape {list(shape)} of {dtype} {stored.bytes:,}"
+            raise HuggingFaceError(f"{file}: {rule}. Fetch it again.")
+    spans.sort()
+    ends = [0, *(end for _, end in spans)]
+    if [*(begin for begin, _ in spans), length - start] != ends:
+        rule = "its tensors overlap, or leave bytes between them or at the end"
+        raise HuggingFaceError(f"{file}: is damaged: {rule}. Fetch it again.")
     return out
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,12 +71,19 @@ class Origin:
     folder: Folder | None = None
     best: bool = False
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what of a Hugging Face folder is not used; () for a step of a run."""
+        return () if self.folder is None else self.folder.notes
+
     def announce(self, say: Callable[[str], None] | None = None) -> None:
-        """Tell which step is used, if it was chosen for its held-out loss. say: None: a line on stderr."""
-        if self.best and say:
-            say(f"using {self.name}")
-        elif self.best:
-            print(f"using {self.name}", file=sys.stderr)
+        """Tell which step is used, if it was chosen for its held-out loss, and `notes`. say: None: lines on stderr."""
+        lines = [f"using {self.name}"] * self.best + [f"note: {note}" for note in self.notes]
+        for line in lines:
+            if say:
+                say(line)
+            else:
+                print(line, file=sys.stderr)
 
     @property
     def adapters(self) -> bool:
@@ -85,6 +93,11 @@ class Origin:
     def run(self) -> RunConfig:
         """Return the config of the weights' run. Raises HuggingFaceError if this version does not support that config."""
         return stored_run(self.meta, self.path)
+
+    @property
+    def positions(self) -> int:
+        """Return the longest sequence that the model or one that it began from was trained with, in tokens; 0 if unknown."""
+        return self.meta.get("positions", 0) if self.folder is None else self.folder.seq_len
 
     def text(self) -> TextFormat:
         """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
@@ -163,7 +176,7 @@ def load(
         progress: called with name and bytes of each tensor, when it is on the devices.
 
     Raises:
-        HuggingFaceError: a tensor is missing, has another shape, or differs from its copy.
+        HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite.
     """
     for name, a in wanted.items():
         if name not in found:
@@ -182,6 +195,7 @@ def load(
         return made
 
     out: Tensors = {}
+    sound: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:
         following = reader.submit(read, order[0]) if order else None
         for name, after in zip(order, [*order[1:], None], strict=True):
@@ -191,8 +205,21 @@ def load(
             a, entry = wanted[name], found[name]
             shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
             out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
+            sound[name] = _all_finite(out[name])
             progress(name, math.prod(a.shape) * stored[0].itemsize)
+    # All processes have the same flags, so they raise the same error.
+    if wrong := [name for name, x in jax.device_get(sound).items() if not x]:
+        used = [theirs for name in wrong for theirs in found[name].read]
+        names = [theirs for theirs in used if not np.isfinite(folder.read(theirs).astype(np.float32)).all()]
+        names = names or used  # values of float32 that bfloat16 cannot hold
+        more = f", and so have {len(names) - 1} more tensors" * (len(names) > 1)
+        raise HuggingFaceError(f"{folder.path}: {names[0]} has values that are NaN or infinite{more}. Fetch the folder again.")
     return out
+
+
+@jax.jit
+def _all_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 # ---- `python -m jaxtrain.hf import`
@@ -225,6 +252,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     """
     check_new(out)
     found, unused = matched(folder)
+    text = folder_text(folder).record()  # a damaged file is an error before the tensors are read
     theirs = [name for entry in found.values() for name in entry.theirs]
     dtype = folder.dtype(name for e in found.values() if not e.how.exact for name in e.theirs) if dtype == "auto" else dtype
     parameters = sum(math.prod(entry.shape) for entry in found.values())
@@ -238,6 +266,8 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     )
     for name, why in unused.items():
         say(f"  unused: {name} ({why})")
+    for note in folder.notes:
+        say(f"  note: {note}")
 
     devices = jax.local_devices()
     wanted: Tensors = {
@@ -254,19 +284,23 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
     started = time.perf_counter()
     run = folder.run(dtype)
-    if run.data.tokenizer != "byte":  # a path relative to the run's folder, which can be moved
+    bare = not (folder.path / "tokenizer.json").is_file()
+    if not bare:  # a path relative to the run's folder, which can be moved
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
     # The tokenizer comes before the checkpoint, with which the run counts as complete.
     if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, run, tensors, {**came_from(folder), "text": folder_text(folder).record()})
+    save(out, run, tensors, {**came_from(folder), "text": text, "positions": folder.seq_len})
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
-    if run.data.tokenizer == "byte":
+    if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
 def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
-    """Write a run's folder, with config.json and a checkpoint of step 0. more: further keys of meta.json, `text` among them."""
+    """Write a run's folder, with config.json and a checkpoint of step 0.
+
+    more: further keys of meta.json, `text` and `positions` among them.
+    """
     plain = config.to_dict(run)
     meta = {
         "config": plain,

@@ -18,6 +18,7 @@ PREFIX = "params."  # prefix of parameters among the tensors of a train state
 # Buffers that old versions of transformers wrote; config.json determines their values.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "the head is the embedding"
 SHOWN = 12  # problems named one by one
 
@@ -136,6 +137,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers)) in (stored or ())
     if model.num_experts and known[gate].each_expert and together:
         known |= EXPERTS_TOGETHER
+    if stored is not None:
+        known = {name: _of_shared(how, model, stored) for name, how in known.items()}
     sizes = {"D": model.d_model, "Y": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
     sizes |= {"F": model.d_ff, "V": model.vocab_size, "E": model.num_experts, "2": 2, "G": model.dense_d_ff}
     sizes |= {"S": model.shared_d_ff, "Q": model.q_lora_rank, "L": model.kv_lora_rank, "W": model.v_head_dim}
@@ -163,8 +166,17 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         ours, theirs = (PREFIX + name).replace("{i}", str(at)), how.name.replace("{i}", str(layer))
         each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
         copies = tuple(how.copy.replace("{i}", str(layer)) for layer in of_mtp if how.copy)
+        if stored is not None:  # a tensor that several places of the model share may be written once
+            copies = tuple(copy for copy in copies if copy in stored)
         out[ours] = Entry(ours, (*each, *copies), how, sizes)
     return out
+
+
+def _of_shared(how: HfTensor, model: Model, stored: Mapping[str, Any]) -> HfTensor:
+    """Return how a tensor is stored. safetensors' save_model writes a tied head and embedding once, under either name."""
+    if how.name == EMBEDDING and model.tied_head and EMBEDDING not in stored and HEAD in stored:
+        return dataclasses.replace(how, name=HEAD)
+    return how
 
 
 def match(
@@ -196,7 +208,7 @@ def match(
     for name in sorted(shapes.keys() - known):
         if DERIVED.fullmatch(name):
             unused[name] = "follows from config.json"
-        elif name == "lm_head.weight" and "model.embed_tokens.weight" in known:
+        elif name == HEAD and EMBEDDING in known:
             unused[name] = TIED
         elif model and beyond and (layer := LAYER.match(name)) and int(layer[1]) >= model.num_layers:
             unused[name] = beyond

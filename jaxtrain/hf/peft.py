@@ -235,6 +235,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     """
     check_new(out)
     source = open_origin(base)
+    source.announce()
     run = source.run()
     settings, found, notes = read(folder, run.model)
     if not settings.targets:
@@ -252,6 +253,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         "base": {"path": path, "digest": base_digest(params)},
         "peft": {"folder": str(folder)},
         "text": text.record(),
+        "positions": source.positions,
     }
     save(out, run, kept, more)
     return run, notes

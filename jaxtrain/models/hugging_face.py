@@ -7,26 +7,60 @@ error if transformers' default for that key would silently change the logits.
 
 import dataclasses
 import json
+import shlex
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain import windows
+from jaxtrain.commands import spelled
 from jaxtrain.config import Model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-# Keys without effect on the logits: keys for training, for generation, and for transformers itself.
+# Keys without effect on the logits: keys for training, for transformers itself, and of tools.
 WITHOUT_EFFECT = frozenset(
     (
         *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "name_or_path"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "max_position_embeddings"),
-        *("pretraining_tp", "attention_dropout", "id2label", "label2id", "problem_type", "return_dict", "is_encoder_decoder"),
-        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "cache_implementation", "unsloth_fixed"),
-        *("unsloth_version", "transformers.js_config"),
-        *("_attn_implementation", "_attn_implementation_autoset", "_sliding_window_pattern", "hidden_dropout", "auto_map"),
-        *("output_router_logits", "router_aux_loss_coef"),
+        *("pretraining_tp", "id2label", "label2id", "problem_type", "return_dict", "is_encoder_decoder"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward", "cache_implementation"),
+        *("transformers.js_config", "hidden_dropout", "auto_map", "_sliding_window_pattern"),
+        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "_experts_implementation"),
+        *("experts_implementation", "_flash_attn_2_enabled", "use_flash_attention", "use_flash_attn"),
+        *("output_router_logits", "router_aux_loss_coef", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"),
+        *("is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "finetuning_task", "num_labels"),
+        *("task_specific_params", "tokenizer_class", "processor_class", "prefix", "sep_token_id", "decoder_start_token_id"),
+        *("gradient_checkpointing", "loss_type", "_commit_hash", "max_sequence_length", "model_max_length"),
+        *("tie_last_hidden_states", "is_llama_config"),
     )
 )
+PREFIXES = ("unsloth_",)  # of further keys without effect
+# fmt: off
+# Keys for generation that transformers 4 wrote into config.json, and their defaults. transformers 5 reads them only if there is
+# no generation_config.json. The logits do not depend on them.
+GENERATION = {
+    "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1, "num_beam_groups": 1,
+    "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "length_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "num_return_sequences": 1, "output_scores": False, "return_dict_in_generate": False, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "remove_invalid_values": False, "exponential_decay_length_penalty": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "max_new_tokens": None, "min_new_tokens": None,
+    "min_p": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "penalty_alpha": None, "renormalize_logits": False,
+    "output_logits": None, "guidance_scale": None, "max_time": None, "stop_strings": None,
+}
+# Keys that are read only with the value that leaves the model as it is. The class of every family reads some of them, and code
+# that comes with a model may read the others.
+NEUTRAL = {
+    "rope_interleaved": False, "use_sliding_window": False, "add_cross_attention": False, "tie_encoder_decoder": False,
+    "pruned_heads": {}, "per_layer_config": {}, "quantization_config": {}, "layer_types": "full_attention",
+    "use_qk_norm": False, "qk_norm": False, "qk_layernorm": False, "use_parallel_residual": False, "parallel_attn": False,
+    "partial_rotary_factor": 1.0, "rotary_pct": 1.0, "rope_ratio": 1.0, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "logit_scale": 1.0, "qkv_bias": False,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "embedding_dropout": 0.0, "residual_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "use_mrope": False, "num_local_experts": 0,
+    "use_cache_quantization": False, "use_cache_kernel": False, "use_bidirectional_attention": False, "bias": False,
+}
+# fmt: on
 _NO_DEFAULT: Any = object()
 
 
@@ -188,16 +222,43 @@ class Settings:
         if given != value:
             raise HuggingFaceError(f"{self.path}: {key} = {given!r}: {why}.")
 
+    def unread(self) -> list[str]:
+        """Return the keys that were not read and may change the logits."""
+        without_windows = ("sliding_window", "max_window_layers") if self._left.get("use_sliding_window") is False else ()
+        left = self._left.keys() - WITHOUT_EFFECT - GENERATION.keys() - set(without_windows)
+        return sorted(key for key in left if not key.startswith(PREFIXES) and not _neutral(key, self._left[key]))
+
     def refuse_unknown(self) -> None:
         """Raise HuggingFaceError if attention_dropout is not 0, or if unread keys remain that may change the logits."""
-        self.only("attention_dropout", 0.0, "jaxtrain has no dropout; set it to 0.0 to go on without")
-        left = sorted(key for key in self._left.keys() - WITHOUT_EFFECT if self._left[key] is not None)
-        if left:
+        rule = f"jaxtrain has no dropout. Fix, to train without: {import_with(self.path, 'attention_dropout=0.0')}"
+        self.only("attention_dropout", 0.0, rule)
+        if left := self.unread():
             shown = ", ".join(f"{key} = {self._left[key]!r}" for key in left)
+            one = len(left) == 1
             raise HuggingFaceError(
-                f"{self.path}: unknown {'key' if len(left) == 1 else 'keys'} {shown}. It may change what the model computes. "
-                "Remove it from config.json if you know that it does not."
+                f"{self.path}: unknown {'key' if one else 'keys'} {shown}. {'It' if one else 'They'} may change what the model "
+                f"computes. Fix, if you know that {'it does' if one else 'they do'} not: "
+                f"{import_with(self.path, *(f'{key}=null' for key in left))}"
             )
+
+
+def _neutral(key: str, value: Any) -> bool:
+    """Return whether a key of config.json leaves the model as it is with this value."""
+    if value is None:
+        return True
+    if isinstance(value, list):  # a value for each layer
+        return key in NEUTRAL and all(each == NEUTRAL[key] for each in value)
+    return key in NEUTRAL and value == NEUTRAL[key] and isinstance(value, bool) == isinstance(NEUTRAL[key], bool)
+
+
+def import_with(path: str, *changes: str) -> str:
+    """Return the command that imports a folder with other keys of config.json, whose result every command takes.
+
+    path: of the config.json.
+    """
+    folder = shlex.quote(path.partition("config.json")[0].rstrip("/") or "DIR")
+    given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
+    return spelled(f"python -m jaxtrain.hf import {folder} --out=RUN {given}; then use RUN")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +386,7 @@ def _old_rope(s: Settings) -> dict[str, Any]:
     return {"rope_theta": s.take("rope_theta", None), **s.mapping("rope_scaling")}
 
 
-def _not_built(kind: Any, given: Mapping[str, Any]) -> str:
+def _not_built(kind: Any) -> str:
     """Return why a rope_type is an error.
 
     Frequencies that depend on the sequence length do not fit jaxtrain. A packed row has documents of several lengths, and a
@@ -334,23 +395,29 @@ def _not_built(kind: Any, given: Mapping[str, Any]) -> str:
     if kind not in ("dynamic", "longrope"):
         return "is not supported"
     rule = "is not supported, because its frequencies follow the length of each sequence"
-    if kind == "longrope":
-        return rule
-    plain = json.dumps({"rope_type": "default", "rope_theta": given.get("rope_theta")})
-    fix = f"Fix: --set rope_scaling=null --set 'rope_parameters={plain}'"
-    return f"{rule}. Up to max_position_embeddings tokens it equals default. {fix}"
+    return rule if kind == "longrope" else f"{rule}. Up to max_position_embeddings tokens it equals default"
 
 
-def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str, Any]:
+def _rope(
+    given: Mapping[str, Any], path: str, known: Sequence[str], whole: Callable[[Any], Any] = lambda own: own
+) -> dict[str, Any]:
+    """Return keys of config.Model of rotary settings. whole: returns rope_parameters with these settings among those of all
+    layers, which remedies name.
+    """
+
+    def instead(settings: Mapping[str, Any]) -> str:
+        return import_with(path, "rope_scaling=null", f"rope_parameters={json.dumps(whole(settings))}")
+
     s = Settings(given, f"{path}, rotary settings")
     kind = s.take("rope_type", "default")
     if kind not in known:
-        rule = _not_built(kind, given)
-        raise HuggingFaceError(f"{path}: rope_type = {kind!r}: {rule}. Known: {', '.join(known)}.")
+        plain = {"rope_type": "default", "rope_theta": given.get("rope_theta")}
+        fix = f" Fix: {instead(plain)}." * (kind == "dynamic")
+        raise HuggingFaceError(f"{path}: rope_type = {kind!r}: {_not_built(kind)}. Known: {', '.join(known)}.{fix}")
     if given.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
-            "transformers would silently use its default. Llama 2 was trained with 10000.0: --set rope_theta=10000.0"
+            f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     s.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
     out: dict[str, Any] = {"rope_base": s.number("rope_theta"), "rope_scaling": "none" if kind == "default" else kind}
@@ -367,7 +434,10 @@ def _rope(given: Mapping[str, Any], path: str, known: Sequence[str]) -> dict[str
         out["rope_beta_slow"] = s.number("beta_slow", 0.0) or 1.0
         out["rope_truncate"] = s.flag("truncate", True)
         out |= {f"rope_{key}": s.number(key, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    s.refuse_unknown()
+    if left := s.unread():
+        shown = ", ".join(f"{key} = {given[key]!r}" for key in left)
+        fix = instead({key: value for key, value in given.items() if key not in left})
+        raise HuggingFaceError(f"{s.path}: unknown {shown}. Fix, if it changes nothing: {fix}.")
     return out
 
 
@@ -409,8 +479,10 @@ def _read_rope_by_kind(s: Settings, _: int) -> dict[str, Any]:
     if unknown:
         raise HuggingFaceError(f"{s.path}: rope_parameters has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone.")
     local = _agreed(s, {"rope_theta": s.take("rope_local_base_freq", None)}, new.mapping(SLIDING))
-    out = _rope(_agreed(s, old, new.mapping(FULL)), s.path, ("default", "linear"))
-    return out | {"local_rope_base": _rope(local, f"{s.path}, {SLIDING}", ("default",))["rope_base"]}
+    full = _agreed(s, old, new.mapping(FULL))
+    out = _rope(full, s.path, ("default", "linear"), lambda own: {FULL: own, SLIDING: local})
+    of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
+    return out | {"local_rope_base": of_local["rope_base"]}
 
 
 def _write_rope_by_kind(model: Model) -> dict[str, Any]:
@@ -515,8 +587,13 @@ QWEN_WINDOWS = Part(_read_qwen_windows, _write_qwen_windows)
 # ---- Gemma
 
 
-def gemma_part(pattern: Callable[[Settings], str]) -> Part:
-    """Return the `Part` for Gemma 2 and 3. pattern: returns the letters of layers, as in `window_by_layer`."""
+def gemma_part(pattern: Callable[[Settings], str], cap: Callable[[Settings], float]) -> Part:
+    """Return the `Part` for Gemma 2 and 3.
+
+    Args:
+      pattern: returns the letters of layers, as in `window_by_layer`.
+      cap: returns the soft cap of attention's logits; 0 for none.
+    """
 
     def read(s: Settings, layers: int) -> dict[str, Any]:
         s.only("use_bidirectional_attention", False, "jaxtrain has causal attention only")
@@ -528,7 +605,7 @@ def gemma_part(pattern: Callable[[Settings], str]) -> Part:
             raise HuggingFaceError(f"{s.path}: query_pre_attn_scalar = {divisor:g}: must be above 0.")
         return {
             "attn_logit_scale": divisor**-0.5,
-            "attention_softcap": float(s.nullable("attn_logit_softcapping") or 0.0),
+            "attention_softcap": cap(s),
             "logit_softcap": float(s.nullable("final_logit_softcapping") or 0.0),
             **_window(_layer_types(s, layers) or without_types, window, s.path),
         }

@@ -246,8 +246,13 @@ def initial_state(
     fresh = fresh if program.adapters else state.without_params(fresh)
     wanted = init_tensors(run, program)
     read = stored_form.stored_tensors(wanted, source.stored)
-    tensors = stored_form.converted(source.read(read), wanted)
+    try:
+        tensors = stored_form.converted(source.read(read), wanted)
+    except (Damaged, HuggingFaceError) as error:  # no other attempt would read other weights
+        raise ConfigError([config.Problem("init.from", run.init.from_, str(error).rstrip("."), "")]) from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
+    for note in source.notes:
+        say(f"note: {note}")
     return state.from_tensors(abstract, tensors, fresh)
 
 

@@ -354,6 +354,8 @@ def open_services(
             except Diverged as error:
                 ending.failed(DIVERGED, error)
                 console.warn(str(error))
+            except ConfigError as error:
+                ending.failed(REFUSED, error)
             except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
                 ending.failed(FAILED, error)
                 console.warn(str(error))
@@ -402,7 +404,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
     """
     peers, stop = services.peers, services.stop
     saver = Saver(setup.asked, setup.program, setup.checkpoints, services)
-    saver.remember(text=setup.text.record())
+    saver.remember(text=setup.text.record(), positions=setup.positions)
 
     def ask_to_stop(why: str) -> None:
         stop.asked_elsewhere(why)  # before the first step this ends the process

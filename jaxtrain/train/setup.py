@@ -56,6 +56,7 @@ class Setup:
     held_out: Mapping[str, Any]  # held-out batches by name
     tokenizer: Any  # for samples; None without
     text: TextFormat  # how texts of the model end, and its chat template
+    positions: int  # longest sequence that the model, or one that it began from, was trained with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
         text = text_of_run(run, data, checkpoints, start)
+        positions = positions_of_run(run, checkpoints, start)
         # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
         tokenizer = None
         if run.sample.max_tokens and not data.synthetic:
@@ -104,7 +106,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
-    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text)
+    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
 
 def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
@@ -123,6 +125,15 @@ def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Star
     if data.synthetic:  # it teaches no end of a text
         return before if before.tokenizer_sha256 else known
     return text_format.merge(known, tokenizer, before, own)
+
+
+def positions_of_run(run: RunConfig, checkpoints: Checkpoints, start: Start) -> int:
+    """Return the longest sequence of this run, or of those that it began from: max_position_embeddings of an export."""
+    if start.resumed:
+        before = checkpoints.meta(start.step).get("positions", 0)
+    else:
+        before = open_origin(run.init.from_).positions if run.init.from_ else 0
+    return max(before, run.data.seq_len)
 
 
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:

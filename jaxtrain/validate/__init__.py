@@ -12,18 +12,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config, flops, installed, windows
+from jaxtrain import config, flops, installed
 from jaxtrain.activations import parse_tensors
 from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.environment import overlay
 from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
+from jaxtrain.models.rules import check_model
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
 from jaxtrain.precision import eight_bit, matmuls, unsupported
 from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
-from jaxtrain.validate.latent import check_latent
 from jaxtrain.validate.layout import check_layout, mesh_sizes
 from jaxtrain.validate.places import check_places
 from jaxtrain.watchdog import parse_budgets
@@ -72,8 +72,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems = list(check_keys(values))
     bad = {p.key for p in problems}
     problems += check_layout(run, devices, bad)
-    problems += _model(run, bad)
-    problems += check_latent(run, bad)
+    problems += check_model(run.model, bad)
     problems += _remat(run, bad)
     problems += _fp8(run, devices, bad)
     problems += config.parse_options(run.compiler.options)[1]
@@ -127,40 +126,6 @@ def _importable(key: str, value: str) -> Iterable[Problem]:
         yield Problem(
             key, value, f"module {module!r} is not found", "Install it or set PYTHONPATH; the form is package.module:name."
         )
-
-
-def _model(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    m = run.model
-    if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
-        rule = f"model.num_heads = {m.num_heads} is no multiple of it"
-        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set one of {_divisors(m.num_heads)}.")
-    if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
-        # `resolve` fills head_dim with the quotient rounded down.
-        if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
-            rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            yield Problem("model.d_model", m.d_model, rule, "Set a multiple of it, or model.head_dim.")
-        elif m.head_dim % 2 or m.head_dim < 2:
-            remedy = "Change it, or model.d_model and model.num_heads that it comes from."
-            yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
-    letters = set(m.attention_pattern)
-    if letters - {windows.LOCAL, windows.GLOBAL}:
-        rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
-    elif letters and not m.sliding_window:
-        rule = "needs model.sliding_window, which is 0"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
-    elif m.local_rope_base and not m.sliding_window:
-        rule = "is for layers with model.sliding_window, which is 0"
-        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
-    if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
-        rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
-        yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
-    if m.rope_scaling == "yarn" and 0 < m.rope_beta_fast <= m.rope_beta_slow:
-        rule = f"must be above model.rope_beta_slow = {m.rope_beta_slow:g}"
-        yield Problem("model.rope_beta_fast", m.rope_beta_fast, rule, "YaRN has 32 and 1.")
-    if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
-        rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
-        yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
 
 
 def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -439,7 +404,3 @@ def _shown(run: RunConfig) -> Iterable[Problem]:
     elif where and importlib.util.find_spec("wandb") is None:
         remedy = f"Set log.wandb to '', or install it. {installed.remedy('wandb')}"
         yield Problem("log.wandb", where, "the package wandb is not installed", remedy)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -32,11 +32,6 @@ def check_experts(
     if m.num_experts == 0:
         yield from _without(run, sizes)
         return
-    if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
-        rule = f"there are only model.num_experts = {m.num_experts} experts"
-        remedy = f"Set 1 to {m.num_experts}." if m.num_experts > 1 else "Set 1."
-        yield Problem("model.experts_per_token", m.experts_per_token, rule, remedy)
-    yield from _groups(m, bad)
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the router gets no gradient from the loss"
@@ -72,22 +67,6 @@ def check_experts(
     if run.lora.rank > 0 and adapted:
         rule = f"the weights of experts take no adapters, and {', '.join(adapted)} are theirs"
         yield Problem("lora.targets", run.lora.targets, rule, "Name weights of attention: wq,wk,wv,wo.")
-
-
-def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
-    """Yield the problems of model.router_groups and model.groups_per_token: a token's experts are chosen from these groups."""
-    if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
-        return
-    if m.num_experts % m.router_groups:
-        rule = f"does not divide model.num_experts = {m.num_experts}"
-        yield Problem("model.router_groups", m.router_groups, rule, "Set 1, or a divisor.")
-    elif m.groups_per_token > m.router_groups:
-        rule = f"there are only model.router_groups = {m.router_groups} groups"
-        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set 1 to {m.router_groups}.")
-    elif m.num_experts >= m.experts_per_token > (most := m.num_experts // m.router_groups * m.groups_per_token):
-        rule = f"has only {most} experts for model.experts_per_token = {m.experts_per_token}"
-        least = -(-m.experts_per_token * m.router_groups // m.num_experts)
-        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set {least} or more.")
 
 
 def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:

@@ -39,7 +39,7 @@ LAYERS = {
         hf.folder hf.importing lora hf.* generation scoring lm_eval sample train.memory
     """,
     "around the run": """
-        validate.pipeline validate.experts validate.latent validate.layout validate.places validate receipt.* replay
+        validate.pipeline validate.experts validate.layout validate.places validate receipt.* replay
         page.* bench.disk_rates bench.microbenchmarks plan plan.result plan.topology plan.rates plan.program.*
         plan.cudnn_library plan.compile plan.make plan.calibrate plan.expect plan.layer_schedule plan.search.* plan.report.*
         plan.shardings plan.__main__ profile.* bench.child parity parity.layouts parity.compare

@@ -58,7 +58,7 @@ REFUSED = [
     ("model.norm_eps=0", "model.norm_eps", "model.norm_eps=1e-9"),
     # The model
     ("model.num_heads=5", "model.num_kv_heads model.d_model", "model.num_kv_heads=1 model.head_dim=32"),
-    ("model.rope_scaling=yarn model.rope_beta_fast=1.0", "model.rope_beta_fast", "model.rope_beta_fast=32"),
+    ("model.rope_scaling=yarn model.rope_beta_fast=0.5", "model.rope_beta_fast", "model.rope_beta_fast=32"),
     ("model.rope_scaling=yarn model.rope_base=1.0", "model.rope_base", ""),
     ("model.head_dim=47", "model.head_dim", "model.head_dim=48"),
     ("model.vocab_size=200", "model.vocab_size", ""),

@@ -96,8 +96,6 @@ def write_attention(m: Model) -> dict[str, Any]:
 
 def read_experts(s: Settings, _: int) -> dict[str, Any]:
     renormalize = s.flag("norm_topk_prob")
-    for key in ("num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"):
-        s.take(key, None)  # keys for training only
     dense, width = count(s, "first_k_dense_replace"), s.whole("moe_intermediate_size")
     quantized = s.mapping("quantization_config")
     if quantized and quantized.get("quant_method") != "fp8":

@@ -10,7 +10,7 @@ FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",
     COMMON | POST_NORMS,
-    (gemma_part(lambda s: PATTERN), ROPE),
+    (gemma_part(lambda s: PATTERN, lambda s: float(s.nullable("attn_logit_softcapping") or 0.0)), ROPE),
     model={"sandwich_norm": True},
     written={"attention_bias": False},
     activation="gelu_pytorch_tanh",

@@ -1,7 +1,7 @@
 """The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
 from jaxtrain import windows
-from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part
+from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part, import_with
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -13,11 +13,18 @@ def pattern(s: Settings) -> str:
     return windows.LOCAL * (every - 1) + windows.GLOBAL
 
 
+def cap(s: Settings) -> float:
+    """Return 0. transformers reads attn_logit_softcapping of these models and does not apply it."""
+    rule = "published models have null, and transformers does not apply another value"
+    s.only("attn_logit_softcapping", None, f"{rule}. Fix: {import_with(s.path, 'attn_logit_softcapping=null')}")
+    return 0.0
+
+
 FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | POST_NORMS | QK_NORM,
-    (gemma_part(pattern), ROPE_BY_KIND),
+    (gemma_part(pattern, cap), ROPE_BY_KIND),
     model={"sandwich_norm": True, "qk_norm": True},
     written={"attention_bias": False},
     activation="gelu_pytorch_tanh",

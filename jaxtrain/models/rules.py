@@ -1,0 +1,138 @@
+"""The rules of a model by itself, which hold for every run and for every import: sizes, rotary settings, latents, experts.
+
+Imports no jax.
+"""
+
+from collections.abc import Iterable
+
+from jaxtrain import config, windows
+from jaxtrain.config import Model, Problem
+
+# Keys that are read only with model.kv_lora_rank.
+OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Keys of attention without latents. Latent attention does not support them.
+WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
+
+
+def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
+    """Yield the problems of a model's keys beside each other. bad: keys that have an invalid value by themselves."""
+    yield from _attention(m, bad)
+    if not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
+        yield from _latent(m) if m.kv_lora_rank else _unread(m, OF_LATENT, "kv_lora_rank")
+    if not bad & {f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")}:
+        yield from _dense(m) if m.dense_layers else _unread(m, ("dense_d_ff",), "dense_layers")
+    if m.num_experts and "model.num_experts" not in bad:
+        yield from _experts(m, bad)
+
+
+def problems_of(m: Model) -> list[Problem]:
+    """Return all problems of a model of jaxtrain's own families."""
+    keys = {name: key for name, key in config.declared().items() if name.startswith("model.")}
+    values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
+    found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
+    return [*found, *check_model(m, {problem.key for problem in found})]
+
+
+def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
+    if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
+        rule = f"model.num_heads = {m.num_heads} is no multiple of it"
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set one of {_divisors(m.num_heads)}.")
+    if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
+        # `resolve` fills head_dim with the quotient rounded down.
+        if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
+            rule = f"does not divide into model.num_heads = {m.num_heads} heads"
+            yield Problem("model.d_model", m.d_model, rule, "Set a multiple of it, or model.head_dim.")
+        elif m.head_dim % 2 or m.head_dim < 2:
+            remedy = "Change it, or model.d_model and model.num_heads that it comes from."
+            yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
+    letters = set(m.attention_pattern)
+    if letters - {windows.LOCAL, windows.GLOBAL}:
+        rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
+    elif letters and not m.sliding_window:
+        rule = "needs model.sliding_window, which is 0"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
+    elif m.local_rope_base and not m.sliding_window:
+        rule = "is for layers with model.sliding_window, which is 0"
+        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
+    if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
+        rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
+        yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
+    if m.rope_scaling == "yarn" and 0 < m.rope_beta_fast < m.rope_beta_slow:
+        rule = f"must not be below model.rope_beta_slow = {m.rope_beta_slow:g}"
+        yield Problem("model.rope_beta_fast", m.rope_beta_fast, rule, "YaRN has 32 and 1.")
+    if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
+        rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
+        yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _unread(m: Model, names: Iterable[str], needed: str) -> Iterable[Problem]:
+    for name in names:
+        if value := getattr(m, name):
+            yield Problem(f"model.{name}", value, f"is read only with model.{needed}, which is 0", f"Set it to 0, or {needed}.")
+
+
+def _latent(m: Model) -> Iterable[Problem]:
+    missing = [name for name in NEEDED if not getattr(m, name)]
+    for name in missing:
+        yield Problem(f"model.{name}", 0, "is needed with model.kv_lora_rank", "DeepSeek-V3 has 128, 64 and 128.")
+    if missing:
+        return
+    width = m.qk_nope_head_dim + m.qk_rope_head_dim
+    if m.qk_rope_head_dim % 2:
+        yield Problem("model.qk_rope_head_dim", m.qk_rope_head_dim, "must be even: rotary turns pairs of numbers", "Set 64.")
+    elif m.head_dim != width:
+        rule = f"must be qk_nope_head_dim + qk_rope_head_dim = {width} with model.kv_lora_rank"
+        yield Problem("model.head_dim", m.head_dim, rule, "Set 0.")
+    if m.v_head_dim > width:
+        rule = f"is above the width of a key's head, {width}, which kernels do not do"
+        yield Problem("model.v_head_dim", m.v_head_dim, rule, f"Set {width} or less.")
+    if m.num_kv_heads != m.num_heads:
+        rule = f"each of the model.num_heads = {m.num_heads} heads has keys of its own with model.kv_lora_rank"
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set {m.num_heads}.")
+    for name in WITHOUT:
+        if value := getattr(m, name):
+            yield Problem(f"model.{name}", value, "latent attention is built without it", "Set it to its default.")
+
+
+def _dense(m: Model) -> Iterable[Problem]:
+    if not m.num_experts:
+        rule = "are layers without experts in a model that has some, and model.num_experts = 0"
+        yield Problem("model.dense_layers", m.dense_layers, rule, "Set 0.")
+    elif m.dense_layers >= m.num_layers:
+        rule = f"leaves no layer with experts of model.num_layers = {m.num_layers}"
+        yield Problem("model.dense_layers", m.dense_layers, rule, f"Set {m.num_layers - 1} or less.")
+    elif not m.dense_d_ff:
+        yield Problem("model.dense_d_ff", 0, "is needed with model.dense_layers", "DeepSeek-V3 has 18432.")
+    if m.attention_pattern:
+        rule = "dense layers need a model whose layers all have the same attention"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.dense_layers to 0.")
+
+
+def _experts(m: Model, bad: set[str]) -> Iterable[Problem]:
+    if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
+        rule = f"there are only model.num_experts = {m.num_experts} experts"
+        remedy = f"Set 1 to {m.num_experts}." if m.num_experts > 1 else "Set 1."
+        yield Problem("model.experts_per_token", m.experts_per_token, rule, remedy)
+    yield from _groups(m, bad)
+
+
+def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
+    """Yield the problems of model.router_groups and model.groups_per_token: a token's experts are chosen from these groups."""
+    if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
+        return
+    if m.num_experts % m.router_groups:
+        rule = f"does not divide model.num_experts = {m.num_experts}"
+        yield Problem("model.router_groups", m.router_groups, rule, "Set 1, or a divisor.")
+    elif m.groups_per_token > m.router_groups:
+        rule = f"there are only model.router_groups = {m.router_groups} groups"
+        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set 1 to {m.router_groups}.")
+    elif m.num_experts >= m.experts_per_token > (most := m.num_experts // m.router_groups * m.groups_per_token):
+        rule = f"has only {most} experts for model.experts_per_token = {m.experts_per_token}"
+        least = -(-m.experts_per_token * m.router_groups // m.num_experts)
+        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set {least} or more.")
