@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -342,9 +341,9 @@ def _without_definition(path: Path) -> str:
     other = next((name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()), "")
     if not other:
         return f"cannot read {path}: no such file. {KNOWN}"
-    code = f"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(DIR)"
-    fix = f"python -c {shlex.quote(code)}, with a new DIR, then --tokenizer=DIR (data.tokenizer=DIR of a run)"
-    return f"there is {other} and no {DEFINITION}, which alone is read. Make it with transformers: {fix}."
+    code = f"from transformers import AutoTokenizer as T; T.from_pretrained({str(path.parent)!r}).save_pretrained('NEW')"
+    fix = f'python -c "{code}", then --tokenizer=NEW (data.tokenizer=NEW of a run)'
+    return f"there is {other} and no {DEFINITION}, which alone is read. Make one with transformers: {fix}."
 
 
 @functools.lru_cache(maxsize=4)

@@ -338,8 +338,8 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
         fix = "Name a model's folder."
         if (path / ADAPTER).is_file():
             fix = "It has an adapter of PEFT alone, for hf import-adapter."
-        elif any(name.endswith(".safetensors") for name in left):
-            fix = f"It has {left[0]}: fetch {INDEX}, too."
+        elif shards := [name for name in left if name.lower().endswith(".safetensors")]:
+            fix = f"It has {shards[0]}: fetch {INDEX}, too, or rename a file that has all tensors to {SINGLE}."
         elif left:
             fix = f"It has {left[0]}: save it as safetensors with transformers first."
         raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {fix}")
@@ -432,7 +432,7 @@ def list_file(file: Path) -> dict[str, Stored]:
         except (KeyError, TypeError, ValueError) as error:
             raise HuggingFaceError(f"{file}: its header does not describe {name} ({error!r}). Fetch it again.") from error
         if dtype not in DTYPES:
-            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are supported.")
+            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are read. Save it as float32 first.")
         out[name] = stored = Stored(file, start + begin, DTYPES[dtype], shape)
         if start + end > length:
             ends = f"{name} ends at byte {start + end:,}, the file at {length:,}"

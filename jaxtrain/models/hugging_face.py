@@ -36,8 +36,8 @@ WITHOUT_EFFECT = frozenset(
 )
 PREFIXES = ("unsloth_",)  # of further keys without effect
 # fmt: off
-# Keys for generation that transformers 4 wrote into config.json, and their defaults. transformers 5 reads them only if there is
-# no generation_config.json. The logits do not depend on them.
+# Keys for generation that transformers 4 wrote into config.json, and their defaults. transformers 5 ignores them there, and the
+# logits do not depend on them.
 GENERATION = {
     "max_length": 20, "min_length": 0, "do_sample": False, "early_stopping": False, "num_beams": 1, "num_beam_groups": 1,
     "diversity_penalty": 0.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0,
@@ -182,8 +182,13 @@ class Settings:
             if value is not None or default is None:
                 return value
         if default is _NO_DEFAULT:
-            raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, with what the model was trained with.")
+            raise HuggingFaceError(f"{self.path}: no key {key!r}.{self._added(key)}")
         return default
+
+    def _added(self, key: str, more: str = "") -> str:
+        if not self.path.endswith("config.json"):
+            return " Add it, with what the model was trained with."
+        return f" Fix, with what the model was trained with{more}: {import_with(self.path, f'{key}=VALUE')}."
 
     def whole(self, key: str, default: Any = _NO_DEFAULT) -> int:
         """Return the value of a key, as `take` does; it must be a whole number above 0."""
@@ -213,7 +218,7 @@ class Settings:
     def nullable(self, key: str) -> Any:
         """Return the value of a key that must be present and may be null, because transformers' default for it is not null."""
         if key not in self._left:
-            raise HuggingFaceError(f"{self.path}: no key {key!r}. Add it, null where the model was trained without.")
+            raise HuggingFaceError(f"{self.path}: no key {key!r}.{self._added(key, ' (null: without)')}")
         return self._left.pop(key)
 
     def only(self, key: str, value: Any, why: str) -> None:
@@ -336,6 +341,7 @@ class Format:
         }
         for part in self.parts:
             out |= part.read(s, out["num_layers"])
+        s.only("quantization_config", {}, "weights in this form are not read. Fix: name the model that was quantized")
         s.refuse_unknown()
         return out
 

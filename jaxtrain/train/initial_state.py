@@ -48,6 +48,10 @@ class Start:
 NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
 
 
+class BadInit(ValueError):
+    """The weights of init.from are damaged or not finite. Every process finds the same, and so would another attempt."""
+
+
 def import_named_parts(run: RunConfig) -> None:
     """Import the modules of all `package.module:name` values. Raise ConfigError if there is no such module or name.
 
@@ -224,7 +228,7 @@ def initial_state(
 ) -> state.TrainState:
     """Return the first state: from the checkpoint of `start`, from init.from, or from the seed.
 
-    Two complete states are never in memory at once.
+    Two complete states are never in memory at once. Raises BadInit.
     """
     abstract = program.state
     if start.resumed:
@@ -248,8 +252,8 @@ def initial_state(
     read = stored_form.stored_tensors(wanted, source.stored)
     try:
         tensors = stored_form.converted(source.read(read), wanted)
-    except (Damaged, HuggingFaceError) as error:  # no other attempt would read other weights
-        raise ConfigError([config.Problem("init.from", run.init.from_, str(error).rstrip("."), "")]) from error
+    except (Damaged, HuggingFaceError) as error:
+        raise BadInit(f"init.from = {run.init.from_!r}: {error}") from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     for note in source.notes:
         say(f"note: {note}")

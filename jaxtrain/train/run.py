@@ -45,7 +45,7 @@ from jaxtrain.trackers import TrackerError, open_trackers
 from jaxtrain.train import references, state
 from jaxtrain.train.compiler import KernelNotBuilt
 from jaxtrain.train.evaluate import SampleWriter
-from jaxtrain.train.initial_state import Restored, choose_start, continue_sources, restore
+from jaxtrain.train.initial_state import BadInit, Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
 from jaxtrain.train.memory import OutOfMemory, check_free_memory, out_of_memory_explained
 from jaxtrain.train.references import META, References
@@ -137,7 +137,7 @@ def attempt(
             raise
         ending.code, ending.over = result.exit_code, True  # from here on another process's end does not change the exit code
         # All processes raise these together, so none reports itself as failed.
-        alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
+        alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal | BadInit)
         peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
         return result
 
@@ -354,8 +354,9 @@ def open_services(
             except Diverged as error:
                 ending.failed(DIVERGED, error)
                 console.warn(str(error))
-            except ConfigError as error:
+            except BadInit as error:
                 ending.failed(REFUSED, error)
+                console.warn(str(error))
             except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
                 ending.failed(FAILED, error)
                 console.warn(str(error))
