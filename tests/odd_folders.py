@@ -1,4 +1,4 @@
-"""Hugging Face folders with something odd, each made from a good one: read as transformers reads them, told about, or refused."""
+"""Hugging Face folders with something odd, made from a good one: read as transformers reads them, told about, or refused."""
 
 import json
 import os
@@ -74,11 +74,14 @@ def sharded(
     times: float = 1.0,
     single: bool = False,
     index: Callable[[dict[str, str]], Mapping[str, str] | None] = lambda named: named,
-    second: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda tensors: tensors,
+    second: Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda part, whole: part,
 ) -> Change:
     """Return a change to two shards and their index, which hold the tensors times a number.
 
-    single: whether model.safetensors stays. index: returns the weight_map, None: no index. second: changes the second shard.
+    Args:
+      single: whether model.safetensors stays.
+      index: returns the weight_map; None: no index.
+      second: returns the tensors of the second shard, from those that it would have and from all.
     """
 
     def change(folder: Path) -> None:
@@ -87,7 +90,7 @@ def sharded(
         parts = [{name: whole[name] for name in some} for some in (names[:9], names[9:])]
         named = {name: file for file, part in zip(SHARDS, parts, strict=True) for name in part}
         save_file(parts[0], folder / SHARDS[0], {"format": "pt"})
-        save_file(second(parts[1]), folder / SHARDS[1], {"format": "pt"})
+        save_file(second(parts[1], whole), folder / SHARDS[1], {"format": "pt"})
         if (wanted := index(named)) is not None:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": wanted}))
         if not single:
@@ -155,21 +158,39 @@ def mixed(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 NEUTRAL = {
-    **{"is_llama_config": True, "rope_interleaved": False, "use_sliding_window": False, "sliding_window": 4096},
-    **{"is_decoder": False, "torchscript": False, "pruned_heads": {}, "tokenizer_class": "LlamaTokenizer", "num_labels": 2},
-    **{"do_sample": False, "max_length": 20, "temperature": 1.0, "top_k": 50, "num_beams": 1, "typical_p": 1.0},
-    **{"quantization_config": None, "ep_size": 1, "unsloth_fixed": True, "unsloth_new": 1, "add_cross_attention": False},
-    **{"layer_types": ["full_attention"] * 4, "use_qk_norm": False, "gradient_checkpointing": False, "loss_type": None},
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "is_decoder": False,
+    "torchscript": False,
+    "pruned_heads": {},
+    "tokenizer_class": "LlamaTokenizer",
+    "num_labels": 2,
+    "do_sample": False,
+    "max_length": 20,
+    "temperature": 1.0,
+    "top_k": 50,
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "quantization_config": None,
+    "ep_size": 1,
+    "unsloth_fixed": True,
+    "unsloth_new": 1,
+    "add_cross_attention": False,
+    "layer_types": ["full_attention"] * 4,
+    "use_qk_norm": False,
+    "gradient_checkpointing": False,
+    "loss_type": None,
 }
 # Read, with the values that transformers reads, and without a word.
 READ: dict[str, Change] = {
-    "an index of model.safetensors": lambda f: (f / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(load_file(f / SINGLE), SINGLE)})
-    )
-    and None,
+    "an index of model.safetensors": lambda f: (
+        (f / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(f / SINGLE), SINGLE)})) and None
+    ),
     "shards": sharded(),
     "tensors that the index does not name": sharded(index=lambda named: {k: v for k, v in named.items() if k != EMBEDDING}),
-    "a tensor in two shards": sharded(second=lambda part: part | {"model.layers.0.mlp.up_proj.weight": part[UP]} if 0 else part),
+    "a tensor in two shards": sharded(second=lambda part, whole: part | {EMBEDDING: whole[EMBEDDING]}),
     "keys without effect": keys(**NEUTRAL),
     "mixed dtypes": tensors(mixed),
     "links": linked,
@@ -196,14 +217,11 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "upper case": (renamed(SINGLE, "model.SAFETENSORS"), ("model.SAFETENSORS",)),
     "shards without an index": (sharded(index=lambda named: None), (INDEX, SHARDS[0])),
     "an index that names more": (sharded(index=lambda named: named | {"more": SHARDS[0]}), ("more", SHARDS[0])),
-    "an index of other shards": (
-        sharded(index=lambda named: dict.fromkeys(named, SHARDS[0])),
-        (SHARDS[0],),
-    ),
+    "an index of other shards": (sharded(index=lambda named: dict.fromkeys(named, SHARDS[0])), (SHARDS[0],)),
     "an index that is cut off": (both(sharded(), content(INDEX, '{"weight_map"')), (INDEX,)),
     "an index without a map": (both(sharded(), content(INDEX, '{"weight_map": 3}')), (INDEX,)),
     "two values of a tensor": (
-        sharded(second=lambda part: part | {EMBEDDING: np.ones((320, 64), np.float32)}),
+        sharded(second=lambda part, whole: part | {EMBEDDING: whole[EMBEDDING] + 1}),
         (EMBEDDING, *SHARDS),
     ),
     "an empty shard": (both(sharded(), content(SHARDS[1], b"")), (SHARDS[1],)),

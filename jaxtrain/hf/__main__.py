@@ -147,8 +147,11 @@ def run_import(args: argparse.Namespace) -> int:
 
 def run_config(args: argparse.Namespace) -> int:
     """Print the model of a Hugging Face folder as keys of config.Model. Return the exit code."""
-    for key, value in dataclasses.asdict(open_folder(args.folder).model).items():
+    folder = open_folder(args.folder)
+    for key, value in dataclasses.asdict(folder.model).items():
         say(f"config.model.{key} = {value!r}")
+    for note in folder.notes:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 

@@ -204,11 +204,13 @@ def has_model(folder: Path) -> bool | None:
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is hf:NAME, or the folder of a Hugging Face model or adapter, and not of a run.
 
-    A folder whose config.json is missing or damaged is known by its other files.
+    A folder whose config.json is missing or damaged is known by its other files. A file is one in such a folder.
     """
     if os.fspath(path).startswith("hf:"):
         return True
     folder = Path(path).expanduser()
+    if folder.is_file():
+        return True
     if (known := has_model(folder)) is not None:
         return known
     signs = (INDEX, ADAPTER, GENERATION, *TOKENIZER)
@@ -366,7 +368,7 @@ def list_tensors(path: Path) -> dict[str, Stored]:
             same = (one.dtype, one.shape) == (two.dtype, two.shape)
             if not (same and np.array_equal(bytes_of(name, one), bytes_of(name, two))):
                 raise HuggingFaceError(f"{path}: {name} is another tensor in {one.file.name} than in {file}. Fetch both again.")
-        out |= found
+        out |= {name: stored for name, stored in found.items() if name not in out or named.get(name) == file}
     lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
     if lost:
         raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
