@@ -209,6 +209,7 @@ NOTED: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("model-00003-of-00003.safetensors",),
     ),
     "settings for generation": (keys(temperature=0.6, do_sample=True), ("temperature = 0.6", "do_sample")),
+    "a token that tokenizer.json lacks": (content("added_tokens.json", '{"<|new|>": 259}'), ("<|new|>", "save_pretrained")),
     "an adapter beside": (adapter, ("import-adapter",)),
 }
 # Refused, and the message names these words.

@@ -298,6 +298,23 @@ def special_tokens(spec: str, offline: bool = False) -> dict[str, str]:
     return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
 
+def named_elsewhere(spec: str) -> list[str]:
+    """Return the tokens that other files of a tokenizer name and its tokenizer.json does not have. transformers adds them.
+
+    Reads only files on this machine. Raises TokenizerError.
+    """
+    settings, added = (read_json(spec, file, offline=True) for file in ("tokenizer_config.json", "added_tokens.json"))
+    of_map = read_json(spec, "special_tokens_map.json", offline=True)
+    named: list[Any] = [*special_tokens(spec, offline=True).values(), *added]
+    lists = [settings.get("added_tokens_decoder")]
+    lists += [file.get(key) for file in (settings, of_map) for key in ("additional_special_tokens", "extra_special_tokens")]
+    for several in lists:
+        named += several.values() if isinstance(several, dict) else several if isinstance(several, list) else ()
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    known = load_tokenizer(spec)
+    return [text for text in dict.fromkeys(texts) if isinstance(text, str) and text and known.id_of(text) is None]
+
+
 def ids_in(value: Any) -> list[int]:
     """Return the ids of a value such as `eos_token_id`: a number, a list of numbers, or null."""
     return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
@@ -341,9 +358,13 @@ def _without_definition(path: Path) -> str:
     other = next((name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()), "")
     if not other:
         return f"cannot read {path}: no such file. {KNOWN}"
-    code = f"from transformers import AutoTokenizer as T; T.from_pretrained({str(path.parent)!r}).save_pretrained('NEW')"
-    fix = f'python -c "{code}", then --tokenizer=NEW (data.tokenizer=NEW of a run)'
-    return f"there is {other} and no {DEFINITION}, which alone is read. Make one with transformers: {fix}."
+    return f"there is {other} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
+
+
+def saved_again(folder: Path) -> str:
+    """Return the command by which transformers writes a complete tokenizer.json, as a remedy."""
+    code = f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r}).save_pretrained('NEW')"
+    return f'python -c "{code}", then --tokenizer=NEW (data.tokenizer=NEW of a run)'
 
 
 @functools.lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from jaxtrain.commands import spelled
 from jaxtrain.config import Model, RunConfig
 from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
-from jaxtrain.data.tokenizer import cached_hub_path, read_json, special_tokens
+from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
 from jaxtrain.models import FAMILIES, family, hugging_face, rules
 from jaxtrain.models.hugging_face import HuggingFaceError, Settings
@@ -105,6 +105,10 @@ class Folder:
         if asked := {key: value for key, value in asked.items() if value != hugging_face.GENERATION[key]}:
             shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
+        with contextlib.suppress(TokenizerError):  # which is raised where text is needed
+            if tokens := named_elsewhere(str(self.path)):
+                rule = f"{self.path / 'tokenizer.json'} does not have {', '.join(tokens[:SHOWN])}, which other files name"
+                out.append(f"{rule}: read as characters. transformers adds them. Fix: {saved_again(self.path)}")
         return tuple(out)
 
     @property

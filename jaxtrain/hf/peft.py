@@ -138,6 +138,8 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
             f"{folder / TENSORS}: {expert} adapts experts, which have no adapters in jaxtrain. Train an adapter of attention "
             "alone (target_modules: q_proj, k_proj, v_proj, o_proj)."
         )
+    if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {wrong} has values that are NaN or infinite. Fetch it again.")
     known = adapter_entries(model, rank)
     adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}
     wanted = {name: e for name, e in known.items() if weight_of(name) in adapted}

@@ -1,5 +1,6 @@
 """Nothing of a Hugging Face folder is lost in silence: it is read as transformers reads it, told about, or refused by name."""
 
+import importlib.util
 import json
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from hugging_face import exported, tensors_of
 from odd_folders import NOTED, READ, REFUSED, WITHOUT_TEXT
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import api, main, sample
+from jaxtrain import api, lm_eval, main, sample
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import default_config, resolve
 from jaxtrain.data.tokenizer import TokenizerError
@@ -133,6 +134,10 @@ def test_a_model_without_a_tokenizer_goes_on_with_one_that_is_named(good, tmp_pa
     for model in (folder, imported_run):
         assert api.generate(model, "hi", max_tokens=3, temperature=0.0, tokenizer=str(good)) == wanted
         assert api.evaluate(model, ["hi there"], tokenizer=str(good)) == api.evaluate(good, ["hi there"])
+    if importlib.util.find_spec("lm_eval"):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+            lm_eval.harness_model()(workdir=str(folder))
+        lm_eval.harness_model()(workdir=str(folder), tokenizer=str(good))
     for model in (folder, imported_run, run):
         capsys.readouterr()
         assert sample.main([f"--workdir={model}", *ASK]) == 2 and "tokenizer.json" in capsys.readouterr().err
