@@ -210,6 +210,7 @@ NOTED: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "settings for generation": (keys(temperature=0.6, do_sample=True), ("temperature = 0.6", "do_sample")),
     "a token that tokenizer.json lacks": (content("added_tokens.json", '{"<|new|>": 259}'), ("<|new|>", "save_pretrained")),
+    "no longest sequence": (keys(max_position_embeddings=None), ("max_position_embeddings",)),
     "an adapter beside": (adapter, ("import-adapter",)),
 }
 # Refused, and the message names these words.
@@ -247,6 +248,8 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a sliding window": (keys(sliding_window=4096), ("--set sliding_window=null",)),
     "layers of two kinds": (keys(layer_types=["full_attention", "sliding_attention"]), ("layer_types",)),
     "a window in use": (keys(use_sliding_window=True), ("use_sliding_window",)),
+    "a sequence of text": (keys(max_position_embeddings="4096"), ("max_position_embeddings",)),
+    "a head of text": (keys(tie_word_embeddings="yes"), ("tie_word_embeddings",)),
     "heads that do not divide": (keys(num_key_value_heads=3), ("num_kv_heads",)),
     "a head of odd width": (keys(head_dim=7), ("head_dim",)),
     "a BOM": (text(lambda old: b"\xef\xbb\xbf" + old.encode()), ("config.json",)),

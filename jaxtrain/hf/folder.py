@@ -105,6 +105,8 @@ class Folder:
         if asked := {key: value for key, value in asked.items() if value != hugging_face.GENERATION[key]}:
             shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
+        if not self.seq_len:
+            out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {config.Data().seq_len}")
         with contextlib.suppress(TokenizerError):  # which is raised where text is needed
             if tokens := named_elsewhere(str(self.path)):
                 rule = f"{self.path / 'tokenizer.json'} does not have {', '.join(tokens[:SHOWN])}, which other files name"
@@ -133,9 +135,8 @@ class Folder:
 
     @property
     def seq_len(self) -> int:
-        """Return max_position_embeddings of config.json; 0 if it is missing or no whole number."""
-        longest = self.settings.get("max_position_embeddings")
-        return longest if isinstance(longest, int) else 0
+        """Return max_position_embeddings of config.json; 0 if it is missing."""
+        return self.settings.get("max_position_embeddings") or 0
 
     def dtype(self, names: Iterable[str]) -> str:
         """Return bf16 if all these tensors are bfloat16 after reading, else f32, so that no tensor is rounded."""
@@ -317,7 +318,9 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     if layout.architecture not in named:
         rule = f"only {layout.architecture} is a language model of this kind"
         raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
-    values = {"family": known[kind], **layout.read(Settings(settings, path))}
+    found = Settings(settings, path)
+    found.whole("max_position_embeddings", 1)
+    values = {"family": known[kind], **layout.read(found)}
     std = settings.get("initializer_range")
     tree = config.to_dict(config.RunConfig()) | {"model": values | ({"init_std": std} if isinstance(std, float) else {})}
     run, problems = config.resolve(tree)

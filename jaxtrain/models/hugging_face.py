@@ -336,7 +336,7 @@ class Format:
             "d_ff": s.whole("intermediate_size"),
             "vocab_size": s.whole("vocab_size"),
             "norm_eps": s.number("rms_norm_eps"),
-            "tied_head": s.take("tie_word_embeddings", _NO_DEFAULT if self.tied is None else self.tied),
+            "tied_head": s.flag("tie_word_embeddings", _NO_DEFAULT if self.tied is None else self.tied),
             **self.model,
         }
         for part in self.parts:
