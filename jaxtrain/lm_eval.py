@@ -36,7 +36,8 @@ def harness_model() -> type:
     """Return the model class, registered in the harness as `jaxtrain`.
 
     Arguments of the class: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved),
-    max_length (longest input in tokens), batch_size."""
+    base (for a run with adapters, the base model's folder, if it was moved), max_length (longest input in tokens),
+    batch_size."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
@@ -45,6 +46,7 @@ def harness_model() -> type:
             self,
             workdir: str,
             tokenizer: str = "",
+            base: str = "",
             max_length: int = 0,
             batch_size: int | str = ROWS,
             **kwargs: Any,
@@ -57,10 +59,10 @@ def harness_model() -> type:
 
             super().__init__()
             if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
-                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, max_length and batch_size")
+                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, base, max_length, batch_size")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices())
+            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base)
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
@@ -164,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
     parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
+    parser.add_argument("--base", default="", help="of a run with adapters: where the base model is now, if it moved")
     parser.add_argument("--max-length", type=int, default=0, help="tokens that the model sees (default: data.seq_len)")
     parser.add_argument("--batch_size", type=int, default=ROWS, help=f"texts at a time (default: {ROWS})")
     return parser
@@ -191,7 +194,7 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     from lm_eval.utils import setup_logging
 
     harness_model()
-    model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "max_length": args.max_length}
+    model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "base": args.base, "max_length": args.max_length}
     own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     before_this = sys.argv
     sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options only there

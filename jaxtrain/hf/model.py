@@ -37,8 +37,10 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
         base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
 
     Raises:
-        CheckpointError, HuggingFaceError: the weights cannot be read.
+        CheckpointError, HuggingFaceError: the weights cannot be read, or `base` is given for a model without adapters.
     """
+    if base and not run.lora.rank:
+        raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
     abstract = abstract_of(definition, placement)
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
     fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import helpers
 import jax
@@ -13,11 +14,12 @@ import pytest
 import runs
 from test_dpo import begun, step
 
-from jaxtrain import flops, generation, launch, lora
+from jaxtrain import flops, generation, launch, lm_eval, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import to_dict
 from jaxtrain.data import text_format, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.train.state import to_tensors
 
@@ -286,6 +288,23 @@ def test_another_base_is_refused(trained, tmp_path):
         shutil.rmtree(tmp_path / "base", ignore_errors=True)
     assert runs.tree(tmp_path / "copy" / "checkpoints") == files
     assert generation.load(str(tmp_path / "copy"), jax.devices()[:1], str(trained / "base"))[3] == 25
+
+
+def test_evaluation_reads_a_base_that_moved(trained, tmp_path):
+    """The harness's model has the scores of the base at its first place. A model without adapters has no base to name."""
+    pytest.importorskip("lm_eval")
+    harness, request = lm_eval.harness_model(), [SimpleNamespace(args=("Say ab", "ab"))]
+    scores = harness(workdir=str(trained / "adapters")).loglikelihood(request, disable_tqdm=True)
+    (trained / "base").rename(tmp_path / "moved")
+    try:
+        with pytest.raises(CheckpointError):
+            harness(workdir=str(trained / "adapters"))
+        moved = harness(workdir=str(trained / "adapters"), base=str(tmp_path / "moved"))
+        with pytest.raises(HuggingFaceError):
+            harness(workdir=str(tmp_path / "moved"), base=str(tmp_path / "moved"))
+    finally:
+        (tmp_path / "moved").rename(trained / "base")
+    assert moved.loglikelihood(request, disable_tqdm=True) == scores
 
 
 def test_runs_that_are_refused(trained, tmp_path, capsys):
