@@ -6,6 +6,7 @@ Imports no jax, and reads no file. `receipt`, `parity` and the cache of `plan` r
 import dataclasses
 import fnmatch
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jaxtrain import config
@@ -123,7 +124,10 @@ TABLE = (
     Row(("data.seed",), "ask", "another order of the data: some sequences repeat, some are never used", INPUTS),
     Row(("data.packing", "data.max_segments"), "ask", "other sequences: some text repeats, some is never used"),
     Row(
-        ("data.tokenizer",), "ask", "token ids must mean the same tokens: only for the same tokenizer in another place", INPUTS
+        ("data.tokenizer",),
+        "ask",
+        "token ids must mean the same tokens. The same tokenizer in another place needs no permission",
+        INPUTS,
     ),
     Row(("loss.name", "loss.z_loss", "loss.beta", "loss.label_smoothing"), "ask", "losses before and after do not compare"),
     Row(("loss.mtp_weight",), "ask", "part of the recipe"),
@@ -210,11 +214,20 @@ def effect(key: str) -> str:
     return next((row.effect for row in rows_for(key)), FUNCTION)
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = "") -> tuple[list[str], list[Problem]]:
+def compare(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    allow_change: str = "",
+    contents: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+) -> tuple[list[str], list[Problem]]:
     """Return notes on allowed changes, and problems of changes that are not allowed.
 
-    old: nested config of the checkpoint. A key that an older version did not have counts as its present default.
-    new: nested config of this run. Both are results of `config.to_dict`. allow_change: the value of checkpoint.allow_change.
+    Args:
+      old: nested config of the checkpoint. A key that an older version did not have counts as its present default.
+      new: nested config of this run. Both are results of `config.to_dict`.
+      allow_change: the value of checkpoint.allow_change.
+      contents: key of a path -> hashes of its content in the checkpoint and now. They decide whether the key has changed. A
+        key without hashes is compared by its text.
     """
     was, unknown = config.resolve(old)
     before = dict(config.flatten(config.to_dict(was)))
@@ -229,11 +242,15 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             notes.append(f"{p.key}: in the checkpoint's config, no longer a key")
     asked: list[tuple[str, str, Row]] = []
     for name in [*after, *(k for k in before if k not in after)]:
-        if before.get(name) == after.get(name):
+        moved, (was_in, is_in) = before.get(name) != after.get(name), contents.get(name, ("", ""))
+        if was_in and was_in == is_in:
+            notes += [f"{name}: {_shown(name, before)} -> {_shown(name, after)} (the same content in another place)"] * moved
+            continue
+        if not moved and was_in == is_in:
             continue
         if name == "model.head_dim" and _width_of_heads(before) == before[name] and _width_of_heads(after) == after[name]:
             continue  # follows from another key, which is reported
-        change = f"{_shown(name, before)} -> {_shown(name, after)}"
+        change = f"{_shown(name, before)} -> {_shown(name, after)}" if moved else f"{_shown(name, after)} has other content"
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             row = dataclasses.replace(row, change="never", reason="parameters that change their optimizer store other tensors")
@@ -259,12 +276,15 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], allow_change: str = 
             )
     everything = ",".join(dict.fromkeys([*allowed, *(name for name, _, _ in asked)]))
     for name, _, row in asked:
+        same_text = before.get(name) == after.get(name)
+        former = "had other content" if same_text else f"was {_shown(name, before)}"
+        back = "Put the former content back" if same_text else "Set it back"
         problems.append(
             Problem(
                 name,
                 after.get(name),
-                f"was {_shown(name, before)} in the checkpoint: {row.reason}",
-                f"Set it back, or allow it: --config.checkpoint.allow_change={everything}",
+                f"{former} in the checkpoint: {row.reason}",
+                f"{back}, or allow it: --config.checkpoint.allow_change={everything}",
             )
         )
     return notes, problems

@@ -382,9 +382,12 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
         if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
             its = header["tokenizer"]["name"]
             again = f"prepare the text again with --tokenizer={data.tokenizer}"
-            fix = f"Set data.tokenizer={its}, or {again}."
+            # The tokenizer at the file's own path may be gone, or be another one now.
+            gone = tokenizers.differs(its, header["tokenizer"])
+            back = f"Set data.tokenizer to a folder with the former {its}" if gone else f"Set data.tokenizer={its}"
+            fix = f"{back}, or {again}."
             if data.tokenizer == "byte" or tokenizers.is_bare(data.tokenizer):  # the default, or it can prepare no text
-                fix = f"Set data.tokenizer={its}."
+                fix = f"{back}."
             elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
                 fix = f"{again[0].upper()}{again[1:]}."
             problems.append(config.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,13 @@ EOT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|
 
 DEFINITION = "tokenizer.json"
 OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")  # of a tokenizer, in its folder
+# Keys of tokenizer.json that change no ids: documents are never cut or padded by the tokenizer.
+NO_EFFECT = ("truncation", "padding")
+# Keys of a BPE model that mean the same if they are null, false or missing.
+BPE_OFF = (
+    *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("fuse_unk", "byte_fallback", "ignore_merges"),
+)
 KNOWN = "Give byte, the path of a tokenizer.json, or hf:NAME (--tokenizer=, data.tokenizer of a run)."
 NOT_FETCHED = (
     "could not be fetched from the Hugging Face hub. Check the name and the network, or fetch the tokenizer's files elsewhere "
@@ -46,7 +53,7 @@ class ByteTokenizer:
       vocab_size: one more than the largest id.
       bos: ids before every document of plain text, mostly one or none. Chat templates write the first tokens themselves.
       eot: the id that ends every document; None if no token is known to.
-      sha256: hash of the tokenizer's definition. Equal hashes give equal ids.
+      sha256: hash of the tokenizer's definition (`content_sha256`). Equal hashes give equal ids.
     """
 
     name = "byte"
@@ -89,7 +96,7 @@ class HuggingFaceTokenizer:
         import tokenizers
 
         self.name = name
-        self.sha256 = hashlib.sha256(definition).hexdigest()
+        self.sha256 = content_sha256(name, definition)
 
         def make(text: str) -> "tokenizers.Tokenizer":
             made = tokenizers.Tokenizer.from_str(text)
@@ -175,6 +182,27 @@ class HuggingFaceTokenizer:
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+@functools.lru_cache(maxsize=4)
+def content_sha256(name: str, definition: bytes) -> str:
+    """Return a hash of a tokenizer.json that does not depend on its formatting. Raises TokenizerError if it is not JSON.
+
+    The packages tokenizers and transformers write a file anew with the truncation and padding of its last use, with merges as
+    pairs instead of texts, and with keys that older versions left out. All of these give the same ids here.
+    """
+    try:
+        found = json.loads(definition)
+    except (ValueError, RecursionError) as e:
+        raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json ({e})") from e
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if key not in NO_EFFECT}
+        model = found.get("model")
+        if isinstance(model, dict) and model.get("type", "BPE") == "BPE" and isinstance(model.get("merges"), list):
+            merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+            kept = {key: value for key, value in model.items() if key not in BPE_OFF or value not in (None, False)}
+            found["model"] = {**kept, "type": "BPE", "merges": merges}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
@@ -385,23 +413,40 @@ def info(tokenizer: Tokenizer) -> dict[str, Any]:
     return {k: getattr(tokenizer, k) for k in ("name", "sha256", "vocab_size", "eot")}
 
 
+def sha256_of(spec: str) -> str:
+    """Return the `sha256` of the tokenizer `spec`, without network; "" for an `hf:NAME` that is not on this machine.
+
+    Raises TokenizerError if it cannot be read.
+    """
+    if spec == "byte":
+        return ByteTokenizer.sha256
+    if spec.startswith("hf:") and cached_hub_path(spec.removeprefix("hf:")) is None:
+        return ""
+    return content_sha256(spec, read_definition(spec))
+
+
+def contents(meta: Mapping[str, Any], spec: str) -> dict[str, tuple[str, str]]:
+    """Return the hashes of data.tokenizer in a checkpoint's meta.json and now, for resume.compare; {} unless both are known."""
+    before = meta.get("data", {}).get("fingerprint", {}).get("tokenizer", {}).get("sha256", "")
+    try:
+        now = sha256_of(spec) if before else ""
+    except TokenizerError:  # another check reports it
+        now = ""
+    return {"data.tokenizer": (before, now)} if now else {}
+
+
 def differs(spec: str, recorded: dict[str, Any]) -> str:
     """Return how the tokenizer `spec` differs from the tokenizer in a token file's header; "" if they are equal.
 
     No network is used, since nodes of a cluster often have none. An `hf:NAME` that is not on this machine is compared by name
     alone, since training needs only the ids.
     """
-    if spec == "byte":
-        sha256 = ByteTokenizer.sha256
-    elif spec.startswith("hf:") and cached_hub_path(spec.removeprefix("hf:")) is None:
-        if spec == recorded["name"]:
-            return ""
+    try:
+        sha256 = sha256_of(spec)
+    except TokenizerError as e:
+        return str(e).rstrip(".")
+    if not sha256 and spec != recorded["name"]:
         return f"the file was made with {recorded['name']!r}, and {spec!r} is not on this machine to be compared"
-    else:
-        try:
-            sha256 = hashlib.sha256(read_definition(spec)).hexdigest()
-        except TokenizerError as e:
-            return str(e).rstrip(".")
-    if sha256 == recorded["sha256"]:
+    if sha256 in ("", recorded["sha256"]):
         return ""
     return f"the file was made with {recorded['name']!r} (sha256 {recorded['sha256'][:12]}), this one has {sha256[:12]}"

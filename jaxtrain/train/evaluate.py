@@ -102,13 +102,23 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def without_places(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint of a held-out set without the batch size, and without the paths of its files and tokenizer."""
+    out = {**fingerprint, "global_batch": 0}
+    if "files" in out:
+        del out["source"]
+        out["files"] = [{k: v for k, v in file.items() if k != "name"} for file in out["files"]]
+        out["tokenizer"] = out["tokenizer"]["sha256"]
+    return out
+
+
 class HeldOut:
     """The held-out sets of a run, each evaluated by the same compiled step."""
 
     def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
         self._run, self._program, self._sets, self._services = run, program, sets, services
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
-        contents = {name: {**getattr(batches, "fingerprint", {}), "global_batch": 0} for name, batches in sets.items()}
+        contents = {name: without_places(getattr(batches, "fingerprint", {})) for name, batches in sets.items()}
         described = [contents, run.eval.sequences, dataclasses.asdict(run.loss)]
         # Tells losses apart that cannot be compared: those of other sets, or of another loss.
         self.sets = hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:16]

@@ -20,7 +20,7 @@ import jax
 from jaxtrain import config, lora, models, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.data import pipeline
+from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
@@ -121,7 +121,8 @@ def choose_start(
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
-    notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change)
+    same = tokenizer.contents(meta, run.data.tokenizer)
+    notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
     if at > run.train.steps:
         problems.append(
             config.Problem(

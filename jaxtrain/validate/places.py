@@ -61,12 +61,15 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
         rule, remedy = f"the newest checkpoint is at step {newest} already", f"Set {newest} or more, or another --workdir."
         return [Problem("train.steps", run.train.steps, rule, remedy)]
     try:
-        stored = json.loads((folder / str(newest) / "meta.json").read_text())["config"]
+        meta = json.loads((folder / str(newest) / "meta.json").read_text())
+        stored = meta["config"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     if not isinstance(stored, dict) or (run.model.num_experts and run.moe.capacity_factor):
         return []
-    return resume.compare(stored, to_dict(run), run.checkpoint.allow_change)[1]
+    from jaxtrain.data import tokenizer
+
+    return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]
 
 
 def check_lock(workdir: Path) -> list[Problem]:

@@ -114,6 +114,22 @@ def test_what_can_never_change_is_refused_whatever_is_allowed():
     assert "data.seq_len" in str(problem)
 
 
+def test_paths_are_compared_by_content_where_it_is_known():
+    """The same content in another place is no change. Other content in the same place is one."""
+    one, two = tree(data__tokenizer="a"), tree(data__tokenizer="b/c")
+    for now, hashes, keys, count in (
+        (two, None, ["data.tokenizer"], 0),
+        (two, ("x", "x"), [], 1),
+        (one, ("x", "x"), [], 0),
+        (one, ("x", "y"), ["data.tokenizer"], 0),
+        (two, ("x", "y"), ["data.tokenizer"], 0),
+    ):
+        contents = {"data.tokenizer": hashes} if hashes else {}
+        notes, problems = resume.compare(one, now, "", contents)
+        assert ([p.key for p in problems], len(notes)) == (keys, count), (now["data"]["tokenizer"], hashes)
+        assert not resume.compare(one, now, "data.tokenizer", contents)[1]
+
+
 def test_groups_may_change_their_recipe_and_not_their_optimizer():
     """Muon has one moment. A parameter that changes to AdamW would need two."""
     muon = {"optimizer__name": "muon"}

@@ -129,3 +129,60 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         source = ",".join(f"{tmp_path}/{name}.tok" for name in names)
         problems = pipeline.check(config.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
         assert [p.key for p in problems] == keys, (names, tokenizer)
+
+
+def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
+    """White space, the order of keys, escapes, the form of merges, defaults, padding and truncation change no id. Any other
+    change is refused, with a remedy that can work.
+    """
+    found = json.loads(bpe.read_text())
+    model = found["model"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    merges, added = model["merges"], [*found["added_tokens"], {"id": 700, "content": "<new>", "special": True, **flags}]
+    same = [
+        found
+        | {
+            "truncation": None,
+            "padding": {
+                "strategy": {"Fixed": 8},
+                "direction": "Left",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<s>",
+            },
+        },
+        found | {"model": model | {"merges": [" ".join(pair) for pair in merges]}},
+        found | {"model": {key: value for key, value in model.items() if value not in (None, False)}},
+    ]
+    others = [
+        found | {"model": model | {"merges": merges[:-1]}},
+        found | {"model": model | {"merges": [*merges[:-2], merges[-1], merges[-2]]}},
+        found | {"model": model | {"byte_fallback": True}},
+        found | {"added_tokens": added},
+        found | {"normalizer": {"type": "NFKC"}},
+    ]
+    texts = {json.dumps(found, indent=2, ensure_ascii=False): True, json.dumps(found, sort_keys=True): True}
+    texts |= {json.dumps(each): True for each in same} | {json.dumps(each): False for each in others}
+    tok = text_tokenizers.load_tokenizer(str(bpe))
+    place = tmp_path / "moved"
+    place.mkdir()
+    for name, (text, equal) in enumerate(texts.items()):
+        (place / "tokenizer.json").write_text(text, encoding="utf-8")
+        info = text_tokenizers.info(tok) | {"name": str(place)}
+        write_file(tmp_path / "t.tok", [[5] * 40], **info)
+        data = config.Data(source=str(tmp_path / "t.tok"), tokenizer=str(place), seq_len=16)
+        problems = pipeline.check(data, 700, False)
+        assert [p.key for p in problems] == ([] if equal else ["data.tokenizer"]), name
+        assert all(f"data.tokenizer={place}" not in p.remedy for p in problems), "the present value is no remedy"
+        text_tokenizers.load_tokenizer.cache_clear()
+        other = text_tokenizers.load_tokenizer(str(place))
+        assert (other.sha256 == tok.sha256) == equal, name
+        assert not equal or other.encode("def f(x): return naïve") == tok.encode("def f(x): return naïve"), name
+        where = {"data": {"fingerprint": {"tokenizer": info}}}
+        before, now = text_tokenizers.contents(where, str(place))["data.tokenizer"]
+        assert (before == now) == equal, name
+    write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.info(tok))  # the file's own tokenizer is still there
+    (problem,) = pipeline.check(data, 700, False)
+    named = problem.remedy.partition("data.tokenizer=")[2].partition(",")[0]
+    assert not pipeline.check(config.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)
