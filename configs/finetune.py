@@ -29,8 +29,8 @@ LARGE = 50_000_000  # least number of parameters of a model that is finetuned on
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Return the config. Variants: `base=DIR` (the base model; required), `lora=16` (rank of the adapters; 0: all weights are
-    trained), `gpus=8` (number of GPUs that shard the batch), `dpo` (train on preferences)."""
+    """Return the config. Variants: `base=DIR` (the base model, or adapters to train further; required), `lora=16` (rank of new
+    adapters; 0: all weights are trained), `gpus=8` (number of GPUs that shard the batch), `dpo` (train on preferences)."""
     variant = parse_arg(arg, base="", lora=0, gpus=8, dpo=False)
     config = default_config()
     if not variant.base:
@@ -38,10 +38,15 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         fix = "Fix: --config=configs/finetune.py:base=FOLDER, of a run or of a Hugging Face model (or hf:NAME)."
         raise ConfigError([Problem("--config=FILE:base", None, rule, fix)])
     try:
-        config.update(describe(variant.base))
+        found = describe(variant.base)
     except (CheckpointError, HuggingFaceError) as error:
         raise ConfigError([Problem("--config=FILE:base", variant.base, str(error).rstrip("."), "")]) from error
+    config.update(found)
     config.init["from"] = variant.base
+    rank = config.lora.rank  # of adapters in `base`, which are trained further; else 0
+    if rank and variant.lora not in (0, rank):
+        rule = f"{variant.base} holds adapters of rank {rank}, which are trained further"
+        raise ConfigError([Problem("--config=FILE:lora", variant.lora, rule, "Fix: leave lora out.")])
     large = flops.parameters(Model(**config.model.to_dict()))["total"] >= LARGE
 
     # Most conversations are shorter than 8192 tokens, and several are packed into a sequence.
@@ -51,13 +56,15 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     # 8192 tokens are some dozens of short conversations. Further conversations in a sequence are masked.
     config.data.max_segments = 64
 
-    config.lora.rank = variant.lora
-    # With rank 16, alpha / rank is 2, which is usual. With a fixed alpha, the best learning rate hardly depends on the rank.
-    # All linear layers have adapters, because adapters on attention only reach a higher loss (Schulman et al. 2025, "LoRA
-    # Without Regret").
-    config.lora.alpha = 32.0
+    if not rank:
+        config.lora.rank = variant.lora
+        # With rank 16, alpha / rank is 2, which is usual. With a fixed alpha, the best learning rate hardly depends on the
+        # rank. All linear layers have adapters, because adapters on attention only reach a higher loss (Schulman et al. 2025,
+        # "LoRA Without Regret").
+        config.lora.alpha = 32.0
+    adapters = bool(config.lora.rank)
 
-    if variant.lora or variant.dpo:
+    if adapters or variant.dpo:
         config.model.mtp_layers = 0  # modules of multi-token prediction are trained with all weights, by cross entropy
     if variant.dpo:
         config.loss.name = "dpo"
@@ -77,10 +84,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.remat.policy = "auto"
         # For all weights, a thirtieth of the learning rate of pretraining, so that weights stay near those of the base. The
         # best rate of adapters is about ten times that, for any rank and model ("LoRA Without Regret").
-        config.optimizer.lr = 2e-4 if variant.lora else 1e-5
+        config.optimizer.lr = 2e-4 if adapters else 1e-5
         if variant.dpo:
             # For all weights, the rate of Zephyr (Tunstall et al. 2023, arXiv:2310.16944). For adapters, ten times that.
-            config.optimizer.lr = 5e-6 if variant.lora else 5e-7
+            config.optimizer.lr = 5e-6 if adapters else 5e-7
         config.log.every_steps = 1
     else:
         # A small model may have a long limit: 131072 positions would make 131 k tokens a step, which take minutes on a CPU.
@@ -89,7 +96,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.remat.policy = "full"
         config.train.steps = 100
         config.train.global_batch = 16
-        config.optimizer.lr = 4e-3 if variant.lora else 4e-4  # all weights: a tenth of that of tiny.py
+        config.optimizer.lr = 4e-3 if adapters else 4e-4  # all weights: a tenth of that of tiny.py
         if variant.dpo:
             config.optimizer.lr /= 4
     config.optimizer.lr_min = 0.0

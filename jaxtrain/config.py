@@ -587,6 +587,7 @@ class Init:
     """The weights that a new run starts from: of another run, or of a Hugging Face model."""
 
     from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
+    base: str = key("", "where the base of adapters is now, if it moved since their training; '': where it was")
     what: str = key("weights", "restored from init.from", choices=("weights", "weights+optimizer"))
 
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain import stored_form
+from jaxtrain import config, stored_form
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params
@@ -61,19 +61,50 @@ def digest(params: Params, layers: Arrangement | None = None) -> str:
     return found.hexdigest()[:32]
 
 
-def base_path(meta: Mapping[str, Any], asked: str = "") -> str:
-    """Return the path of the base: `asked`, or the path in the adapters' meta.json.
-
-    The path in meta.json is returned if `asked` is "" or the init.from of the run that trained the adapters. Raises
-    CheckpointError if meta.json names no base.
-    """
+def base_path(meta: Mapping[str, Any]) -> str:
+    """Return the path of the base in the adapters' meta.json. Raises CheckpointError if meta.json names no base."""
     base = meta.get("base")
     if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
         raise CheckpointError(
             f"step {meta.get('step')} holds adapters, and its meta.json names no base: it was not "
             "written by a run with lora.rank."
         )
-    return asked if asked and asked != meta["config"]["init"]["from"] else base["path"]
+    return base["path"]
+
+
+def base_on_resume(meta: Mapping[str, Any], init: config.Init) -> str:
+    """Return the path of the base of a run that resumes: init.base, or another init.from than before, or that of meta.json.
+
+    init.from is also used if the path in meta.json is gone: a folder that was moved as a whole has the same relative paths. It
+    is not used if it names adapters, which the run began with.
+    """
+    recorded = base_path(meta)
+    if init.base or not init.from_:
+        return init.base or recorded
+    same = init.from_ == meta["config"]["init"]["from"]
+    if same and opened(recorded):
+        return recorded
+    named = opened(init.from_)
+    return recorded if (named.adapters if named else same) else init.from_
+
+
+def opened(path: str) -> Origin | None:
+    """Return the weights in a path, not read yet; None if there are none."""
+    try:
+        return open_origin(path)
+    except (CheckpointError, HuggingFaceError):
+        return None
+
+
+def settings_of(how: config.Lora) -> tuple[int, float, frozenset[str]]:
+    """Return rank, alpha and the set of targets, to be compared."""
+    return how.rank, how.alpha, frozenset(config.parts_of(how.targets))
+
+
+def as_options(adapters: Origin) -> str:
+    """Return the settings of adapters as text for a command line."""
+    how = adapters.run().lora
+    return f"lora.rank={how.rank}, lora.alpha={how.alpha:g} and lora.targets={how.targets}"
 
 
 def restore_base(path: str, wanted: Tensors) -> Tensors:
@@ -92,7 +123,7 @@ def gone(path: str, error: Exception) -> CheckpointError:
     """Return the error for a base that cannot be read."""
     return CheckpointError(
         f"the base of these adapters, {path}, cannot be read: {error} Put it back there, or name the place where it is now "
-        "(init.from of a run, --base of a command)."
+        "(init.base of a run, --base of a command)."
     )
 
 
@@ -101,7 +132,7 @@ def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
     if found != meta["base"]["digest"]:
         raise CheckpointError(
             f"the weights in {path} are not the base of the adapters of step {meta['step']}: their digest "
-            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.from of a run, "
+            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a run, "
             "--base of a command)."
         )
 

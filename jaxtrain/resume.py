@@ -276,15 +276,13 @@ def compare(
             )
     everything = ",".join(dict.fromkeys([*allowed, *(name for name, _, _ in asked)]))
     for name, _, row in asked:
-        same_text = before.get(name) == after.get(name)
-        former = "had other content" if same_text else f"was {_shown(name, before)}"
-        back = "Put the former content back" if same_text else "Set it back"
+        former = f"was {_shown(name, before)}" if before.get(name) != after.get(name) else "had other content"
         problems.append(
             Problem(
                 name,
                 after.get(name),
                 f"{former} in the checkpoint: {row.reason}",
-                f"{back}, or allow it: --config.checkpoint.allow_change={everything}",
+                f"Set it back, or allow it: --config.checkpoint.allow_change={everything}",
             )
         )
     return notes, problems

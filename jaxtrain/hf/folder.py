@@ -476,7 +476,9 @@ def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConf
 
 
 def describe(path: str) -> dict[str, dict[str, Any]]:
-    """Return the sections `model` and `data` of a config file that begins from `path`: `config.update(describe(path))`.
+    """Return the sections of a config file that begins from `path`: `config.update(describe(path))`.
+
+    They are `model` and `data`, and for adapters, which are then trained further, `lora`.
 
     Args:
         path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
@@ -484,13 +486,16 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
     Raises:
         HuggingFaceError, CheckpointError: `path` has no model, or this version of jaxtrain does not support its config.
     """
+    own: dict[str, dict[str, Any]] = {}
     if is_folder(path):
         run = open_folder(path).run("f32")
     else:
         checkpoints, step = checkpoint.locate(path)
-        run = stored_run(checkpoints.meta(step), checkpoints.directory / str(step))
+        meta = checkpoints.meta(step)
+        run = stored_run(meta, checkpoints.directory / str(step))
+        own = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
     data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
-    return {"model": dataclasses.asdict(run.model), "data": data}
+    return {"model": dataclasses.asdict(run.model), "data": data, **own}
 
 
 # ---- The tokenizer's files

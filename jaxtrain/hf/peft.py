@@ -244,6 +244,8 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         raise HuggingFaceError(f"{folder}: adapts none of {', '.join(EQUATIONS)}, which are all that jaxtrain can.")
     text = text_of(folder, source.text())
     path = source.path
+    # Adapters are trained without the base's modules of multi-token prediction.
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp_layers=0))
     run = dataclasses.replace(run, lora=settings, init=config.Init(path), train=dataclasses.replace(run.train, freeze=""))
     abstract = abstract_of(*placed(run))
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}

@@ -42,6 +42,7 @@ class Start:
     notes: tuple[str, ...]  # changes to the config since the checkpoint
     data: Mapping[str, Any]  # the checkpoint's facts about the data it was trained on; {} for a new run
     base: str = ""  # the checkpoint of the base of this run's adapters; "": the run has no adapters
+    adapters: str = ""  # the checkpoint of the adapters that the run began with; "": it began with new ones, or has none
     damaged: Mapping[int, str] = types.MappingProxyType({})  # newer steps that cannot be restored, with the reason
 
 
@@ -112,10 +113,10 @@ def choose_start(
     at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
         beginning = position.position(checkpoints.directory, 0, 0, per_step)
+        if run.init.from_ and program.adapters:
+            return begin_adapters(run, program, beginning)
         if run.init.from_:
-            notes = check_init_source(run, program)
-            base = open_origin(run.init.from_).path if program.adapters else ""
-            return Start(0, False, False, beginning, notes, {}, base)
+            return Start(0, False, False, beginning, check_init_source(run, program, run.init.from_), {})
         if program.adapters:
             rule = "adapters need the weights of a trained model, and init.from names none"
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
@@ -134,15 +135,38 @@ def choose_start(
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
-    base = ""
+    base = adapters = ""
     if program.adapters:
-        named = lora.base_path(meta, run.init.from_)
-        try:
-            check_init_source(dataclasses.replace(run, init=config.Init(named)), program)
-            base = open_origin(named).path
-        except (CheckpointError, HuggingFaceError) as error:
-            raise lora.gone(named, error) from error
-    return Start(at, True, cast, place, tuple(notes), meta["data"], base, reasons)
+        _, base = check_base(run, program, lora.base_on_resume(meta, run.init))
+        adapters = meta["base"].get("adapters", "")
+    return Start(at, True, cast, place, tuple(notes), meta["data"], base, adapters, reasons)
+
+
+def begin_adapters(run: RunConfig, program: Program, beginning: Position) -> Start:
+    """Return the `Start` of a new run of adapters: from a base, or from adapters, which are trained further.
+
+    Raises ConfigError if the adapters in init.from have other settings than those of the config.
+    """
+    source = open_origin(run.init.from_)
+    if not source.adapters:
+        if run.init.base:
+            rule = f"has no effect: {source.name} is a base itself, and holds no adapters"
+            raise ConfigError([config.Problem("init.base", run.init.base, rule, "Leave it out.")])
+        notes, base = check_base(run, program, run.init.from_)
+        return Start(0, False, False, beginning, notes, {}, base)
+    if lora.settings_of(source.run().lora) != lora.settings_of(run.lora):
+        rule = f"{source.name} holds adapters with other settings"
+        raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
+    notes, base = check_base(run, program, run.init.base or lora.base_path(source.meta))
+    return Start(0, False, False, beginning, notes, {}, base, source.path)
+
+
+def check_base(run: RunConfig, program: Program, path: str) -> tuple[tuple[str, ...], str]:
+    """Return (notes of `check_init_source`, path of the weights) of the base of adapters. Raises CheckpointError too."""
+    try:
+        return check_init_source(run, program, path), open_origin(path).path
+    except (CheckpointError, HuggingFaceError) as error:
+        raise lora.gone(path, error) from error
 
 
 def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,13 +182,13 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
     return before, now
 
 
-def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
-    """Return a note on each model setting that differs between init.from and this run, such as the rotary base.
+def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str, ...]:
+    """Return a note on each model setting that differs between the weights in `path` and this run, such as the rotary base.
 
-    Raises ConfigError if init.from does not fit this run: a tensor is missing, has another shape or is not in this model; its
-    model family computes another function; it has only adapters; or init.what needs an optimizer state, and init.from has none.
+    Raises ConfigError if the weights do not fit this run: a tensor is missing, has another shape or is not in this model; their
+    model family computes another function; they are only adapters; or init.what needs an optimizer state, and there is none.
     """
-    source = open_origin(run.init.from_)
+    source, key = open_origin(path), "init.base" if path == run.init.base else "init.from"
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
     problems = []
     of, family = there.get("family", ""), run.model.family
@@ -177,8 +201,12 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
         problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
     if source.adapters:
         rule = f"{source.name} holds only adapters"
-        remedy = "Name their base, or a model with these adapters merged in."
-        problems.append(config.Problem("init.from", run.init.from_, rule, remedy))
+        remedy = (
+            f"To train them further, set {lora.as_options(source)}; or merge them into their base (hf export), and name that."
+        )
+        if program.adapters:
+            remedy = "Name the base of the adapters."
+        problems.append(config.Problem(key, path, rule, remedy))
     if problems:
         raise ConfigError(problems)
     stored = source.stored
@@ -192,9 +220,9 @@ def check_init_source(run: RunConfig, program: Program) -> tuple[str, ...]:
         rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         of = "its config.json (`python -m jaxtrain.hf config`)" if source.hugging_face else "that run (its config.json)"
-        raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Give the model the sizes of {of}.")])
+        raise ConfigError([config.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
     return tuple(
-        f"model.{name}: {there.get(name)!r} in init.from, {value!r} here"
+        f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"
         for name, value in here.items()
         if there.get(name) != value
     )
@@ -253,6 +281,11 @@ def initial_state(
     read = stored_form.stored_tensors(wanted, source.stored)
     try:
         tensors = stored_form.converted(source.read(read), wanted)
+        if start.adapters:
+            before = open_origin(start.adapters)
+            own = {name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")}
+            tensors |= before.read(own)
+            say(f"adapters of {before.name}, trained further")
     except (Damaged, HuggingFaceError) as error:
         raise BadInit(f"init.from = {run.init.from_!r}: {error}") from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
@@ -267,7 +300,7 @@ class Restored:
 
     state: state.TrainState
     start: Start
-    base: dict[str, str]  # path and digest of the base of adapters, for checkpoints; {} without adapters
+    base: dict[str, str]  # the entry `base` of meta.json; {} without adapters
 
 
 def restore(
@@ -310,16 +343,18 @@ def restore(
 
 
 def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
-    """Return path and digest of the adapters' base weights; {} for a run without adapters.
+    """Return the entry `base` of meta.json: path and digest of the adapters' base weights; {} for a run without adapters.
 
-    Raises CheckpointError if a resumed run's adapters were trained with another base.
+    `adapters` is the path of the adapters that the run began with, if any. Raises CheckpointError if this run's adapters were
+    trained with another base.
     """
     if not start.base:
         return {}
     found = lora.digest(program.base(current).params, current.layers)
-    if start.resumed:
-        lora.check_same(checkpoints.meta(start.step), start.base, found)
-    return {"path": start.base, "digest": found}
+    if start.resumed or start.adapters:
+        meta = checkpoints.meta(start.step) if start.resumed else open_origin(start.adapters).meta
+        lora.check_same(meta, start.base, found)
+    return {"path": start.base, "digest": found} | ({"adapters": start.adapters} if start.adapters else {})
 
 
 def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:

@@ -1,16 +1,17 @@
 """Compute the reference model's log-probabilities of pairs, for loss.name=dpo, once by the run's own program, and store them.
 
-The reference is the model that training begins with: the initial weights, or the base of adapters. The loss needs only its
-log-probability of each document's completion, so no second set of weights is ever in memory.
+The reference is the model that training begins with: the initial weights, with the adapters of init.from if it holds some. New
+adapters change nothing at first, so their reference is the base. The loss needs only its log-probability of each document's
+completion, so no second set of weights is ever in memory.
 
     WORKDIR/reference/0123456789abcdef.npz    one file for each token file, named by the hash of the token file's contents
       log_probs    float32 (documents,), NaN for a document that is not computed yet or in no row
       about        JSON: format, version, the hash in full; digest of weights, model and precision of the reference
 
 The file is written during the pass, so a killed run continues from it. If weights, model or precision of the reference differ
-from `about`, the file is computed again, as long as the reference's weights exist. After training without adapters they no
-longer exist. In this case, `check` refuses a run whose files are missing, before anything is compiled. Files of another
-precision are then used.
+from `about`, the file is computed again, as long as the reference's weights exist. They no longer exist after training without
+adapters, and after training adapters of init.from further. In this case, `check` refuses a run whose files are missing, before
+anything is compiled. Files of another precision are then used.
 """
 
 import collections
@@ -71,7 +72,7 @@ class References:
         self._run, self._program, self._services = run, program, services
         self._params: Params | None = None  # the reference's; None if training has changed them
         weights = state.weights(restored.state)
-        if program.adapters:
+        if program.adapters and not restored.start.adapters:
             self._params = without_adapters(weights)
             self.digest = restored.base["digest"]
         elif not restored.start.resumed:
@@ -231,7 +232,7 @@ def rows_without(source: PairRows, log_probs: np.ndarray) -> np.ndarray:
 def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
     """Return a problem for each file of reference log-probabilities that is missing, damaged or incomplete. Reads the files.
 
-    Call it for a run that has trained without adapters: the reference's weights no longer exist, so nothing can be computed
+    Call it for a run whose training has changed the reference's weights: they no longer exist, so nothing can be computed
     again. If the checkpoint is of a run with another loss, return only this problem.
 
     Args:

@@ -254,12 +254,13 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
 
 
 def check_references(setup: Setup, peers: Peers) -> None:
-    """Check the files of reference log-probabilities of a DPO run that resumes without adapters (references.check).
+    """Check the files of reference log-probabilities of a DPO run whose reference no longer exists (references.check).
 
     Process 0 reads the files. If a file is missing, damaged or incomplete, all processes raise SharedRefusal.
     """
     run, start = setup.run, setup.start
-    if not (run.loss.of_pairs and start.resumed and not setup.program.adapters):
+    new_adapters = setup.program.adapters and not start.adapters
+    if new_adapters or not (run.loss.of_pairs and start.resumed):
         return
     problems: list[Problem] = []
     if jax.process_index() == 0:

@@ -332,7 +332,11 @@ def _repeatable(run: RunConfig, devices: Devices) -> Iterable[Problem]:
 
 def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem for each setting that adapters exclude, and for each name in lora.targets that no weight has."""
-    if not run.lora.rank or "lora.rank" in bad:
+    if "lora.rank" in bad:
+        return
+    if not run.lora.rank:
+        if run.init.base:
+            yield Problem("init.base", run.init.base, "is read for adapters only, and lora.rank is 0", "Leave it out.")
         return
     targets, key = parts_of(run.lora.targets), "lora.targets"
     if not targets:

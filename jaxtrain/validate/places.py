@@ -26,16 +26,29 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     for key, place in written.items():
         checkpoints = key == "checkpoint.dir"
         yield from remote(key, place, checkpoints) or ([] if is_bucket(place) else writable(key, Path(place).expanduser()))
-    if run.init.from_:
-        gone = remote("init.from", run.init.from_, checkpoints=True)
+    resumes = bool(_steps(run, workdir))  # then init.from is not read, or only for the base of adapters
+    for key, place in (("init.from", run.init.from_), ("init.base", run.init.base)):
+        gone = remote(key, place, checkpoints=True)
         yield from gone
-        elsewhere = run.init.from_.startswith("hf:") or is_bucket(run.init.from_)
-        if not gone and not elsewhere and not Path(run.init.from_).expanduser().is_dir():
+        elsewhere = place.startswith("hf:") or is_bucket(place) or (key == "init.from" and resumes)
+        if place and not gone and not elsewhere and not Path(place).expanduser().is_dir():
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
-            yield Problem("init.from", run.init.from_, "no such folder", remedy)
+            yield Problem(key, place, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.source_schedule", run.data.source_schedule)
     yield from remote("data.eval_source", run.data.eval_source)
+
+
+def _folder(run: RunConfig, workdir: Path) -> Path:
+    return Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
+
+
+def _steps(run: RunConfig, workdir: Path) -> list[int] | None:
+    """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
+    folder = _folder(run, workdir)
+    if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
+        return None
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
 
 
 def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
@@ -45,10 +58,10 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     past train.steps, and forbidden changes of the config since the newest checkpoint. The start of the run checks again, with
     JAX. Checkpoints in a bucket, an unreadable meta.json, and experts with a capacity factor are checked only at the start.
     """
-    folder = Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
-    if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
+    folder = _folder(run, workdir)
+    steps = _steps(run, workdir)
+    if steps is None:
         return []
-    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
     asked = run.checkpoint.step
     if asked >= 0:
         # A restarted run may have deleted the step that it rolled back to.

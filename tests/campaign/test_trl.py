@@ -109,9 +109,12 @@ def order(args: list[str]) -> list[int]:
     return [int(number) // 2 for each in documents for number in each[::2]]
 
 
-@pytest.mark.parametrize("form", ["texts", "messages", "adapters"])
+@pytest.mark.parametrize("form", ["texts", "messages", "adapters", "adapters further"])
 def test_twenty_steps_follow_trl(tmp_path, form):
-    """Losses, rewards and gradient norms of each step agree, and so do tokens and loss masks of the first pair."""
+    """Losses, rewards and gradient norms of each step agree, and so do tokens and loss masks of the first pair.
+
+    The reference of adapters that are trained further is the base with these adapters, in TRL and here.
+    """
     packages.reference()
     model = tmp_path / "model"
     write_model(model)
@@ -122,13 +125,14 @@ def test_twenty_steps_follow_trl(tmp_path, form):
     assert data_command.main(["prepare", *files, *how]) == 0
 
     more, theirs = {}, dict(THEIRS)
-    if form == "adapters":
+    if form.startswith("adapters"):
         more = {"lora.rank": 3, "lora.alpha": 6.0, "optimizer.lr": 1e-2}
-        # The run's initial adapters, as PEFT reads them: one step at a learning rate of 0.
-        first = arguments(tmp_path, model, "first", **(more | {"optimizer.lr": 0.0, "optimizer.lr_min": 0.0, "train.steps": 1}))
-        assert main.main(first) == 0
+        # The run's initial adapters, as PEFT reads them: after one step at a learning rate of 0, or after a first training.
+        before = {"optimizer.lr": 0.0, "optimizer.lr_min": 0.0, "train.steps": 1} if form == "adapters" else {"train.steps": 8}
+        assert main.main(arguments(tmp_path, model, "first", **(more | before))) == 0
         assert command.main(["export-adapter", str(tmp_path / "first"), f"--out={tmp_path / 'adapter'}"]) == 0
         theirs |= {"adapter": str(tmp_path / "adapter"), "learning_rate": 1e-2}
+        more |= {"init.from": tmp_path / "first"} if form == "adapters further" else {}
     args = arguments(tmp_path, model, "run", **more)
     assert main.main(args) == 0
     ours = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

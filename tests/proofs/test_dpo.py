@@ -349,3 +349,24 @@ def test_adapters_have_their_base_for_a_reference(whole):
     path.unlink()
     assert dpo_run(whole, "adapters", **adapters, train__steps=4) == 0
     assert np.array_equal(stored(whole, "adapters")[1], before)
+
+
+def test_adapters_trained_further_have_themselves_for_a_reference(whole):
+    """Training begins at the reference, the base with the adapters of init.from. They are changed then, so the stored
+    references must be there on resume.
+    """
+    adapters = {"lora__rank": 4, "optimizer__lr": 5e-3, "eval__every_steps": 0}
+    assert dpo_run(whole, "first", **adapters, train__steps=3) == 0
+    further = functools.partial(dpo_run, whole, "further", **adapters, init__from=whole / "first")
+    assert further(train__steps=2) == 0
+    first, second = (line for line in runs.lines(whole / "further") if line["kind"] == "train")
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-6) and second["loss"] != first["loss"]
+    path, found, about = stored(whole, "further")
+    assert np.abs(found - stored(whole, "first")[1]).max() > 0.01
+    assert about["weights"] != Checkpoints(whole / "further" / "checkpoints").meta(2)["base"]["digest"]
+    kept = path.read_bytes()
+    path.unlink()
+    assert further(train__steps=3) == 2
+    path.write_bytes(kept)
+    assert further(train__steps=3) == 0
+    assert path.read_bytes() == kept

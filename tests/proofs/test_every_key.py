@@ -463,6 +463,7 @@ ELSEWHERE = {
     "checkpoint.allow_change",
     "init.from",
     "init.what",
+    "init.base",  # tests/campaign/test_adapters_further.py
     "train.on_divergence",  # tests/proofs/test_divergence.py
     "train.max_skipped_steps",
     "train.sdc_check_every",  # tests/campaign/test_corruption.py

@@ -308,10 +308,21 @@ def test_evaluation_reads_a_base_that_moved(trained, tmp_path):
 
 
 def test_runs_that_are_refused(trained, tmp_path, capsys):
-    """Adapters need a base, which is no adapter itself. Another rank cannot resume."""
+    """Adapters need a base, or adapters of the same rank. Another rank cannot resume."""
     assert run_adapters(trained, tmp_path / "x", init__from="") == 2
-    assert run_adapters(trained, tmp_path / "x", init__from=trained / "adapters") == 2
+    for other in ({"lora__rank": 2}, {"lora__alpha": 16}, {"lora__targets": "wq,wk"}, {"lora__rank": 0}):
+        assert run_adapters(trained, tmp_path / "x", init__from=trained / "adapters", **other) == 2
     assert not (tmp_path / "x").exists()
     capsys.readouterr()
     assert run_adapters(trained, "adapters", lora__rank=2, train__steps=STEPS + 1) == 2
     assert "lora.rank" in capsys.readouterr().err
+
+
+def test_adapters_of_another_base_are_not_trained_further(trained, tmp_path):
+    meta, tensors = Checkpoints(trained / "base" / "checkpoints").meta(4), runs.tensors(trained / "base")
+    tensors["params.head"] = tensors["params.head"][::-1].copy()
+    save_base(tmp_path / "base", {k: jnp.asarray(v) for k, v in tensors.items()}, meta)
+    further = {"init__from": trained / "adapters", "train__steps": 1}
+    assert run_adapters(trained, tmp_path / "x", **further, init__base=tmp_path / "base") == 1
+    assert not (tmp_path / "x" / "checkpoints").exists()
+    assert run_adapters(trained, tmp_path / "y", **further, init__base=trained / "base") == 0

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import helpers
 import hugging_face
@@ -12,7 +13,7 @@ import pytest
 import saved
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import flops, launch, lora, validate
+from jaxtrain import config, flops, launch, lora, validate
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import Lora, to_dict
 from jaxtrain.hardware import Devices
@@ -48,11 +49,21 @@ def test_adapters_begin_as_pefts_do():
     assert abs(x.mean()) < 0.01 / 20
 
 
-def test_adapters_stand_beside_the_base_they_were_trained_with():
-    """The base is read from the path that training used, unless another path is given. Its digest must equal the stored one."""
-    meta = {"step": 7, "config": {"init": {"from": "there"}}, "base": {"path": "there/checkpoints/4", "digest": "abc"}}
-    assert lora.base_path(meta) == lora.base_path(meta, "there") == "there/checkpoints/4"
-    assert lora.base_path(meta, "moved") == "moved"
+def test_adapters_stand_beside_the_base_they_were_trained_with(monkeypatch):
+    """The base is read from the path that training used, unless it is gone or another path is given. Adapters are no base."""
+    meta = {"step": 7, "config": {"init": {"from": "there"}}, "base": {"path": "/there/checkpoints/4", "digest": "abc"}}
+    origins = {"there": False, "moved": False, "adapters": True}
+
+    def resumed(init_from: str, base: str = "", gone: bool = False) -> str:
+        known = origins if gone else origins | {"/there/checkpoints/4": False}
+        opened = {name: SimpleNamespace(adapters=adapters) for name, adapters in known.items()}
+        monkeypatch.setattr(lora, "opened", opened.get)
+        return lora.base_on_resume(meta, config.Init(init_from, base))
+
+    assert lora.base_path(meta) == resumed("there") == resumed("") == resumed("adapters") == "/there/checkpoints/4"
+    assert resumed("moved") == resumed("there", "moved") == resumed("adapters", "moved") == "moved"
+    assert resumed("there", gone=True) == "there", "the whole folder was moved"
+    assert resumed("nowhere") == "nowhere", "a wrong path is not ignored"
     lora.check_same(meta, "moved", "abc")
     with pytest.raises(CheckpointError):
         lora.check_same(meta, "moved", "abd")
