@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.goodput import LINE_S, Goodput, read, summarise
+from jaxtrain.metrics import naming
 
 LOGGER = logging.getLogger("jaxtrain")
 
@@ -46,7 +47,8 @@ class Ledger:
 
     def __enter__(self) -> "Ledger":
         if self._active:
-            seen = _cut_to_lines(self.path)
+            with naming(self.path):
+                seen = _cut_to_lines(self.path)
             self._append({"kind": "begin", "time": self._since, "seen": seen})
             self._thread.start()
         return self

@@ -9,13 +9,16 @@ infinity: such a value is written as null, and its kind is in an extra field, `"
 """
 
 import contextlib
+import errno
 import json
+import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -24,6 +27,7 @@ from jaxtrain.samples import read as read_samples
 from jaxtrain.samples import write as written
 from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 
+LOGGER = logging.getLogger("jaxtrain")
 TRAIN_KEYS = (
     "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
     "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device",
@@ -47,12 +51,37 @@ class MetricsError(ValueError):
     """metrics.jsonl cannot be read."""
 
 
+class NotWritten(OSError):
+    """A file or a folder of a run cannot be written: its disk is full, over its quota, read-only or broken."""
+
+    def __str__(self) -> str:
+        remedy = REMEDIES.get(self.errno or 0, "Check its disk")
+        return f"{self.filename}: cannot be written ({self.strerror}). {remedy}, or name another folder."
+
+
+REMEDIES = {errno.ENOSPC: "Free some space there", errno.EDQUOT: "Free some space: your quota there is used up"}
+REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Allow writing there")
+
+
 class Rewound(NamedTuple):
     """The result of `Writers.rewind`: numbers of lines kept and dropped, and whether the last line was cut short."""
 
     kept: int
     dropped: int
     cut: bool
+
+
+@contextlib.contextmanager
+def naming(path: Path, *others: Path) -> Iterator[None]:
+    """Raise NotWritten, which names `path`, for an OSError of the block: of `path`, of a folder above, or of `others`."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except OSError as error:
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in (path, *path.parents, *others):
+            raise
+        raise NotWritten(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -63,24 +92,29 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file to write, which becomes `path` when the block ends, and is removed if the block raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Open a temporary file to write, which becomes `path` when the block ends, and is removed if the block raises.
+
+    Raises NotWritten if the file cannot be written.
+    """
     # The watchdog and the signal thread write too, at a run's end, from their own threads.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself must reach the disk too
-    finally:
-        os.close(folder)
+    with naming(path, temporary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the folder does not exist, or the disk is broken
+                temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must reach the disk too
+        finally:
+            os.close(folder)
 
 
 def plain(value: Any) -> Any:
@@ -197,7 +231,7 @@ class Writers:
         self.path = Path(workdir) / ("metrics.jsonl" if self._active else f"metrics.{process_index}.jsonl")
         self.samples_path = Path(workdir) / "samples.txt"
         self._trackers = trackers if self._active else ()
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None  # without a buffer: the rest of a line that a full disk cut would be written later
 
     def train(self, **line: Any) -> None:
         """Write one train line.
@@ -239,26 +273,34 @@ class Writers:
         if not self._active and line["kind"] != "gpu":
             return
         line = {name: plain(line[name]) for name in keys}
-        if self._file is None:
-            self._file = _open_after_whole_lines(self.path)
-        self._file.write(encode(line).encode() + b"\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.line(line, line.get("time_unix", time.time()))
+        with naming(self.path):
+            if self._file is None:
+                self._file = _open_after_whole_lines(self.path)
+            whole = encode(line).encode() + b"\n"
+            if self._file.write(whole) != len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._tell(lambda tracker: tracker.line(line, line.get("time_unix", time.time())))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Add the texts that the model generated at one step."""
         if not self._active:
             return
-        with open(self.samples_path, "ab") as file:
+        with naming(self.samples_path), open(self.samples_path, "ab") as file:
             file.write(written(samples).encode())
-        for tracker in self._trackers:
-            tracker.samples(samples)
+        self._tell(lambda tracker: tracker.samples(samples))
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
         """Send the config or the receipt to all trackers. Other modules write config.json and receipt.json."""
+        self._tell(lambda tracker: tracker.note(name, facts))
+
+    def _tell(self, what: Callable[[Tracker], None]) -> None:
+        """Call a function with each tracker. A tracker whose files cannot be written is left out from then on."""
         for tracker in self._trackers:
-            tracker.note(name, facts)
+            try:
+                what(tracker)
+            except OSError as error:
+                self._trackers = tuple(each for each in self._trackers if each is not tracker)
+                LOGGER.warning("%s", f"{type(tracker).__name__} gets nothing more of this attempt ({error})")
 
     def set_aside(self) -> list[Path]:
         """Rename the files of an attempt that saved no checkpoint, and return their new paths.
@@ -296,8 +338,7 @@ class Writers:
         still = [sample for sample in samples if sample.step <= step]
         if still != samples:
             write_atomic(self.samples_path, written(still))
-        for tracker in self._trackers:
-            tracker.rewind(step, read(self.path) if kept else (), still, dropped)
+        self._tell(lambda tracker: tracker.rewind(step, read(self.path) if kept else (), still, dropped))
         return Rewound(kept, dropped, cut)
 
     def evaluated(self) -> set[int]:
@@ -306,12 +347,11 @@ class Writers:
 
     def close(self, exit_code: int | None = None) -> None:
         """Flush and close metrics.jsonl and the trackers. A later write reopens both if exit_code is None."""
+        self._tell(lambda tracker: tracker.close(exit_code))
         if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
-        for tracker in self._trackers:
-            tracker.close(exit_code)
+            file, self._file = self._file, None
+            with naming(self.path), file:
+                os.fsync(file.fileno())
 
     def __enter__(self) -> "Writers":
         return self
@@ -320,10 +360,10 @@ class Writers:
         self.close()
 
 
-def _open_after_whole_lines(path: Path) -> BinaryIO:
+def _open_after_whole_lines(path: Path) -> FileIO:
     """Open a file to append, after removing a last line that a kill cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and any(line is None for _, line in _lines(path)):
         with replacing(path) as out:
             out.writelines(raw for raw, line in _lines(path) if line is not None)
-    return open(path, "ab")
+    return open(path, "ab", buffering=0)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from jaxtrain.metrics import naming
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -51,12 +53,14 @@ class Console:
         self._numbers = ""
         self._lines: collections.deque[tuple[int, float]] = collections.deque(maxlen=1000)  # step and time of each line
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+        self._lost_log = False
 
     def __enter__(self) -> "Console":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(self.path, mode="a", encoding="utf-8")
+        with naming(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            to_file = _LogFile(self)
         to_file.setFormatter(_FileFormat("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S%z"))
-        others = logging.FileHandler(self.path, mode="a", encoding="utf-8")
+        others = _LogFile(self)
         others.setFormatter(to_file.formatter)
         others.setLevel(logging.WARNING)
         to_terminal = _TerminalHandler(self)
@@ -117,6 +121,13 @@ class Console:
         if count == 1:
             return None if step_time_s is None else (self._total - done) * step_time_s
         return (self._total - done) * (now - then) / (done - before)
+
+    def lost_log(self, error: BaseException | None) -> None:
+        """Report on the terminal, once, that the log cannot be written."""
+        if not self._lost_log:
+            self._lost_log = True
+            text = f"{self.path}: cannot be written ({error}); messages are only on the terminal"
+            self._to_terminal(lambda: self._print(text, True))
 
     def end_live(self) -> None:
         """End the live line and continue below it."""
@@ -180,6 +191,23 @@ class _FileFormat(logging.Formatter):
         if record.levelno >= logging.WARNING:
             record.message = f"{record.levelname} {record.message}"
         return super().formatMessage(record)
+
+
+class _LogFile(logging.FileHandler):
+    """The file of a console. If it cannot be written, the terminal says so once, and has all further messages."""
+
+    def __init__(self, console: Console):
+        super().__init__(console.path, mode="a", encoding="utf-8")
+        self._console = console
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._console.lost_log(sys.exception())
+
+    def close(self) -> None:
+        try:
+            super().close()  # writes what is buffered
+        except OSError as error:
+            self._console.lost_log(error)
 
 
 class _TerminalHandler(logging.Handler):

@@ -349,10 +349,12 @@ class Checkpoints(Steps):
     def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
         """Move every step later than `step_after` to DIR/set_aside-TIME/. Return a line for the log; '' if no step is later.
 
+        Unfinished steps stay, and the next save removes them: every killed save would leave its files there otherwise.
+
         what: the beginning of the line. Raises CheckpointError, and moves nothing, if step `step_after` is not complete.
         """
         self.meta(step_after)
-        later = sorted(step for step in self.states() if step > step_after)
+        later = sorted(step for step, state in self.states().items() if state != "unfinished" and step > step_after)
         self._newest = min(self._newest, step_after)
         self._peers.gather("aside", "", PEERS_S)  # every process has listed the steps before one moves them
         if not later:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
+from rich.filesize import decimal
 
 from jaxtrain import stores
 
@@ -151,13 +152,17 @@ class Storage:
         if device is not None and nearest.stat().st_dev != device:
             raise OSError(f"{nearest} is on another file system than the earlier checkpoints: was it unmounted? Mount it again")
         self.sweep()
-        free = shutil.disk_usage(nearest).free
-        if free < size:
-            raise OSError(
-                f"{free / 2**30:.2f} GiB are free there, a checkpoint needs {size / 2**30:.2f} GiB, and checkpoint.keep is "
-                f"{keep}"
-            )
+        free = free_bytes(nearest)
+        if free is not None and free < size:
+            raise OSError(f"{decimal(free)} are free there, a checkpoint needs {decimal(size)}, and checkpoint.keep is {keep}")
         return None
+
+    def room(self) -> int | None:
+        """Return the free bytes for the next save, with those of unfinished steps, which it removes; None if not known."""
+        free = None if self.is_bucket else free_bytes(Path(self.path))
+        if free is None:
+            return None
+        return free + sum(sum(self.files(self.path / str(step)).values()) for step in self._remains())
 
     def make(self, step: int) -> epath.Path:
         """Return the folder of a step for a save. First remove its integrity.json and, in a bucket, its arrays."""
@@ -182,10 +187,13 @@ class Storage:
 
     def sweep(self) -> None:
         """Remove unfinished steps, which killed saves and deletions left. A step with any other file in its folder is kept."""
-        for step in [step for step, state in self.states().items() if state == "unfinished"]:
-            # The user put any other file into the folder.
-            if all(_is_of_a_save(name) for name in self.files(self.path / str(step))):
-                self._remove(step)
+        for step in self._remains():
+            self._remove(step)
+
+    def _remains(self) -> list[int]:
+        """Return the unfinished steps whose folders have only files of a save: the user put any other file there."""
+        unfinished = [step for step, state in self.states().items() if state == "unfinished"]
+        return [step for step in unfinished if all(_is_of_a_save(name) for name in self.files(self.path / str(step)))]
 
     def delete(self, step: int) -> None:
         """Delete a step.
@@ -297,6 +305,16 @@ def _is_of_a_save(name: str) -> bool:
     """Return whether a save writes this file into a step's folder. name: path within the folder."""
     first = name.partition("/")[0]
     return first.removesuffix(".partial") in (META, DIGESTS) or first.startswith(ARRAYS)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes that this user may write on the disk of a folder, or of its nearest parent that exists.
+
+    None: the file system does not tell, as some network file systems. A quota counts if the file system counts it itself.
+    """
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    found = shutil.disk_usage(there)
+    return found.free if found.total else None
 
 
 def _fsync(path: "str | os.PathLike[str]") -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import ml_collections
+from rich.filesize import decimal
 
 from jaxtrain import environment, goodput, hardware, installed, metrics, samples
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
 from jaxtrain.data import text_format
@@ -30,7 +33,7 @@ from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged
 from jaxtrain.launch import Launch, resolved_with_epochs
 from jaxtrain.ledger import Ledger
-from jaxtrain.metrics import MetricsError
+from jaxtrain.metrics import MetricsError, NotWritten
 from jaxtrain.monitor import Monitor
 from jaxtrain.plan.expect import Watch
 from jaxtrain.progress import Console
@@ -190,7 +193,10 @@ class Ending:
         if self.ledger is not None:
             self.ledger.end(code, reason)
         if self.receipt is not None:
-            self.receipt.finish(code, reason)
+            try:
+                self.receipt.finish(code, reason)
+            except NotWritten as error:  # the process ends with `code` in any case
+                os.write(2, f"error: {error}\n".encode())
 
 
 def train_attempt(
@@ -210,12 +216,17 @@ def train_attempt(
     with contextlib.ExitStack() as stack:
         try:
             setup = check_setup(run, workdir, launch, checkpoints, own_process)  # writes nothing
-            workdir.mkdir(parents=True, exist_ok=True)
+            refuse_together("room", peers, lambda: check_room(setup))
+            with metrics.naming(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock_workdir(setup, overlay, peers))
-            check_references(setup, peers)
+            refuse_together("references", peers, lambda: check_references(setup))
             services = stack.enter_context(open_services(setup, overlay, own_process, watchdog, ending))
         except ConfigError as error:
             return Result(REFUSED, str(error), 0, {}, checkpoints.directory, error)
+        except NotWritten as error:  # nothing has started
+            refused = ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")])
+            return Result(REFUSED, str(refused), 0, {}, checkpoints.directory, refused)
         ending.step = setup.start.step
         train(setup, services, start_times, ending, own_process)
     found = {} if ending.error else newest(workdir)
@@ -253,25 +264,64 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
             os.close(handle)
 
 
-def check_references(setup: Setup, peers: Peers) -> None:
-    """Check the files of reference log-probabilities of a DPO run whose reference no longer exists (references.check).
-
-    Process 0 reads the files. If a file is missing, damaged or incomplete, all processes raise SharedRefusal.
-    """
-    run, start = setup.run, setup.start
-    new_adapters = setup.program.adapters and not start.adapters
-    if new_adapters or not (run.loss.of_pairs and start.resumed):
-        return
-    problems: list[Problem] = []
-    if jax.process_index() == 0:
-        saved = setup.checkpoints.meta(start.step)
-        problems = references.check(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
-    found = json.loads(peers.gather("references", json.dumps([dataclasses.astuple(p) for p in problems]), AGREE_S)[0])
+def refuse_together(name: str, peers: Peers, check: Callable[[], list[Problem]]) -> None:
+    """Run a check on process 0. If it finds problems, raise SharedRefusal on all processes."""
+    problems = check() if jax.process_index() == 0 else []
+    found = json.loads(peers.gather(name, json.dumps([dataclasses.astuple(p) for p in problems]), AGREE_S)[0])
     if found:
         raise SharedRefusal([Problem(*each) for each in found])
 
 
+def check_references(setup: Setup) -> list[Problem]:
+    """Return the problems of the reference log-probabilities of a run whose reference no longer exists (references.check)."""
+    run, start = setup.run, setup.start
+    new_adapters = setup.program.adapters and not start.adapters
+    if new_adapters or not (run.loss.of_pairs and start.resumed):
+        return []
+    saved = setup.checkpoints.meta(start.step)
+    return references.check(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
+
+
+def check_room(setup: Setup) -> list[Problem]:
+    """Return a problem if a disk has no room for one more checkpoint, or for the run's own files. Writes nothing."""
+    run, storage = setup.run, setup.checkpoints.storage
+    problems = []
+    free, size = free_bytes(setup.workdir), setup.checkpoint_bytes
+    if free is not None and free < OWN_BYTES:
+        rule = f"{decimal(free)} are free there, and log, metrics and receipt need some {decimal(OWN_BYTES)}"
+        problems.append(Problem("--workdir", str(setup.workdir), rule, "Free some space, or name another folder."))
+    room = None if setup.start.step == run.train.steps else storage.room()
+    if room is not None and room < size:
+        rule = f"{decimal(room)} are free there, and a checkpoint has {decimal(size)}"
+        fix = f"Free {decimal(size - room)} more, or set checkpoint.dir to a folder on another disk."
+        problems.append(Problem("checkpoint.dir", str(storage.path), rule, fix))
+    return problems[:1] if not run.checkpoint.dir else problems  # it is one disk
+
+
+def room_note(setup: Setup) -> str:
+    """Return a warning if later saves will not fit, although the next one does; "" if all fit.
+
+    Old steps are deleted after a new one is complete, so checkpoint.keep + 1 of them are on the disk at a time.
+    """
+    c, steps, storage = setup.run.checkpoint, setup.run.train.steps, setup.checkpoints.storage
+    if jax.process_index() or (room := storage.room()) is None:
+        return ""
+    start, every = setup.start.step, c.every_steps
+    saves = steps // every - start // every + (steps % every > 0) if every else 1
+    more = (steps // c.keep_every - start // c.keep_every if c.keep_every else 0) + c.keep_best
+    there = [step for step in setup.checkpoints.steps() if not c.keep_every or step % c.keep_every]
+    need = min(saves, c.keep + 1 + more - len(there))
+    if room >= need * setup.checkpoint_bytes:
+        return ""
+    fits = room // setup.checkpoint_bytes
+    return (
+        f"{storage.path} has room for {fits} checkpoints of {decimal(setup.checkpoint_bytes)}, and this run keeps up to {need} "
+        "more: later saves will fail. Free some space, or lower checkpoint.keep"
+    )
+
+
 NO_LOCK = -1
+OWN_BYTES = 1 << 20  # of a run's files without its checkpoints; the receipt of a large change to the code has 0.2 MB
 
 
 def lock(folder: Path) -> int | None:
@@ -335,7 +385,7 @@ def open_services(
     writers = metrics.Writers(workdir, trackers.all, process_index=process)
     try:
         receipt.start(first_facts(setup, overlay) | trackers.facts, setup.launch.config_file)
-    except ReceiptError as error:  # of an earlier attempt, and not to be overwritten
+    except (ReceiptError, NotWritten) as error:  # of an earlier attempt, and not to be overwritten; or of a full disk
         writers.close(FAILED)
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     ending.receipt = receipt
@@ -358,7 +408,7 @@ def open_services(
             except BadInit as error:
                 ending.failed(REFUSED, error)
                 console.warn(str(error))
-            except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, Corrupted, TokenFileError) as error:
+            except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, NotWritten, Corrupted, TokenFileError) as error:
                 ending.failed(FAILED, error)
                 console.warn(str(error))
             if (spent := ledger.close(ending.code, ending.reason)) is not None:
@@ -369,9 +419,17 @@ def open_services(
     finally:
         spent = ledger.close(ending.code, ending.reason)
         facts = ({"goodput": spent.record()} if spent else {}) | (ending.watch.record() if ending.watch else {})
-        receipt.finish(ending.code, ending.reason, facts)
-        writers.note("receipt", receipt.fields)
-        writers.close(ending.code)
+        for last in (
+            lambda: receipt.finish(ending.code, ending.reason, facts),
+            lambda: writers.note("receipt", receipt.fields),
+            lambda: writers.close(ending.code),
+        ):
+            try:
+                last()
+            except NotWritten as error:
+                if ending.error is None:  # otherwise this is the same disk
+                    ending.failed(FAILED, error)
+                    print(f"error: {error}", file=sys.stderr)
 
 
 def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
@@ -416,6 +474,11 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
     with TimeLimit(seconds, lambda: saver.longest_s, ask_to_stop):
         try:
             ending.code, ending.reason = train_steps(setup, services, saver, start_times, ending)
+        except NotWritten:
+            with contextlib.suppress(NotWritten):  # the receipt is on the same disk
+                saver.finish()
+            services.console.say(saver.newest_in_words)
+            raise
         except BaseException:
             saver.finish()  # the save before a failed step may be running, and its end must be in the log
             raise
@@ -449,6 +512,8 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         # The last checkpoint was damaged, and the one before is not the last step.
     metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")
     start_times.end("open")
+    if note := room_note(setup):
+        console.warn(note)
     if run.checkpoint.every_steps or run.checkpoint.keep_best:
         saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
@@ -487,9 +552,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         if services.stop_requested and loop.done < steps:
             return stopped(loop.done, saver, services)
         if saver.failures:
-            raise CheckpointError(
-                "the last step could not be saved (see the log). The newest checkpoint is intact: start again."
-            )
+            raise CheckpointError(f"the last step could not be saved (see above). {saver.newest_in_words}")
         loop.samples.write(state.weights(loop.current), loop.done)
     return DONE, f"{loop.done} steps"
 
@@ -515,6 +578,8 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
         saved = f"state saved at step {done}"
     elif saver.newest >= 0:
         saved = f"the newest checkpoint is step {saver.newest}"
+    elif saver.failures:
+        saved = f"step {done} could not be saved, and there is no checkpoint"
     else:
         saved = "before the first step, nothing to save"
     name = "Ctrl-C" if why == "SIGINT" else why

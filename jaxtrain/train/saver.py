@@ -42,6 +42,13 @@ class Saver:
         self.blocked_s = 0.0  # seconds the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
 
+    @property
+    def newest_in_words(self) -> str:
+        """Return which checkpoint the same command goes on from."""
+        if self.newest < 0:
+            return f"There is no checkpoint in {self.checkpoints.directory}: the same command begins at step 0."
+        return f"The newest checkpoint, step {self.newest} in {self.checkpoints.directory}, is intact: start again."
+
     def remember(self, **facts: Any) -> None:
         """Add facts to meta.json of every later checkpoint."""
         self._meta |= facts
@@ -66,10 +73,8 @@ class Saver:
             self._report(self.checkpoints.wait())
             # All processes are here at the same step, so they all end here.
             if self.failures >= MOST_FAILURES:
-                newest = self.newest if self.newest >= 0 else "none"
                 raise CheckpointError(
-                    f"{self.failures} saves in a row have failed, and the run ends before it loses more. The newest checkpoint "
-                    f"is {newest}."
+                    f"{self.failures} saves in a row have failed, and the run ends before it loses more. {self.newest_in_words}"
                 )
             if self.newest == done:
                 return

@@ -24,7 +24,7 @@ from jaxtrain.launch import Launch
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.sharding import LayoutError, node_of
-from jaxtrain.train import compiler
+from jaxtrain.train import compiler, state
 from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
 from jaxtrain.train.memory import (
     OutOfMemory,
@@ -57,6 +57,12 @@ class Setup:
     tokenizer: Any  # for samples; None without
     text: TextFormat  # how texts of the model end, and its chat template
     positions: int  # longest sequence that the model, or one that it began from, was trained with
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the size of the tensors in a checkpoint of this run, over all processes."""
+        tensors = state.abstract_tensors(self.program.saved(self.program.state)).values()
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in tensors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +110,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
             generation.check_decodes(run, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
-    except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError) as error:
+    except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError, OSError) as error:
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 

@@ -1,4 +1,4 @@
-"""A disk that fills up during a save, or stays full (a small file system in memory)."""
+"""A disk that fills up during a run, or is full at its start (a small file system in memory)."""
 
 import contextlib
 import os
@@ -74,3 +74,88 @@ def test_a_disk_that_stays_full_ends_the_run(disk: Path, tmp_path: Path) -> None
     assert code == 1, said
     assert f'File "{runs.REPO / "jaxtrain"}' not in said, "no traceback of ours"
     assert command(["verify", str(disk / "checkpoints")]) == 0
+
+
+def fill(place: Path, left: int) -> Path:
+    """Write a file that leaves so many bytes of the disk free, and return it."""
+    with open(place / "ballast", "wb") as ballast:
+        ballast.write(bytes(free(place) - left))
+    return place / "ballast"
+
+
+OURS = f'File "{runs.REPO / "jaxtrain"}'  # in a traceback
+
+
+def test_a_full_disk_is_refused_before_the_run(disk: Path, tmp_path: Path) -> None:
+    """A disk without room for the run's own files, or for one checkpoint, is named, and nothing is written there."""
+    faults = Faults(tmp_path, train__steps=10)
+    assert faults.start(tmp_path / "first", checkpoint__keep=1).end()[0] == 0
+    size = runs.Checkpoints(tmp_path / "first" / "checkpoints").meta(10)["bytes"]
+    ballast = fill(disk, 16 << 10)
+    code, said = faults.start(disk / "run").end()
+    assert code == 2 and str(disk / "run") in said and OURS not in said, said
+    ballast.unlink()
+    ballast = fill(disk, size - 8192)
+    elsewhere = {"checkpoint__dir": disk / "checkpoints"}
+    code, said = faults.start(tmp_path / "run", **elsewhere).end()
+    assert code == 2 and str(disk / "checkpoints") in said and OURS not in said, said
+    assert [p.name for p in disk.iterdir()] == [ballast.name] and not (tmp_path / "run").exists()
+    ballast.unlink()
+    assert faults.start(tmp_path / "run", **elsewhere).end()[0] == 0
+    assert same(runs.tensors_in(disk / "checkpoints", 10), runs.tensors(tmp_path / "first", 10))
+
+
+def test_a_resume_needs_room_for_one_more_checkpoint(disk: Path, tmp_path: Path) -> None:
+    """The old checkpoint is deleted after the next save. The remains of a killed save are deleted before it, and so count."""
+    faults = Faults(tmp_path, checkpoint__keep=1, checkpoint__dir=disk / "checkpoints", checkpoint__every_steps=0)
+    workdir = tmp_path / "run"
+    assert faults.start(workdir, train__steps=5).end()[0] == 0
+    size = runs.Checkpoints(disk / "checkpoints").meta(5)["bytes"]
+    before = runs.tree(workdir)
+    ballast = fill(disk, size // 2)
+    assert faults.start(workdir, train__steps=10).end()[0] == 2
+    assert runs.tree(workdir) == before
+    assert faults.start(workdir, train__steps=5).end()[0] == 0, "no step is left, so nothing is saved"
+    ballast.unlink()
+    remains = disk / "checkpoints" / "7" / "arrays.orbax-checkpoint-tmp"
+    remains.mkdir(parents=True)
+    (remains / "data").write_bytes(bytes(size))
+    fill(disk, size - 8192)
+    code, said = faults.start(workdir, train__steps=10).end()
+    assert code == 0, said
+    assert runs.Checkpoints(disk / "checkpoints").steps() == [10]
+
+
+def test_the_disk_of_metrics_fills_up(disk: Path, tmp_path: Path) -> None:
+    """The run ends with the file's name, and goes on from its newest checkpoint when there is room again."""
+    faults = Faults(tmp_path, train__steps=4000, checkpoint__dir=tmp_path / "checkpoints", checkpoint__keep=2)
+    child = faults.start(disk / "run")
+    child.until(lambda: "checkpoint 5:" in child.said)
+    ballast = fill(disk, 4096)
+    code, said = child.end()
+    assert code == 1 and str(disk / "run") in said and OURS not in said and "Traceback" not in said, said
+    ballast.unlink()
+    newest = max(runs.Checkpoints(tmp_path / "checkpoints").steps())
+    assert newest >= 5
+    last = newest + 5
+    assert faults.start(disk / "run", train__steps=last).end()[0] == 0
+    assert faults.start(tmp_path / "whole", train__steps=last, checkpoint__dir="", checkpoint__every_steps=0).end()[0] == 0
+    assert runs.losses(disk / "run") == runs.losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_there_is_no_checkpoint_to_go_on_from(disk: Path, tmp_path: Path, stopped: bool) -> None:
+    """The tensors fit, and their files do not. Nobody is told that a checkpoint is left."""
+    faults = Faults(tmp_path, train__steps=10, checkpoint__every_steps=0)
+    assert faults.start(tmp_path / "first").end()[0] == 0
+    size = runs.Checkpoints(tmp_path / "first" / "checkpoints").meta(10)["bytes"]
+    fill(disk, size + 8192)
+    steps = 100_000 if stopped else 10
+    child = faults.start(tmp_path / "run", checkpoint__dir=disk / "checkpoints", train__steps=steps)
+    if stopped:
+        child.until(lambda: steps_written(tmp_path / "run") > 3)
+        child.process.terminate()
+    code, said = child.end()
+    assert code == (75 if stopped else 1) and OURS not in said, said
+    assert "intact" not in said and "nothing to save" not in said and "no checkpoint" in said
+    assert not runs.Checkpoints(disk / "checkpoints").steps()

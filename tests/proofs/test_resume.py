@@ -12,7 +12,7 @@ import runs
 import sources
 
 from jaxtrain import main
-from jaxtrain.checkpoint import Checkpoints, files
+from jaxtrain.checkpoint import Checkpoints, files, storage
 from jaxtrain.config import RunConfig
 from jaxtrain.train.initial_state import choose_start, initial_state
 from jaxtrain.train.state import to_tensors
@@ -104,6 +104,28 @@ def test_a_finished_run_has_nothing_to_do(base: Path, copy: Path) -> None:
     before, after = runs.receipt(base), runs.receipt(copy)
     assert after["attempts"].pop()["attempt"] == before["attempt"] + 1
     assert after == before
+
+
+def test_a_checkpoint_must_fit_before_the_first_step(base, copy, tmp_path, monkeypatch):
+    """Room is asked for once, for the size that the next save writes, and only if steps are left."""
+    size, before = Checkpoints(copy / "checkpoints").meta(8)["bytes"], runs.tree(copy)
+    for workdir, free, steps, code in ((copy, size - 1, 9, 2), (tmp_path / "new", size - 1, 9, 2), (copy, size, 9, 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "free_bytes", lambda path, free=free: free)
+            assert train(workdir, train__steps=steps) == code
+        assert code == 0 or runs.tree(copy) == before
+    assert not (tmp_path / "new").exists() and runs.steps(copy)[-1] == 9
+    monkeypatch.setattr(storage, "free_bytes", lambda path: 0)
+    assert train(copy, train__steps=9) == 0, "no step is left"
+
+
+def test_a_killed_saves_remains_stay_where_the_next_save_removes_them(copy):
+    """Each restart would keep one more of them otherwise."""
+    remains = copy / "checkpoints" / "9" / "arrays.orbax-checkpoint-tmp"
+    remains.mkdir(parents=True)
+    (remains / "data").write_bytes(bytes(100))
+    assert train(copy, train__steps=10) == 0
+    assert {p.name for p in (copy / "checkpoints").iterdir()} == {"4", "8", "10"}
 
 
 # ---- Allowed and refused changes

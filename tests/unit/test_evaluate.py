@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -133,6 +134,18 @@ def test_an_own_loss_is_evaluated_beside_the_plain_cross_entropy():
     want, found = (evaluate.evaluate(p.eval_step, params, batches, p.eval_batch, p.context, 5) for p in (plain, own))
     assert want and found and want.keys() == {"loss"}
     assert found == {"loss": want["loss"] / 2, "cross_entropy": pytest.approx(want["loss"], rel=1e-6)}
+
+
+def test_a_held_out_set_is_the_same_in_another_place(tmp_path):
+    """The identity of the sets decides which held-out losses are compared for the best checkpoint."""
+    places = [(tmp_path / "a" / "x.tok", 5), (tmp_path / "b" / "y.tok", 5), (tmp_path / "b" / "z.tok", 6)]
+    found = []
+    for path, first in places:
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, [[first] * 200])
+        run = helpers.tiny({"data.source": "synthetic", "data.eval_source": str(path), "data.seq_len": 16})
+        found.append(evaluate.HeldOut(run, helpers.program(run), open_data(run)[1], SimpleNamespace()).sets)
+    assert found[0] == found[1] != found[2]
 
 
 def test_units():

@@ -1,10 +1,13 @@
 """The output of a run: metrics, TensorBoard events, samples, rates, messages; also signals, and which steps are traced."""
 
+import contextlib
 import io
 import json
 import logging
 import math
 import re
+import resource
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +52,65 @@ def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):
     assert line["nonfinite"] == {"loss": "nan", "grad_norm": "-inf"} and line["loss"] is line["grad_norm"] is None
     (back,) = metrics.read(tmp_path / "metrics.jsonl")
     assert math.isnan(back["loss"]) and back["grad_norm"] == -math.inf and "nonfinite" not in back
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """Limit the size of files, as if the disk was full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    """No line is lost or written twice: a line that a full disk cut is removed before the next one."""
+    path = tmp_path / "metrics.jsonl"
+    with metrics.Writers(tmp_path) as writers:
+        writers.train(**train_line(1))
+        with files_up_to(path.stat().st_size + 10), pytest.raises(metrics.NotWritten) as cut:
+            writers.train(**train_line(2))
+        assert cut.value.filename == str(path) and str(path) in str(cut.value)
+        with files_up_to(10), pytest.raises(metrics.NotWritten) as text:
+            writers.samples([Sample(1, 0, "a text of more than ten bytes")])
+        assert text.value.filename == str(tmp_path / "samples.txt")
+    with metrics.Writers(tmp_path) as writers:
+        writers.train(**train_line(2))
+    assert [line["step"] for line in metrics.read(path)] == [1, 2]
+    (tmp_path / "file").write_text("old")
+    for place in ("file", "file/below"):
+        with files_up_to(2), pytest.raises(metrics.NotWritten) as found:
+            metrics.write_atomic(tmp_path / place, "a long text")
+        assert found.value.filename == str(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "old" and not list(tmp_path.glob("*.tmp"))
+    with pytest.raises(FileNotFoundError), metrics.replacing(tmp_path / "file"):
+        (tmp_path / "another").read_text()  # the error of another file keeps its name
+
+
+def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
+    """metrics.jsonl has all lines. The next attempt writes the tracker's files again from it."""
+
+    class Broken(TensorBoard):
+        def line(self, line, wall_time):
+            raise OSError(28, "No space left on device")
+
+    with metrics.Writers(tmp_path, [Broken(tmp_path), TensorBoard(tmp_path / "other")]) as writers:
+        for step in (1, 2):
+            writers.train(**train_line(step))
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [step for step, *_ in events(tmp_path / "other" / "tb")[0]] == [1, 2]
+
+
+def test_a_log_that_cannot_be_written_moves_to_the_terminal(tmp_path, capsys):
+    out = io.StringIO()
+    with files_up_to(200), progress.Console(tmp_path, 0, 10, stream=out) as console:
+        for i in range(9):
+            console.say(f"message {i} " + "x" * 40)
+    said = out.getvalue()
+    assert said.count("xxx\n") == 9 and said.count(str(tmp_path / "log.txt")) == 1
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_rewind_forgets_later_steps_in_both_places(tmp_path):
