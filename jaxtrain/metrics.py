@@ -90,6 +90,13 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def write_output(file: str | Path, data: str | bytes) -> None:
+    """Write the file that an option of a command names, which may be a device such as /dev/stdout. Raises NotWritten."""
+    path = Path(file).expanduser()
+    with naming(path):
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file to write, which becomes `path` when the block ends, and is removed if the block raises.

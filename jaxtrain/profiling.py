@@ -1,5 +1,6 @@
 """Traces of a few steps, and the compiled program's text, in WORKDIR/profile."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ class Tracer:
     is no trace. `asked` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
     steps. All requests during a trace start one further trace after it. Python's own calls are left out of the trace, because
     recording them slows the measured loop. The text of `program` is written next to a trace, because a trace does not record a
-    program from the compile cache. graphs: whether kernels are launched in CUDA graphs, so that operations may lack names.
+    program from the compile cache. A trace that cannot be written is removed, and does not end the run. graphs: whether kernels
+    are launched in CUDA graphs, so that operations may lack names.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Tracer:
         self._waiting = profile.start > 0 and self._here
         self._asked, self._answered = asked, 0
         self._say, self._program, self._graphs = say, program, graphs
-        self._tracing = False
+        self._tracing = self._failed = False
         self._annotation: Any = None
+        self._session = ""
 
     @property
     def tracing(self) -> bool:
@@ -76,10 +79,13 @@ class Tracer:
     def _start(self, step: int) -> None:
         import jax
 
+        if self._failed:
+            self._say("No trace: JAX starts none in this process after one that could not be written.")
+            return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         # By default a trace's name is the second in which it began, which two traces of short steps would share.
-        options.session_id = f"{time.strftime('%Y_%m_%d_%H_%M_%S')}_step_{step}"
+        self._session = options.session_id = f"{time.strftime('%Y_%m_%d_%H_%M_%S')}_step_{step}"
         self.folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(self.folder, profiler_options=options)
         self._tracing = True
@@ -111,15 +117,31 @@ class Tracer:
         try:
             jax.block_until_ready(result)  # the device runs behind the loop: without this the last steps are cut off
         finally:
-            jax.profiler.stop_trace()
-        written = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        if written and self._program is not None and (text := self._program.as_text()) is not None:
-            write_atomic(written[-1].with_name(HLO_TEXT), text)
+            written = self._write()
+        if self._failed:
+            return
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
             f"  time of a step: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
             "(or open the .trace.json.gz in its folder at https://ui.perfetto.dev)"
         )
+
+    def _write(self) -> list[Path]:
+        """Write the trace, and the program's text beside it. Return all traces of the run, the newest last."""
+        import jax
+
+        try:
+            jax.profiler.stop_trace()
+            written = sorted(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+            if written and self._program is not None and (text := self._program.as_text()) is not None:
+                write_atomic(written[-1].with_name(HLO_TEXT), text)
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            self._failed = True  # JAX starts no trace after this
+            for cut in self.folder.glob(f"plugins/profile/{self._session}"):
+                shutil.rmtree(cut, ignore_errors=True)
+            self._say(f"No trace: it cannot be written to {self.folder} ({error}). Free some space there.")
+            return []
+        return written
 
 
 class HasText(Protocol):

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import rich.console
@@ -16,6 +15,7 @@ from jaxtrain import environment, hardware
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.distributed.words import first_line
+from jaxtrain.metrics import write_output
 from jaxtrain.parity import layouts as named
 from jaxtrain.parity.layouts import Layout
 from jaxtrain.startup import set_environment, start_jax
@@ -274,7 +274,7 @@ def devices_text(runs: Runs) -> str:
 def write_json(parsed: Parsed, tree: dict[str, Any]) -> None:
     """Write the results `tree` to the file of --json, if that is given."""
     if parsed.options["json"]:
-        Path(parsed.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+        write_output(parsed.options["json"], json.dumps(tree, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from jaxtrain import hardware
 from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
+from jaxtrain.metrics import write_output
 from jaxtrain.plan import cudnn_library
 from jaxtrain.plan.search import FOLDER, MOST
 from jaxtrain.startup import start_jax
@@ -204,7 +205,7 @@ class Job:
     def write_json(self, tree: dict[str, Any]) -> None:
         """Write `tree` to the file of --json, if one is given."""
         if self.options["json"]:
-            Path(self.options["json"]).expanduser().write_text(json.dumps(tree, indent=1) + "\n")
+            write_output(self.options["json"], json.dumps(tree, indent=1) + "\n")
 
 
 def _act(parsed: Parsed) -> int:
@@ -324,7 +325,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
         if (load := float(options["experts-load"])) > 1:  # the searches below assume an even load
             plan = read_plan(compiled, run, topology, **how, experts_load=load)
     if options["hlo"]:
-        Path(options["hlo"]).expanduser().write_text(compiled.text)
+        write_output(options["hlo"], compiled.text)
     moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
     passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer, per step
     lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
@@ -362,7 +363,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
         console.print("\n--why needs a plan that fits. This one does not.")
     job.write_json(to_json(plan))
     if options["html"]:
-        Path(options["html"]).expanduser().write_text(page.html(plan, **length, lanes=lanes))
+        write_output(options["html"], page.html(plan, **length, lanes=lanes))
     if written := [options[name] for name in ("json", "html", "hlo") if options[name]]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if interrupted else 0

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtrain import hardware
 from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
+from jaxtrain.metrics import write_atomic
 from jaxtrain.plan import result
 
 FOLDER = Path("~/.cache/jaxtrain/rates")
@@ -219,10 +219,8 @@ def path(gpu_name: str, folder: Path | str = FOLDER) -> Path:
 def save(rates: result.Rates, gpu_name: str, folder: Path | str = FOLDER) -> Path:
     """Write a calibration and return its file. An interrupted write leaves the older file intact."""
     file = path(gpu_name, folder)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    whole = file.with_suffix(f".{os.getpid()}.tmp")
-    whole.write_text(json.dumps({"format": FORMAT, "gpu": gpu_name, "rates": dataclasses.asdict(rates)}, indent=1) + "\n")
-    whole.replace(file)
+    text = json.dumps({"format": FORMAT, "gpu": gpu_name, "rates": dataclasses.asdict(rates)}, indent=1)
+    write_atomic(file, text + "\n")
     return file
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.metrics import write_output
 from jaxtrain.startup import quiet
 
 WIDTH = 128
@@ -79,7 +80,7 @@ def act(parsed: Parsed) -> int:
 
 def _write(file: str, text: str) -> None:
     if file:
-        Path(file).expanduser().write_text(text, encoding="utf-8")
+        write_output(file, text)
 
 
 def open_xprof(path: Path) -> int:

@@ -442,7 +442,7 @@ def write_perfetto(trace: Trace, run: Run, path: Path) -> None:
             origin = {"part": o.part, "pass": o.phase, "source": o.source, "instruction": e.op, "kernel": e.kernel}
             written.append(shown | {"args": origin})
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    metrics.write_output(path, gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 # ---- Two traces

@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -96,7 +97,7 @@ def test_a_full_disk_is_refused_before_the_run(disk: Path, tmp_path: Path) -> No
     assert code == 2 and str(disk / "run") in said and OURS not in said, said
     ballast.unlink()
     ballast = fill(disk, size - 8192)
-    elsewhere = {"checkpoint__dir": disk / "checkpoints"}
+    elsewhere: dict[str, Any] = {"checkpoint__dir": disk / "checkpoints"}
     code, said = faults.start(tmp_path / "run", **elsewhere).end()
     assert code == 2 and str(disk / "checkpoints") in said and OURS not in said, said
     assert [p.name for p in disk.iterdir()] == [ballast.name] and not (tmp_path / "run").exists()

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from types import SimpleNamespace
+from typing import Any, cast
 
 import helpers
 import numpy as np
@@ -139,12 +139,12 @@ def test_an_own_loss_is_evaluated_beside_the_plain_cross_entropy():
 def test_a_held_out_set_is_the_same_in_another_place(tmp_path):
     """The identity of the sets decides which held-out losses are compared for the best checkpoint."""
     places = [(tmp_path / "a" / "x.tok", 5), (tmp_path / "b" / "y.tok", 5), (tmp_path / "b" / "z.tok", 6)]
-    found = []
+    found, services = [], cast(Any, None)
     for path, first in places:
         path.parent.mkdir(exist_ok=True)
         write_file(path, [[first] * 200])
         run = helpers.tiny({"data.source": "synthetic", "data.eval_source": str(path), "data.seq_len": 16})
-        found.append(evaluate.HeldOut(run, helpers.program(run), open_data(run)[1], SimpleNamespace()).sets)
+        found.append(evaluate.HeldOut(run, helpers.program(run), open_data(run)[1], services).sets)
     assert found[0] == found[1] != found[2]
 
 

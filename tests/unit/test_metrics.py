@@ -356,3 +356,23 @@ def test_the_steps_asked_for_are_traced(profile, steps, asked, options, windows,
     assert found == windows and not tracer.tracing
     assert [path.read_text() for path in tmp_path.rglob(profiling.HLO_TEXT)] == ["ENTRY"] * len(windows)
     assert len([text for text in said if text.startswith("No trace")]) == refused
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+    """The part of the trace that was written is removed, so that the other files of the run have room."""
+    said: list[str] = []
+
+    def cut() -> None:
+        (tmp_path / "profile" / "plugins" / "profile" / options[0].session_id).mkdir(parents=True)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: No space left on device")
+
+    options: list[Any] = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: options.append(profiler_options))
+    monkeypatch.setattr(jax.profiler, "stop_trace", cut)
+    tracer = profiling.Tracer(Profile(start=1, steps=2), tmp_path, said.append, asked=lambda: 1)
+    for step in range(6):  # a trace is asked for at step 0, and profile.start is reached in it
+        tracer.before_step(step)
+        tracer.after_step(step, None)
+    assert len(options) == 1 and not tracer.tracing
+    assert not list((tmp_path / "profile" / "plugins" / "profile").iterdir())
+    assert len([text for text in said if text.startswith("No trace")]) == 2
