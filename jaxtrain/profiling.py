@@ -55,7 +55,7 @@ class Tracer:
 
     def before_step(self, step: int) -> None:
         """Start the trace if it is due, and mark the start of the step."""
-        if self._waiting and step >= self._first:
+        if self._waiting and step >= self._first and not self._tracing:
             self._waiting = False
             if step >= self._end:
                 self._say(f"No trace: this run starts at step {step}, behind profile.start={self._first}.")

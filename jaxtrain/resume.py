@@ -288,6 +288,17 @@ def compare(
     return notes, problems
 
 
+def check_trained(meta: Mapping[str, Any], folder: str) -> list[Problem]:
+    """Return a problem if a checkpoint is an imported model, or imported adapters: it has no optimizer state.
+
+    meta: meta.json of the checkpoint. folder: the folder of the run or of its checkpoints.
+    """
+    if not {"hugging_face", "peft"} & meta.keys():
+        return []
+    rule = "holds an imported model, which is no run to resume"
+    return [Problem("--workdir", folder, rule, f"Name another folder, with --config.init.from={folder}")]
+
+
 def _width_of_heads(values: Mapping[str, Any]) -> float:
     return values["model.d_model"] / values["model.num_heads"]
 

@@ -122,7 +122,9 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     if found.get("init_lora_weights", True) not in INITIAL:
         unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
     if unknown:
-        raise HuggingFaceError(f"{folder / CONFIG}: {'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind.")
+        rule = f"{'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind"
+        fix = "Merge the adapter into its base with PEFT (merge_and_unload, save_pretrained), and train adapters of that model."
+        raise HuggingFaceError(f"{folder / CONFIG}: {rule}. {fix}")
     try:
         rank, alpha, notes = int(found["r"]), float(found["lora_alpha"]), []
     except (KeyError, TypeError, ValueError) as error:

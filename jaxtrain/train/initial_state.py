@@ -122,6 +122,8 @@ def choose_start(
             raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
+    if imported := resume.check_trained(meta, str(checkpoints.directory)):
+        raise ConfigError(imported)
     same = tokenizer.contents(meta, run.data.tokenizer)
     notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
     if at > run.train.steps:

@@ -80,6 +80,8 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
         return []
     if not isinstance(stored, dict) or (run.model.num_experts and run.moe.capacity_factor):
         return []
+    if imported := resume.check_trained(meta, str(workdir)):
+        return imported
     from jaxtrain.data import tokenizer
 
     return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]

@@ -154,6 +154,8 @@ def test_what_cannot_be_trained_further(adapter, tmp_path, capsys):
     fix = {"lora__rank": 4, "lora__alpha": 12, "lora__targets": "wq,wv,down"}
     assert train(tmp_path / "fixed", adapter / "base", init__from=ours, train__steps=1, **fix) == 0
     assert train(workdir, f"{ours},lora=8") == 2
+    before = runs.tree(ours)
+    assert train(ours, ours) == 2 and runs.tree(ours) == before, "an import is no run to resume"
     other = hugging_face.write(tmp_path / "other", "llama", scale=0.31, vocab=264)
     for base, code in ((ours, 2), (tmp_path / "none", 2)):
         assert train(workdir, ours, init__base=base) == code
