@@ -267,11 +267,24 @@ def find_kinds(patterns: list[str], format: str) -> list[tuple[Path, str]]:
         rows = {ending(path): path for path, kind in found.items() if kind != "text"}
         others = [path for path, kind in found.items() if kind == "text" and not ending(path).startswith(".txt")]
         if rows and others:
-            fix = " ".join(f"--input='{Path(pattern).with_name('*' + suffix)}'" for suffix in rows)
+            wanted = [path for path, kind in found.items() if kind != "text"]
+            fix = " ".join(f"--input='{name}'" for name in narrower(pattern, wanted))
             rule = f"{others[0].name} would be a document beside the rows of {next(iter(rows.values())).name}"
             raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
         out |= found
     return list(out.items())
+
+
+def narrower(pattern: str, wanted: list[Path]) -> list[str]:
+    """Return globs for some of the files that `pattern` matches: it with their suffixes, or the names of the files."""
+    if not pattern.endswith(("/*", "/**")) and pattern not in ("*", "**"):
+        return [str(path) for path in wanted]
+    folders = "/*" * pattern.endswith("**")
+    globs = [f"{pattern}{folders}{suffix}" for suffix in dict.fromkeys(ending(path) for path in wanted)]
+    try:
+        return globs if {*find_inputs(globs)} == {*wanted} else [str(path) for path in wanted]
+    except PrepareError:  # such as a suffix in other letters
+        return [str(path) for path in wanted]
 
 
 def ending(path: Path) -> str:
@@ -572,10 +585,11 @@ def described_notes(notes: collections.Counter[str]) -> list[str]:
         how, _, what = note.partition(": ")
         lines.setdefault((count, how), []).append(what)
     more = [f"... and {len(notes) - SHOWN} more notes on rows"] if len(notes) > SHOWN else []
-    rows = [
-        f"{n:,} row{'' if n == 1 else 's'}: {': '.join(filter(None, (how, ', '.join(x))))}" for (n, how), x in lines.items()
-    ]
-    return rows + more
+    out = []
+    for (count, how), what in lines.items():
+        rows = f"{count:,} row{'' if count == 1 else 's'}{' each' if len(what) > 1 else ''}"
+        out.append(": ".join(filter(None, (rows, how, ", ".join(what)))))
+    return out + more
 
 
 def count_lines(bad: int) -> str:

@@ -21,6 +21,7 @@ from jaxtrain.data.template import Conversation, RowError
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 PIECE_BYTES = 4 << 20  # longer text files are encoded in pieces, cut after a line
+MOST_NOTES = 100  # different notes on the rows of a part; rows may have keys that no other row has
 BATCH_ROWS = 1024  # Parquet rows decoded at once
 DATASET = "hf:"  # begins the name of a data set
 DATASET_FORM = "hf:DATASET[:CONFIG][:SPLIT]; the split is train where none is given, hf:DATASET::SPLIT leaves the config open"
@@ -65,6 +66,7 @@ class Input:
     done: int = 0  # bytes of the part that were read
     bad: int = 0  # number of bad lines
     others: tuple[str, ...] = ()  # notes on columns of a table that are not read
+    changed: tuple[str, ...] = ()  # notes on the values of the present row
     first: int = 0  # the byte of a file of JSON lines at which the part begins
     notes: collections.Counter[str] = field(default_factory=collections.Counter)  # what is not used -> number of rows
 
@@ -87,6 +89,12 @@ class Input:
         found = self.rows.columns(names)
         self.others = unread(name for name in names if name not in found)
         return found
+
+    def note(self, *notes: str) -> None:
+        """Count what is not used of a row."""
+        for note in notes:
+            known = note in self.notes or len(self.notes) < MOST_NOTES
+            self.notes[note if known else "further keys that are not read"] += 1
 
     def reject(self, line: int, reason: str) -> None:
         self.bad += 1
@@ -112,11 +120,11 @@ def read(source: Input) -> Iterator[Piece]:
             except Exception as e:  # of any library that reads or writes a row: the other rows are read all the same
                 source.reject(number, unreadable(e))
             else:
-                source.notes.update(source.others)
+                source.note(*source.others)
                 if piece is None:
-                    source.notes["left out, since there is no text"] += 1
+                    source.note("left out, since there is no text")
                 else:
-                    source.notes.update(piece.notes)
+                    source.note(*source.changed, *piece.notes)
                     yield piece
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
         raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
@@ -251,16 +259,19 @@ def _row(line: bytes) -> Row:
 
 def plain_row(cells: dict[str, Any], source: Input) -> dict[str, Any]:
     """Return a row of a table without the nulls in its structs: Arrow adds them, so that all rows have the same fields."""
+    dropped: set[str] = set()
 
-    def without(value: Any, arguments: bool = False) -> Any:
+    def without(value: Any, within: str) -> Any:
         if isinstance(value, dict):
-            kept = {key: without(x, key == "arguments") for key, x in value.items() if x is not None}
-            if arguments and len(kept) < len(value):
-                source.notes["null arguments of tool calls, which tables add, read as absent"] += 1
+            kept = {key: without(x, key if key == "arguments" else within) for key, x in value.items() if x is not None}
+            if within in ("arguments", "tools") and len(kept) < len(value):
+                dropped.add(within)
             return kept
-        return [without(x) for x in value] if isinstance(value, list) else value
+        return [without(x, within) for x in value] if isinstance(value, list) else value
 
-    return {name: without(cell) for name, cell in cells.items()}
+    row = {name: without(cell, name) for name, cell in cells.items()}
+    source.changed = tuple(f"nulls of {name}, which tables add to rows, read as absent" for name in sorted(dropped))
+    return row
 
 
 def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:

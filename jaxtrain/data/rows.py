@@ -47,12 +47,13 @@ NOT_READ = {
 }
 # Keys of a message that say whether it counts in the loss -> the value of those that count, 1 or 0.
 COUNTS = {
-    **dict.fromkeys(("train", "training", "trainable", "loss", "loss_mask", "loss_weight", "weight"), 1),
+    **dict.fromkeys(("train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale", "weight"), 1),
     **dict.fromkeys(("mask", "masked"), 0),
 }
 # Keys of a row for the loss of all its messages, of which none are read.
-ROW_COUNTS = COUNTS | dict.fromkeys(("weights", "masks"), 1)
-KNOWN_COLUMNS = (*NOT_READ, *ROW_COUNTS, "label")
+ROW_COUNTS = COUNTS | {"weights": 1, "masks": 0}
+LABELS = ("label", "kto_tag")  # whether the answer is a good one
+KNOWN_COLUMNS = (*NOT_READ, *ROW_COUNTS, *LABELS, "query", "question", "context")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class TextRows:
                 raise RowError(f"no key {key!r} (has: {', '.join(map(repr, list(row)[:8]))}){hint}")
             texts.append(_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
-        notes = unread(key for key, value in row.items() if key not in self.keys and value not in (None, [], {}, ""))
+        notes = unread(key for key, value in row.items() if key not in self.keys and not is_empty(value))
         return Piece(text, len(text.encode()), notes=notes) if text else None
 
 
@@ -145,7 +146,7 @@ class PairRows:
         names = list(names)
         if not {"chosen", "rejected"} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
-        return [name for name in names if name in (*PAIR_COLUMNS, *QUESTIONS, *KNOWN_COLUMNS)]
+        return [name for name in names if name in (*PAIR_COLUMNS, *KNOWN_COLUMNS)]
 
     def piece(self, row: dict[str, Any]) -> Piece | None:
         left = Fields(row)
@@ -167,15 +168,17 @@ class PairRows:
         lists = [name for name in ("prompt", "chosen", "rejected") if isinstance(left.get(name), list | dict)]
         if found := [name for name in (*lists, *written) if left.get(name)]:
             raise RowError(f"the row has {found[0]!r}, which a chat template writes. Fix: give --chat too")
+        _refuse_other_questions(left, [_message("user", left.get("prompt") or "")] * ("prompt" in left))
         chosen, rejected = (_text(left.take(name), repr(name)) for name in ("chosen", "rejected"))
         prompt = given = _text(left.take("prompt", ""), "'prompt'")
         if not prompt:
-            _refuse_question(left)
             prompt = _shared_beginning(chosen, rejected)
         repeated = bool(prompt) and chosen.startswith(prompt) and rejected.startswith(prompt)
         if repeated:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         notes = ("the completions repeat the prompt, which is written once",) * (repeated and bool(given))
+        if given and not repeated and (chosen.startswith(given) or rejected.startswith(given)):
+            notes = (REPEATED,)
         if not (prompt or self.bos):
             raise RowError("the prompt is empty, and the first token of a text has nothing that predicts it")
         if not chosen.strip():
@@ -188,12 +191,13 @@ class PairRows:
     def _conversations(self, left: "Fields", template: ChatTemplate) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
         prompt, chosen, rejected, notes = _pair_of_messages(left)
         prompt, more = _with_system(left, prompt)
-        tools, variables = _template_columns(left)
+        tools, variables, more_notes = _template_columns(left)
         _refuse_empty(chosen, "'chosen'")
         talks = [Conversation(prompt + completion, tools, variables, len(prompt)) for completion in (chosen, rejected)]
         unwritten = dict.fromkeys(note for talk in talks for note in template.check(talk))
         members = [template.parts(talk, "assistant") for talk in talks]
-        return members, (*notes, *more, *left.rest(), *unwritten)
+        said = dict.fromkeys((*_notes_on(prompt + chosen), *_notes_on(prompt + rejected)))
+        return members, (*notes, *more, *more_notes, *said, *left.rest(), *unwritten)
 
 
 Rows = TextRows | ChatRows | PairRows
@@ -208,6 +212,8 @@ WITHOUT_SPACES = re.compile(
     "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff"
     "\uff00-\uffef\U00020000-\U0003ffff]"
 )
+# Letters that belong to the one behind them: vowels of Thai and Lao, and signs that stack consonants of Burmese and Khmer.
+LEADING = re.compile("[\u0e40-\u0e44\u0ec0-\u0ec4\u1039\u17d2]")
 JOINED = ("Mn", "Mc", "Me", "Cf")  # categories of characters that belong to the one before: accents, vowel signs, joiners
 
 
@@ -218,33 +224,42 @@ def _shared_beginning(chosen: str, rejected: str) -> str:
     size = len(os.path.commonprefix([chosen, rejected]))
 
     def ends_word(at: int) -> bool:
-        joined = any(unicodedata.category(text[at]) in JOINED for text in (chosen, rejected) if at < len(text))
+        behind = [text[at] for text in (chosen, rejected) if at < len(text)]
+        joined = LEADING.match(chosen[at - 1]) or any(unicodedata.category(c) in JOINED for c in behind)
         return chosen[at - 1].isspace() or (WITHOUT_SPACES.match(chosen[at - 1]) is not None and not joined)
 
     size = next((at for at in range(size, 0, -1) if ends_word(at)), 0)
     return chosen[:size].removesuffix(" ")  # tokens of words begin with their space
 
 
-QUESTIONS = ("question", "query", "input")  # keys of pairs that are not read, and are the prompt if there is no other
+# Keys with the question of a row that has none under the keys of its form, or with more of it.
+QUESTIONS = ("question", "query", "input", "context", "instruction")
 ASKING = ("messages", "conversations", "instruction")  # keys with the question of a pair that has no `prompt`
+REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
 
 
-def _refuse_question(left: "Fields") -> None:
-    if found := [key for key in QUESTIONS if left.get(key)]:
-        raise RowError(f"the pair has {found[0]!r}, which is not read. Fix: rename it to 'prompt'")
+def _refuse_other_questions(left: "Fields", messages: list[dict[str, Any]]) -> None:
+    """Raise RowError for a text under QUESTIONS that is in none of the messages."""
+    for key in QUESTIONS:
+        text = left.get(key)
+        if isinstance(text, str) and text.strip() and not any(text.strip() in message["content"] for message in messages):
+            fix = f"rename it to 'prompt', or put it into {'the messages' if messages else 'one'}"
+            fix = "put it into 'prompt' or the messages" if messages else "rename it to 'prompt'"
+            raise RowError(f"the row has {key!r}, which is not read. Fix: {fix}")
 
 
 def _pair_of_messages(
     left: "Fields",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
     """Return (messages of the prompt, of the chosen and of the rejected completion, notes). Raises RowError."""
-    given, texts = left.take("prompt"), [left.get("chosen"), left.get("rejected")]
+    given = left.take("prompt")
     chosen, rejected = (_turns(left.take(name), name, "assistant") for name in ("chosen", "rejected"))
     complete = all(messages and messages[0]["role"] != "assistant" for messages in (chosen, rejected))
     if complete and not isinstance(given, list):
         prompt, chosen, rejected = _shared_messages(chosen, rejected)
-        if isinstance(given, str) and not any(message["content"] == given for message in prompt):
-            raise RowError("'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it")
+        if isinstance(given, str) and not any(message["content"].strip() == given.strip() for message in prompt):
+            rule = "'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it"
+            raise RowError(f"{rule}. Fix: give the text of the message, or leave 'prompt' out")
         if not prompt:
             raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
         return prompt, chosen, rejected, ()
@@ -252,15 +267,32 @@ def _pair_of_messages(
     if given is not None:
         prompt = _history(left) + _turns(given, "prompt", "user")
     elif asking:
-        prompt = _asked(left, asking)
+        prompt = _without_answer(_asked(left, asking), asking, chosen, rejected)
     else:
-        _refuse_question(left)
+        _refuse_other_questions(left, [])
         raise RowError(f"the pair has no prompt. {PAIRS}")
-    repeated = isinstance(given, str) and all(isinstance(x, str) and x.startswith(given) for x in texts)
-    return prompt, _after(prompt, chosen), _after(prompt, rejected), (REPEATED,) * repeated
+    _refuse_other_questions(left, prompt)
+    (before, chosen), (prompt, rejected) = _after(prompt, chosen, "chosen"), _after(prompt, rejected, "rejected")
+    if _said(before) != _said(prompt):
+        raise RowError("'chosen' and 'rejected' begin with different messages before the prompt. Fix: give both the same")
+    return prompt, chosen, rejected, (REPEATED,) * (_echoes(prompt, chosen) or _echoes(prompt, rejected))
 
 
-REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
+def _without_answer(
+    messages: list[dict[str, Any]], key: str, chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the messages under `key` as a prompt: without the answer at their end, which is one of the completions."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return messages
+    if _said(messages[-1:]) not in (_said(chosen), _said(rejected)):
+        raise RowError(f"{key!r} ends with an answer, which is neither 'chosen' nor 'rejected'. Fix: leave the answer out")
+    return messages[:-1]
+
+
+def _echoes(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> bool:
+    """Return whether a completion begins with the text of the last message of the prompt."""
+    asked = prompt[-1]["content"].strip() if prompt else ""
+    return bool(asked and completion) and completion[0]["content"].startswith(asked)
 
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -272,12 +304,25 @@ def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any],
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def _after(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a completion without the messages of the prompt, or of its end, that it repeats at its beginning."""
+def _after(
+    prompt: list[dict[str, Any]], completion: list[dict[str, Any]], key: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (prompt, completion) without the messages that the completion repeats at its beginning.
+
+    A completion may repeat the whole prompt or its end, and it may have a system message before the prompt. Raises RowError if
+    it repeats the question otherwise.
+    """
+    heads = next((i for i, message in enumerate(completion) if message["role"] not in ("system", "developer")), 0)
+    if heads and _said(completion[heads : heads + len(prompt)]) == _said(prompt):
+        return completion[: heads + len(prompt)], completion[heads + len(prompt) :]
     most = min(len(prompt), len(completion))
     repeated = next((n for n in range(most, 0, -1) if _said(prompt[-n:]) == _said(completion[:n])), 0)
-    asked = any(message["role"] != "assistant" for message in completion[:repeated])
-    return completion[repeated:] if asked else completion
+    if any(message["role"] != "assistant" for message in completion[:repeated]):
+        return prompt, completion[repeated:]
+    before = next((i for i, message in enumerate(completion) if message["role"] == "assistant"), len(completion))
+    if any(_said([message]) == _said(prompt[-1:]) for message in completion[:before]):
+        raise RowError(f"{key!r} repeats the question after other messages. Fix: give the answer alone")
+    return prompt, completion
 
 
 def _said(messages: list[dict[str, Any]]) -> list[Any]:
@@ -309,6 +354,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]):
         self._left = {key: value for key, value in values.items() if value is not None}
+        self.taken: set[str] = set()
 
     def __contains__(self, key: object) -> bool:
         return key in self._left
@@ -320,19 +366,35 @@ class Fields:
         return self._left.get(key)
 
     def take(self, key: str, default: Any = None) -> Any:
+        self.taken.add(key)
         return self._left.pop(key, default)
 
     def rest(self) -> tuple[str, ...]:
         """Return a note on each value that was not read. Raises RowError for a value that changes what is learnt."""
         for key, value in self._left.items():
             _refuse_unread(key, value, "the row")
-            flag = value if isinstance(value, bool | list | str) or key.startswith("weight") or value in (0, 1) else None
-            if key in ROW_COUNTS and flag is not None and flag != ROW_COUNTS[key]:
-                fix = "Fix: give each message of the assistant 'train' true or false"
-                raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
-            if key == "label" and value is False:
-                raise RowError("the row has 'label' = False, so its answer is a bad one. Fix: leave the row out")
-        return unread(key for key, value in self._left.items() if value not in ([], {}, ""))
+            _refuse_flag(key, value)
+            if key in LABELS and (value is False or (value == 0 and "completion" in self.taken)):
+                raise RowError(f"the row has {key!r} = {value!r}, so its answer is a bad one. Fix: leave the row out")
+        return unread(key for key, value in self._left.items() if not is_empty(value))
+
+
+def _refuse_flag(key: str, value: Any) -> None:
+    """Raise RowError for a key that says that messages of the row do not count in the loss."""
+    if key not in ROW_COUNTS or is_empty(value) or value == ROW_COUNTS[key]:
+        return
+    if key == "mask" and value in ("User", "user", "human"):  # NeMo's, for what holds here anyway
+        return
+    if isinstance(value, bool | list | str) or value in (0, 1) or key.startswith("weight"):
+        fix = "Fix: give each message of the assistant 'train' true or false"
+        raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value of a row says nothing: null, "", {}, [] or a list of such."""
+    if isinstance(value, list):
+        return all(is_empty(x) for x in value)
+    return value is None or value in ("", {})
 
 
 def unread(keys: Iterable[str]) -> tuple[str, ...]:
@@ -357,24 +419,26 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
     if kind in ("messages", "conversations"):
         messages = _asked(left, kind)
     elif kind == "output":
-        messages = [*_asked(left, "instruction"), _message("assistant", _content(left.take("output"), "'output'"))]
+        messages = _asked(left, "instruction")
+        _refuse_other_questions(left, messages)
+        messages.append(_message("assistant", _content(left.take("output"), "'output'")))
     else:
         asked = left.take("prompt")
         messages = _history(left) + _turns(asked, "prompt", "user")
-        completion = _after(messages, _turns(left.take(kind), kind, "assistant"))
+        _refuse_other_questions(left, messages)
+        messages, completion = _after(messages, _turns(left.take(kind), kind, "assistant"), kind)
         if isinstance(asked, list) and isinstance(given, list):
             prompt = len(messages)
-        elif isinstance(asked, str) and isinstance(given, str) and given.startswith(asked):
-            notes = (REPEATED,)
-        messages += completion
+        notes = (REPEATED,) * _echoes(messages, completion)
+        messages = messages + completion
     count = len(messages)
     messages, repeated = _with_system(left, messages)
     prompt += (len(messages) - count) * (prompt > 0)
     if not messages:
         raise RowError(f"{kind!r} is empty")
     _refuse_empty(messages, "" if isinstance(given, list) else repr(kind))
-    tools, variables = _template_columns(left)
-    return Conversation(messages, tools, variables, prompt, (*notes, *repeated, *_counts_of_others(messages), *left.rest()))
+    tools, variables, more = _template_columns(left)
+    return Conversation(messages, tools, variables, prompt, (*notes, *repeated, *more, *_notes_on(messages), *left.rest()))
 
 
 def _asked(left: Fields, kind: str) -> list[dict[str, Any]]:
@@ -420,16 +484,21 @@ def _with_system(left: Fields, messages: list[dict[str, Any]]) -> tuple[list[dic
 def _refuse_empty(messages: list[dict[str, Any]], key: str) -> None:
     """Raise RowError for an empty answer. key: the row's key with the last answer; "": it is one of several messages."""
     for i, message in enumerate(messages, 1):
-        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+        said = message["content"].strip() or "tool_calls" in message or message.get("train") is False
+        if message["role"] == "assistant" and not said:
             what = f"the assistant's message, number {i} of {len(messages)},"
             what = key if key and i == len(messages) else what
             raise RowError(f"{what} is empty, and the model would learn to answer nothing. Fix: leave the row out")
 
 
-def _counts_of_others(messages: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Return notes on messages of other roles than the assistant that are asked to count in the loss."""
-    found = {message["role"] for message in messages if message["role"] != "assistant" and message.get("train")}
-    return tuple(f"messages of the role {role} do not count in the loss, whatever `train` says" for role in sorted(found))
+def _notes_on(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return notes on messages that ask for a loss they cannot have, and on null arguments of calls."""
+    roles = {message["role"] for message in messages if message["role"] != "assistant" and message.get("train")}
+    notes = [f"messages of the role {role} do not count in the loss, whatever `train` says" for role in sorted(roles)]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if any(None in call["function"]["arguments"].values() for call in calls):
+        notes.append("null arguments of tool calls, written as null, which data sets add to rows")
+    return tuple(notes)
 
 
 def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
@@ -454,12 +523,9 @@ def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     return talk.first(len(talk.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
 
 
-def _template_columns(left: Fields) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return (`tools`, `chat_template_kwargs`) of a row. Each may be JSON text in the row. Raises RowError."""
-    tools, variables = (
-        _json(left.take("tools") or None, "'tools'"),
-        _json(left.take("chat_template_kwargs"), "'chat_template_kwargs'"),
-    )
+def _template_columns(left: Fields) -> tuple[list[Any] | None, dict[str, Any], tuple[str, ...]]:
+    """Return (`tools`, `chat_template_kwargs`, notes) of a row. Each may be JSON text in the row. Raises RowError."""
+    tools, variables = (_json(left.take(key) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
     if not isinstance(tools, list | None):
         raise RowError(f"'tools' is {kind_of(tools)}, not a list of functions")
     for i, tool in enumerate(tools or (), 1):
@@ -467,7 +533,18 @@ def _template_columns(left: Fields) -> tuple[list[Any] | None, dict[str, Any]]:
             raise RowError(f"tool {i} of 'tools' is {kind_of(tool)}, not the description of a function")
     if not isinstance(variables, dict | None):
         raise RowError(f"'chat_template_kwargs' is {kind_of(variables)}, not an object")
-    return tools or None, variables or {}
+    described = [_with_properties(tool) for tool in tools or ()]
+    notes = ("null properties of tools, which data sets add to rows, read as absent",) * (described != (tools or []))
+    return described or None, variables or {}, notes
+
+
+def _with_properties(value: Any) -> Any:
+    """Return a JSON schema without properties that are null, which no schema can be."""
+    if isinstance(value, dict):
+        own = value.get("properties")
+        kept = {"properties": {k: x for k, x in own.items() if x is not None}} if isinstance(own, dict) else {}
+        return {key: _with_properties(x) for key, x in (value | kept).items()}
+    return [_with_properties(x) for x in value] if isinstance(value, list) else value
 
 
 def load_json(text: str) -> Any:
@@ -562,11 +639,11 @@ def _content(value: Any, what: str) -> str:
     for i, part in enumerate(value, 1):
         part = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part
         if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - {"type", "text"}:
-            of = repr(part.get("type", "text")) if isinstance(part, dict) else kind_of(part)
             more = sorted(part.keys() - {"type", "text"}) if isinstance(part, dict) else []
-            has = f" with {', '.join(map(repr, more))}" if more else ""
+            has = repr(part.get("type", "text")) + f" with {', '.join(map(repr, more))}" * bool(more) if more else ""
+            has = has or (f"of the type {part.get('type')!r}" if isinstance(part, dict) else f"{kind_of(part)}, not an object")
             fix = 'Fix: give {"type": "text", "text": ...}, or leave the row out'
-            raise RowError(f"part {i} of {what} is {of}{has}, and only parts of text are read. {fix}")
+            raise RowError(f"part {i} of {what} is {has}, and only objects of the type text are read. {fix}")
         texts.append(_text(part.get("text"), f"part {i} of {what}"))
     return "".join(texts)
 
@@ -584,20 +661,22 @@ def _counts(item: dict[str, Any], what: str) -> bool | None:
 def _tool_call(call: Any, what: str) -> dict[str, Any]:
     """Return a tool call in the form of templates: its arguments are an object, not JSON text. Raises RowError."""
     function = call.get("function") or call if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise RowError(f"{what} has a tool call without the name of its function")
     if "arguments" not in function:
         raise RowError(f"{what} has a tool call without 'arguments'. Fix: give {{}} for a function that takes none")
     arguments = _json(function["arguments"] or {}, f"the arguments of a tool call of {what}")
     if not isinstance(arguments, dict):
         raise RowError(f"the arguments of a tool call of {what} are {kind_of(arguments)}, not an object")
-    function = {"name": _text(function["name"], f"the name of a tool call of {what}"), "arguments": arguments}
-    more = {k: _text(call[k], f"{k!r} of a tool call of {what}") for k in ("id", "type") if call.get(k) is not None}
-    return {"type": "function", **more, "function": function}
+    _json_value(call, f"a tool call of {what}")
+    others = {key: x for key, x in call.items() if x is not None} if function is not call else {}
+    own = {key: x for key, x in function.items() if x is not None and key not in ("id", "type")}
+    ids = {key: _text(call[key], f"{key!r} of a tool call of {what}") for key in ("id", "type") if call.get(key) is not None}
+    return {"type": "function", **others, **ids, "function": {**own, "arguments": arguments}}
 
 
 def _refuse_unread(key: str, value: Any, what: str) -> None:
-    if key in NOT_READ and value:
+    if key in NOT_READ and value and not is_empty(value):
         raise RowError(f"{what} has {key!r}, which is not read: {NOT_READ[key]}")
 
 

@@ -83,12 +83,30 @@ class Conversation:
 
     def without(self, *keys: str) -> "Conversation":
         """Return the conversation with these keys removed from all its messages."""
-        return replace(self, messages=[{key: x for key, x in m.items() if key not in keys} for m in self.messages])
+        return replace(self, messages=[_leaving_out(message, keys) for message in self.messages])
+
+    def without_in_calls(self, *keys: str) -> "Conversation":
+        """Return the conversation with these keys removed from all tool calls and their functions."""
+        messages = [dict(message) for message in self.messages]
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                made = [{**call, "function": _leaving_out(call["function"], keys)} for call in calls]
+                message["tool_calls"] = [_leaving_out(call, keys) for call in made]
+        return replace(self, messages=messages)
 
 
-CONTENT, THOUGHT = "content", "thoughts"
+def _leaving_out(value: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: x for key, x in value.items() if key not in keys}
+
+
+CONTENT, THOUGHT, DETAIL = "content", "thoughts", "descriptions of parameters"
 READ = ("role", *TEXTS, "tool_calls", "train")  # keys of messages that need no note: they are written, or refused
-TAG = re.compile(r"(<[^<>\s]+>)")  # as <think>, by which some templates cut a content into pieces
+READ_IN_CALLS = ("type", "function", "name", "arguments")
+RESERVED = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")  # variables that no row can set
+# As <think>, [/THINK] and ◁think▷: tags by which some templates cut a content into pieces.
+TAG = re.compile(
+    r"([<\[◁][^<>\[\]◁▷\s]*(?:think|thought|reason|answer|tool|analysis|final)[^<>\[\]◁▷\s]*[>\]▷])", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class Place:
 
     Attributes:
       message: index of the message; -1: in the tools.
-      what: CONTENT | THOUGHT | `tool_calls` | `tools`.
+      what: CONTENT | THOUGHT | `tool_calls` | `tools` | DETAIL.
     """
 
     message: int
@@ -111,8 +129,9 @@ class Place:
         message = talk.messages[self.message]
         where = f"of message {self.message + 1} ({message['role']})"
         if self.what == CONTENT:
-            beside = " beside tool calls" if message.get("tool_calls") else ""
-            return f"the content {where}{beside}. {fix} it out of the row"
+            if message.get("tool_calls"):
+                return f"the content {where} beside tool calls. {fix} it out"
+            return f"the content {where}. {fix} the message out"
         what = "thoughts (`reasoning_content`, `thinking`)" if self.what == THOUGHT else "`tool_calls`"
         return f"{what} {where}. {fix} them out of the rows"
 
@@ -120,13 +139,13 @@ class Place:
 def _traced(talk: Conversation, mark: Callable[[int], str]) -> tuple[Conversation, list[Place]]:
     """Return the conversation with `mark(i)` put in at each place i, and its places.
 
-    Places are the beginning and the end of every text between tags, the names and arguments of tool calls, and the names and
-    descriptions in `tools`.
+    Places are the beginning and the end of every text, also between tags; the names, keys and arguments of tool calls; and in
+    `tools` the name and description of each function, and the descriptions of its parameters.
     """
     places: list[Place] = []
 
     def put(text: str, message: int, what: str) -> str:
-        pieces = TAG.split(text)
+        pieces = TAG.split(text) if what == CONTENT else [text]
         whole = not any(piece.strip() for piece in pieces[::2])  # nothing but tags
         return "".join(
             around(piece, message, what) if piece.strip() and i % 2 == 0 else piece
@@ -144,14 +163,24 @@ def _traced(talk: Conversation, mark: Callable[[int], str]) -> tuple[Conversatio
         if isinstance(value, str):
             return put(value, message, what)
         if isinstance(value, Mapping):
-            return {key: every(x, message, what) for key, x in value.items()}
+            return {put(key, message, what): every(x, message, what) for key, x in value.items()}
         return [every(x, message, what) for x in value] if isinstance(value, list | tuple) else value
 
-    def named(value: Any) -> Any:
+    def details(value: Any) -> Any:
         if isinstance(value, Mapping):
-            texts = {k: put(x, -1, "tools") for k, x in value.items() if k in ("name", "description") and isinstance(x, str)}
-            return {key: texts.get(key) or named(x) for key, x in value.items()}
-        return [named(x) for x in value] if isinstance(value, list | tuple) else value
+            made = {key: x if key in ("default", "enum", "const", "examples") else details(x) for key, x in value.items()}
+            text = value.get("description")
+            return made | ({"description": put(text, -1, DETAIL)} if isinstance(text, str) and text.strip() else {})
+        return [details(x) for x in value] if isinstance(value, list | tuple) else value
+
+    def described(tool: Any) -> Any:
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+            return {**tool, "function": described(tool["function"])}
+        if not isinstance(tool, Mapping):
+            return tool
+        texts = {k: x for k, x in tool.items() if k in ("name", "description") and isinstance(x, str) and x.strip()}
+        own = {key: put(text, -1, "tools") for key, text in texts.items()}
+        return {key: own[key] if key in own else details(x) for key, x in tool.items()}
 
     messages = []
     for i, message in enumerate(talk.messages):
@@ -161,10 +190,26 @@ def _traced(talk: Conversation, mark: Callable[[int], str]) -> tuple[Conversatio
         if message.get(THOUGHTS[0], "").strip():
             made |= dict.fromkeys(THOUGHTS[:2], put(message[THOUGHTS[0]], i, THOUGHT))
         if calls := message.get("tool_calls"):
-            functions = [every(call["function"], i, "tool_calls") for call in calls]
-            made["tool_calls"] = [{**call, "function": new} for call, new in zip(calls, functions, strict=True)]
+            made["tool_calls"] = []
+            for call in calls:
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                traced = {"name": put(name, i, "tool_calls"), "arguments": every(arguments, i, "tool_calls")}
+                made["tool_calls"].append({**call, "function": {**call["function"], **traced}})
         messages.append(made)
-    return replace(talk, messages=messages, tools=named(talk.tools)), places
+    tools = [described(tool) for tool in talk.tools] if talk.tools else talk.tools
+    return replace(talk, messages=messages, tools=tools), places
+
+
+def without_parameters(tools: Sequence[Any]) -> list[Any]:
+    """Return descriptions of functions without their parameters."""
+
+    def bare(tool: Any) -> Any:
+        if not isinstance(tool, Mapping):
+            return tool
+        made = {**tool, "function": bare(tool["function"])} if "function" in tool else dict(tool)
+        return made | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
+
+    return [bare(tool) for tool in tools]
 
 
 @dataclass(frozen=True)
@@ -332,31 +377,55 @@ class ChatTemplate:
         Raises RowError if another text of the conversation leaves no trace.
         """
         plain = self.render(talk)
-        marked, places = _traced(talk, lambda number: f"{TRACE}{number}{TRACE}")
+        places = _traced(talk, lambda number: "")[1]
+        missing = self._missing(talk, range(len(places)))
+        notes: list[str] = []
+        for message in dict.fromkeys(places[number].message for number in missing):
+            group = [number for number in missing if places[number].message == message]
+            written = {place.what for n, place in enumerate(places) if place.message == message and n not in missing}
+            if 0 <= message < len(talk.messages) - 1 and talk.messages[message]["role"] == "assistant":
+                thoughts = [n for n in group if places[n].what == THOUGHT or (places[n].what == CONTENT and CONTENT in written)]
+                left = self._missing(talk.first(message + 1), thoughts) if thoughts else []
+                if len(left) < len(thoughts):
+                    notes.append("thoughts of earlier turns, which the chat template leaves out")
+                    group = [n for n in group if n not in thoughts or n in left]
+            for number in group:
+                if self._loses(talk, plain, number):
+                    if places[number].what != DETAIL:
+                        raise RowError(f"the chat template {self.name} does not write {places[number].described(talk)}")
+                    notes.append("not written by the chat template, in tools: descriptions of parameters")
+        if talk.tools:
+            for tools in ([], without_parameters(talk.tools)):
+                if tools != talk.tools and self._same(replace(talk, tools=tools or None), plain):
+                    raise RowError(f"the chat template {self.name} does not write {Place(-1, 'tools').described(talk)}")
+        unread = [name for name in talk.variables if name not in self.used or name in RESERVED]
+        notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
+        found = {key for message in talk.messages for key, value in message.items() if value not in ([], {}, "")}
+        keys = self._unwritten(talk, plain, sorted(found - {*READ}), Conversation.without)
+        notes += [f"not written by the chat template, in messages: {key!r}" for key in keys]
+        found = {
+            key for message in talk.messages for call in message.get("tool_calls", ()) for key in (*call, *call["function"])
+        }
+        keys = self._unwritten(talk, plain, sorted(found - {*READ_IN_CALLS}), Conversation.without_in_calls)
+        notes += [f"not written by the chat template, in tool calls: {key!r}" for key in keys]
+        return tuple(dict.fromkeys(notes))
+
+    def _missing(self, talk: Conversation, numbers: Sequence[int]) -> list[int]:
+        """Return those of the places whose marks are not in the text. numbers: of the places that have one."""
+        chosen = set(numbers)
+        marked, _ = _traced(talk, lambda number: f"{TRACE}{number}{TRACE}" if number in chosen else "")
         try:
             text = self.render(marked)
         except RowError:  # it compares its data with texts: each place is tried by itself
             text = ""
-        missing = [number for number in range(len(places)) if f"{TRACE}{number}{TRACE}" not in text]
-        notes: list[str] = []
-        for number in missing:
-            place = places[number]
-            if not self._loses(talk, plain, number):
-                continue
-            others = [n for n, other in enumerate(places) if (other.message, other.what) == (place.message, CONTENT)]
-            inside = place.what == CONTENT and set(others) - set(missing)
-            if place.what == THOUGHT or (inside and talk.messages[place.message]["role"] == "assistant"):
-                asked = talk.first(place.message + 1)
-                if len(asked.messages) < len(talk.messages) and not self._loses(asked, self.render(asked), number):
-                    notes.append("thoughts of earlier turns, which the chat template leaves out")
-                    continue
-            raise RowError(f"the chat template {self.name} does not write {place.described(talk)}")
-        if unread := [name for name in talk.variables if name not in self.used]:
-            notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
-        keys = [key for key in dict.fromkeys(key for message in talk.messages for key in message) if key not in READ]
-        if keys and not self._same(talk.without(*keys), plain):
-            keys = [key for key in keys if self._same(talk.without(key), plain)]
-        return tuple(dict.fromkeys(notes + [f"not written by the chat template, in messages: {key!r}" for key in keys]))
+        found = {int(number) for number in re.findall(f"{TRACE}(\\d+){TRACE}", text)}
+        return [number for number in numbers if number not in found]
+
+    def _unwritten(self, talk: Conversation, plain: str, keys: list[str], without: Callable[..., Conversation]) -> list[str]:
+        """Return the keys without which the text stays the same."""
+        if not keys or self._same(without(talk, *keys), plain):
+            return keys
+        return [key for key in keys if self._same(without(talk, key), plain)]
 
     def _loses(self, talk: Conversation, plain: str, number: int) -> bool:
         """Return whether the text stays the same with a letter more at a place. number: of the place, as in `_traced`."""

@@ -1,8 +1,8 @@
 """Rows as `datasets` writes them, and their ids by transformers and TRL: `python rows.py BASE OUT`.
 
 BASE is a folder with a tokenizer that has the control tokens of ChatML. Writes OUT/tokenizer (saved by transformers),
-OUT/NAME.parquet and OUT/NAME.json for each kind of rows. The JSON has a list for each row: the ids of its conversation, or of pairs
-[prompt, chosen, rejected].
+OUT/NAME.parquet and OUT/NAME.json for each kind of rows. The JSON has a list for each row: the ids of its conversation, or
+of pairs [prompt, chosen, rejected].
 """
 
 import json

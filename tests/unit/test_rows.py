@@ -1,7 +1,9 @@
 """Rows of other trainers: what of a row reaches the tokens, and what is refused or said."""
 
+import gzip
 import itertools
 import json
+import shlex
 
 import hugging_face
 import pyarrow
@@ -10,6 +12,7 @@ import pytest
 from token_files import command
 
 from jaxtrain.data import __main__ as data
+from jaxtrain.data.template import Conversation, load_template
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer
 
@@ -31,6 +34,12 @@ TEMPLATES = {
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
         "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %} {{ m.content }}{% endif %}"
         "{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    ),
+    # Writes names alone of functions and of calls.
+    "names": (
+        "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}"
+        "{% for m in messages %}" + TURN + "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
     # Forgets the thoughts of all turns, and everything after the first line of a user's message.
     "cuts": (
@@ -55,7 +64,7 @@ def call(name, arguments):
 
 def tool(name, **properties):
     of = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
-    return {"type": "function", "function": {"name": name, "parameters": of}}
+    return {"type": "function", "function": {"name": name, "description": f"does {name}", "parameters": of}}
 
 
 TALK = [user("hi"), bot("ok")]
@@ -104,6 +113,7 @@ REFUSED = {  # name -> (template, row)
     "the second call": ("brackets", {"messages": [user("hi"), bot("", tool_calls=[call("f", {}), call("g", {})])]}),
     "the result of a tool": ("brackets", {"messages": [*TALK, {"role": "tool", "content": "4"}, bot("so")]}),
     "thoughts inside the content": ("cuts", {"messages": [user("hi"), bot("<think>hm</think>ok")]}),
+    "thoughts that no turn writes": ("cuts", {"messages": [user("hi"), bot("<think>hm</think>ok"), *TALK]}),
     "the end of a message": ("cuts", {"messages": [user("hi\nthere"), bot("ok")]}),
     "history beside messages": ("branches", {"messages": TALK, "history": [["a", "b"]]}),
     "images": ("branches", {"messages": TALK, "images": ["cat.png"]}),
@@ -124,6 +134,16 @@ REFUSED = {  # name -> (template, row)
     "a history of three columns": ("branches", {"instruction": "b", "output": "c", "history": [["a", "b", "c"]]}),
     "a role that is a list": ("branches", {"messages": [{"role": ["user"], "content": "hi"}, bot("ok")]}),
     "arguments with a key twice": ("branches", {"messages": [user("hi"), bot("", tool_calls=[call("f", '{"a":1,"a":2}')])]}),
+    "a tool without a name": ("brackets", {"messages": TALK, "tools": [{"type": "web_search"}]}),
+    "the parameters of a tool": ("names", {"messages": TALK, "tools": [tool("f", a="number")]}),
+    "numbers of a call": ("names", {"messages": [user("hi"), bot("", tool_calls=[call("f", {"a": 1})])]}),
+    "a call without a name": ("branches", {"messages": [user("hi"), bot("", tool_calls=[call(" ", {})])]}),
+    "an input beside a prompt": ("branches", {"prompt": "Translate:", "input": "hi", "completion": "ok"}),
+    "the context of an instruction": ("branches", {"instruction": "Sum up.", "context": "hi", "output": "ok"}),
+    "a question that is repeated behind others": ("branches", {"prompt": [user("hi")], "completion": [user("a"), *TALK]}),
+    "an answer with a thumb down": ("branches", {"prompt": "hi", "completion": "ok", "kto_tag": False}),
+    "an answer with the label 0": ("branches", {"prompt": "hi", "completion": "ok", "label": 0}),
+    "a part that is a string": ("branches", {"messages": [user(["hi"]), bot("ok")]}),
     "two thoughts": ("branches", {"messages": [user("hi"), bot("ok", thinking="a", reasoning="b")]}),
 }
 
@@ -150,6 +170,20 @@ READ = {  # name -> (row, its document)
     ),
     "no images": ({"messages": TALK, "images": []}, SAID),
     "a weight of one": ({"messages": TALK, "weight": 1.0}, SAID),
+    "lists of nothing": ({"messages": TALK, "loss_mask": [], "images": [None], "chat_template_kwargs": ""}, SAID),
+    "NeMo's mask of the user": ({"messages": TALK, "mask": "User"}, SAID),
+    "an empty answer without loss": (
+        {"messages": [user("a"), bot("", train=False), *TALK]},
+        f"⟦<|im_start|>user\na{IM_END}<|im_start|>assistant\n{IM_END}" + SAID[1:],
+    ),
+    "a completion with a system message before the prompt": (
+        {"prompt": [user("hi")], "completion": [{"role": "system", "content": "s"}, *TALK]},
+        f"⟦<|im_start|>system\ns{IM_END}" + SAID[1:],
+    ),
+    "more keys of a call": (
+        {"messages": [user("hi"), bot("", tool_calls=[{"index": 0, **call("f", {"x": 1})}])]},
+        turn("hi", '{"name": "f", "arguments": {"x": 1}}') + f"⟦{END}⟧",
+    ),
     "a measured loss": ({"messages": TALK, "loss": 2.5}, SAID),
     "parts of text": ({"messages": [user([{"type": "text", "text": "h"}, {"text": "i"}]), bot([{"text": "ok"}])]}, SAID),
     "parts in ShareGPT's form": (
@@ -226,6 +260,45 @@ def test_structs_that_arrow_has_aligned(tmp_path, base):
     assert any(line.startswith("2 rows") and "null" in line for line in out.splitlines())
 
 
+def test_nulls_are_counted_by_rows_at_any_depth(tmp_path, base):
+    calls = [call("f", {"q": {"a": 1}}), call("g", {"q": {"b": 2}}), call("h", {"c": {"d": 3}})]
+    rows = [{"messages": [user("hi"), bot("", tool_calls=calls)]}, {"messages": TALK}]
+    _, out, _ = prepared(tmp_path, base, pyarrow.Table.from_pylist(rows))
+    assert [line.split(":")[0] for line in out.splitlines() if "null" in line] == ["1 row"]
+    row = {"messages": [user("hi"), bot("", tool_calls=[call("f", {"a": None})])], "tools": [tool("f", a="number")]}
+    row["tools"][0]["function"]["parameters"]["properties"]["b"] = None
+    _, out, (document,) = prepared(tmp_path, base, [row])
+    assert {word for word in ("arguments", "properties") for line in out.splitlines() if "null" in line and word in line}
+    assert '"b"' not in document and '{"a": null}' in document
+
+
+def test_a_schema_that_is_written_in_part_is_no_bad_line(tmp_path, base):
+    """Descriptions of parameters that a template leaves out are said, since the model sees the same text in use."""
+    (base / "schema.jinja").write_text(
+        TEMPLATES["names"].replace(
+            "t.function.description", "t.function.description + t.function.parameters.properties.keys() | join"
+        )
+    )
+    described = tool("f", a="number")
+    described["function"]["parameters"]["properties"]["a"] |= {"description": "a number", "default": {"name": "x"}}
+    described["function"]["return"] = {"type": "string", "description": "a text"}
+    code, out, documents = prepared(tmp_path, base, [{"messages": TALK, "tools": [described]}], "schema")
+    assert code == 0 and documents[0].startswith("⟦fdoes fa<|im_start|>")
+    assert any("descriptions" in line and "tools" in line for line in out.splitlines())
+
+
+def test_a_conversation_is_rendered_a_few_times(base):
+    """However many tags its thoughts have, and however many turns there are."""
+    tokenizer = load_tokenizer(str(base))
+    made = load_template(str(base), tokenizer, f"{base}/branches.jinja", "2026-01-01")
+    thoughts = "<think>" + "".join(f"<b>{i}</b>" for i in range(50)) + "</think>"
+    messages = [message for i in range(8) for message in (user(f"{i}"), bot(f"{thoughts}{i}"))]
+    renders, render = [], made.render
+    made.render = lambda *args: (renders.append(1), render(*args))[1]
+    assert made.check(Conversation(messages))
+    assert len(renders) < 20
+
+
 def test_maps_parts_and_flags_of_arrow(tmp_path, base):
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string()), ("image", pyarrow.string())])
     function = pyarrow.struct([("name", pyarrow.string()), ("arguments", pyarrow.map_(pyarrow.string(), pyarrow.string()))])
@@ -271,6 +344,11 @@ PAIRS = {  # name -> (template, row, prompt); the completions are "good" and "ba
         "Q",
     ),
     "a text and lists of answers": ("branches", {"prompt": "Q", "chosen": [bot("good")], "rejected": [bot("bad")]}, "Q"),
+    "messages that end with the chosen answer": (
+        "branches",
+        {"messages": [user("Q"), bot("good")], "chosen": "good", "rejected": "bad"},
+        "Q",
+    ),
     "an instruction": ("branches", {"instruction": "Q", "chosen": "good", "rejected": "bad"}, "Q"),
     "the repeated end of a prompt": (
         "branches",
@@ -307,6 +385,8 @@ def test_a_cut_of_a_pair_is_before_no_accent_and_in_no_word(tmp_path, base):
     """Vowel signs stay with their consonant, and a shared half of a word belongs to the completions."""
     for chosen, rejected, prompt in (
         ("ถามดี", "ถามดา", "ถาม"),  # the consonant is shared, its vowel is not
+        ("ខ្មែរល្អ", "ខ្មែរល្មម", "ខ្មែរ"),  # stacked consonants
+        ("ถามเก", "ถามเข", "ถาม"),  # a vowel that is written before its consonant
         ("Q: good", "Q: goof", "Q:"),
         ("你好 hello", "你好 help", "你好"),
     ):
@@ -324,6 +404,8 @@ def test_a_cut_of_a_pair_is_before_no_accent_and_in_no_word(tmp_path, base):
         ("", {"prompt": "Q ", "chosen": "good", "rejected": "bad", "images": ["a.png"]}),
         ("branches", {"question": "Q", "chosen": "good", "rejected": "bad"}),
         ("branches", {"prompt": "Q", "chosen": "", "rejected": "bad"}),
+        ("branches", {"messages": [user("Q"), bot("fine")], "chosen": "good", "rejected": "bad"}),
+        ("branches", {"prompt": "Translate:", "input": "hi", "chosen": "good", "rejected": "bad"}),
         ("branches", {"prompt": "Q", "chosen": "good", "rejected": "bad", "images": ["a.png"]}),
         ("brackets", {"system": "s", "prompt": "Q", "chosen": "good", "rejected": "bad"}),
     ],
@@ -380,11 +462,26 @@ def test_a_byte_order_mark_is_no_text(tmp_path, base):
     assert TokenFile.open(tmp_path / "t.tok").header["source_bytes"] == 3
 
 
-def test_a_readme_is_no_document_of_a_data_set(tmp_path, base):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
-    (tmp_path / "README.md").write_text("# Read me")
-    code, out = command(tmp_path, "prepare", f"--input={tmp_path}/*", "--output=a.tok")
+@pytest.mark.parametrize(
+    ("pattern", "rows", "others"),
+    [
+        ("*", ["a.parquet"], ["README.md"]),
+        ("**", ["sub/a.jsonl"], ["README.md"]),
+        ("train.*", ["train.jsonl"], ["train.md", "test.jsonl"]),
+        ("*", ["A.JSONL"], ["LICENSE"]),
+        ("*", ["a.jsonl.gz", "b.parquet"], ["x.py"]),
+    ],
+)
+def test_a_readme_is_no_document_of_a_data_set(tmp_path, pattern, rows, others):
+    for name in rows + others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n' if name in rows or name == "test.jsonl" else "# Read me")
+        if name.endswith(".gz"):
+            (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n'))
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / name)
+    code, out = command(tmp_path, "prepare", f"--input={tmp_path}/{pattern}", "--output=a.tok")
     assert code == 2
-    fix = out.split("Fix: --input=")[1].split("'")[1]
-    assert command(tmp_path, "prepare", f"--input={fix}", "--output=a.tok")[0] == 0
-    assert TokenFile.open(tmp_path / "a.tok").header["documents"] == 2
+    fix = shlex.split(out.split("Fix: ")[1])
+    assert command(tmp_path, "prepare", *fix, "--output=a.tok")[0] == 0
+    assert TokenFile.open(tmp_path / "a.tok").header["documents"] == len(rows)

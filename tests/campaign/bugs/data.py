@@ -300,22 +300,22 @@ BUGS = (
     Bug(
         "rows: messages that the template leaves out are lost",
         "jaxtrain/data/template.py",
-        "if not self._loses(talk, plain, number):",
-        "if place.message >= 0 or not self._loses(talk, plain, number):",
+        "if self._loses(talk, plain, number):",
+        "if message < 0 and self._loses(talk, plain, number):",
         "unit/test_rows.py -k would_be_lost",
     ),
     Bug(
-        "rows: thoughts that the template cuts out of the last answer are lost",
+        "rows: thoughts that the template writes in no turn are lost",
         "jaxtrain/data/template.py",
-        "if len(asked.messages) < len(talk.messages) and not self._loses(",
-        "if len(asked.messages) == len(talk.messages) or not self._loses(",
+        "left = self._missing(talk.first(message + 1), thoughts) if thoughts else []",
+        "left: list[int] = []",
         "unit/test_rows.py -k would_be_lost",
     ),
     Bug(
         "rows: nulls that Arrow adds reach the arguments of calls",
         "jaxtrain/data/readers.py",
-        'kept = {key: without(x, key == "arguments") for key, x in value.items() if x is not None}',
-        'kept = {key: without(x, key == "arguments") for key, x in value.items() if x is not None or arguments}',
+        "for key, x in value.items() if x is not None}\n            if within",
+        'for key, x in value.items() if x is not None or within == "arguments"}\n            if within',
         "unit/test_rows.py -k arrow_has_aligned",
     ),
     Bug(
@@ -342,8 +342,8 @@ BUGS = (
     Bug(
         "rows: a prompt that completions repeat is written twice",
         "jaxtrain/data/rows.py",
-        "return completion[repeated:] if asked else completion",
-        "return completion",
+        "return prompt, completion[repeated:]",
+        "return prompt, completion",
         "unit/test_rows.py -k written_once",
     ),
     Bug(
