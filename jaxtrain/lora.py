@@ -114,9 +114,12 @@ def restore_base(path: str, wanted: Tensors) -> Tensors:
     """
     try:
         source = open_origin(path)
-        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
     except (CheckpointError, HuggingFaceError) as error:
         raise gone(path, error) from error
+    try:
+        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise CheckpointError(f"the base of these adapters: {error}") from error
 
 
 def gone(path: str, error: Exception) -> CheckpointError:

@@ -163,6 +163,9 @@ def prepare(
         if path.exists() and not force:
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
+    if job.tokenizer != "byte" and (lost := tokenizers.named_elsewhere(job.tokenizer)):
+        more = f" and {len(lost) - SHOWN} more" * (len(lost) > SHOWN)
+        say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {', '.join(lost[:SHOWN])}{more}")
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
         say(template.describe(job.loss))
