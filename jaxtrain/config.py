@@ -133,7 +133,9 @@ class Key:
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
-        """Return (broken rule, remedy) of a number outside the range, or None."""
+        """Return (broken rule, remedy) of a number that is not finite or outside the range, or None."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number", "Set one."
         if self.at_least is not None and value < self.at_least:
             return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
         if self.above is not None and value <= self.above:

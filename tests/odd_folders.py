@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,14 @@ def keys(**values: Any) -> Change:
     def change(folder: Path) -> None:
         described = json.loads((folder / "config.json").read_text()) | values
         (folder / "config.json").write_text(json.dumps(described))
+
+    return change
+
+
+def without(key: str) -> Change:
+    def change(folder: Path) -> None:
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({k: value for k, value in described.items() if k != key}))
 
     return change
 
@@ -210,7 +219,9 @@ NOTED: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "settings for generation": (keys(temperature=0.6, do_sample=True), ("temperature = 0.6", "do_sample")),
     "a token that tokenizer.json lacks": (content("added_tokens.json", '{"<|new|>": 259}'), ("<|new|>", "save_pretrained")),
-    "no longest sequence": (keys(max_position_embeddings=None), ("max_position_embeddings",)),
+    "a damaged added_tokens.json": (content("added_tokens.json", "{"), ("added_tokens.json",)),
+    "an eos beyond the vocabulary": (keys(eos_token_id=99999), ("eos_token_id", "99999")),
+    "no longest sequence": (without("max_position_embeddings"), ("max_position_embeddings",)),
     "an adapter beside": (adapter, ("import-adapter",)),
 }
 # Refused, and the message names these words.
@@ -250,6 +261,13 @@ REFUSED: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a window in use": (keys(use_sliding_window=True), ("use_sliding_window",)),
     "a sequence of text": (keys(max_position_embeddings="4096"), ("max_position_embeddings",)),
     "a head of text": (keys(tie_word_embeddings="yes"), ("tie_word_embeddings",)),
+    "an infinite number": (
+        text(lambda old: re.sub(r'"rms_norm_eps": [^,}]+', '"rms_norm_eps": 1e999', old)),
+        ("config.json", "rms_norm_eps"),
+    ),
+    "a number without a float": (keys(rms_norm_eps=10**400), ("rms_norm_eps",)),
+    "a sequence beyond 32 bits": (keys(max_position_embeddings=10**30), ("max_position_embeddings",)),
+    "an architecture that is a number": (keys(architectures=3), ("architectures",)),
     "heads that do not divide": (keys(num_key_value_heads=3), ("num_kv_heads",)),
     "a head of odd width": (keys(head_dim=7), ("head_dim",)),
     "a BOM": (text(lambda old: b"\xef\xbb\xbf" + old.encode()), ("config.json",)),

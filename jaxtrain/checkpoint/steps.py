@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # In meta.json of a step that was evaluated: the mean loss over the held-out sets, and a text that tells other sets apart
 HELD_OUT, HELD_OUT_SETS = "held_out_loss", "held_out_sets"
-FORMAT = 4  # of meta.json, with how the model's texts end
+FORMAT = 5  # of meta.json, with how the model's texts end and its longest sequence
 
 
 class Steps:

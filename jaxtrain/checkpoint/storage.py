@@ -28,8 +28,8 @@ COMMITTED = f"{ARRAYS}/commit_success.txt"
 DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
 BLOCK = 16 << 20  # bytes of one read request to a bucket
 REMEDIES = {  # for a save that failed
-    False: "Free some space, or set checkpoint.dir to another folder and start again.",
-    True: "Check that the bucket can be reached and written to, or set checkpoint.dir to another folder and start again.",
+    False: "Free some space, or move the folder to another disk and set checkpoint.dir to it, and start again.",
+    True: "Check that the bucket can be reached and written to, and start again.",
 }
 CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",

@@ -702,5 +702,10 @@ def own_template(spec: str, offline: bool = False) -> tuple[str, str]:
     file = "chat_template.jinja"
     here = not (offline and spec.startswith("hf:")) or cached_hub_path(spec.removeprefix("hf:"), file)
     if here and (beside := read_beside(spec, file)) is not None:
-        name, source = f"{spec}: {file}", beside.decode()
+        try:
+            name, source = f"{spec}: {file}", beside.decode()
+        except UnicodeDecodeError as e:
+            raise TokenizerError(
+                f"tokenizer {spec!r}: {file} is not UTF-8 ({e.reason}, byte {e.start + 1}). Fetch it again."
+            ) from e
     return name, source

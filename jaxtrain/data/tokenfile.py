@@ -35,7 +35,7 @@ import numpy as np
 from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, remedy
 
 MAGIC = b"jaxtrtok"
-VERSION = 7
+VERSION = 8
 BLOCK = 16 << 10  # bytes under one checksum: a row of a batch needs two or three blocks, and their checksums are 0.02%
 PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros

@@ -189,20 +189,44 @@ def content_sha256(name: str, definition: bytes) -> str:
     """Return a hash of a tokenizer.json that does not depend on its formatting. Raises TokenizerError if it is not JSON.
 
     The packages tokenizers and transformers write a file anew with the truncation and padding of its last use, with merges as
-    pairs instead of texts, and with keys that older versions left out. All of these give the same ids here.
+    pairs instead of texts, with defaults that older versions left out, and with a post-processor that adds no token. All of
+    these give the same ids here.
     """
     try:
         found = json.loads(definition)
     except (ValueError, RecursionError) as e:
         raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json ({e})") from e
     if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if key not in NO_EFFECT}
-        model = found.get("model")
+        found = {key: _plain_part(x) for key, x in found.items() if x is not None and key not in NO_EFFECT}
+        model, added = found.get("model"), found.get("added_tokens")
         if isinstance(model, dict) and model.get("type", "BPE") == "BPE" and isinstance(model.get("merges"), list):
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             kept = {key: value for key, value in model.items() if key not in BPE_OFF or value not in (None, False)}
             found["model"] = {**kept, "type": "BPE", "merges": merges}
+        if isinstance(added, list) and all(isinstance(token, dict) for token in added):
+            found["added_tokens"] = sorted(added, key=lambda token: str(token.get("id")))
+        found = {key: x for key, x in found.items() if x is not None}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _plain_part(part: Any) -> Any:
+    """Return a part of a tokenizer.json without what its type does by default; None for a post-processor that adds no token."""
+    if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
+        return part
+    if kind == "Sequence":
+        several = ("normalizers", "pretokenizers", "decoders", "processors")
+        return {key: [_plain_part(x) for x in value] if key in several else value for key, value in part.items()}
+    if kind == "TemplateProcessing" and not part.get("special_tokens"):
+        return None
+    if kind == "ByteLevel":
+        return {key: x for key, x in part.items() if (key, x) != ("use_regex", True)}
+    if kind == "Metaspace":
+        scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+        rest = {key: x for key, x in part.items() if key not in ("add_prefix_space", "str_rep") and (key, x) != ("split", True)}
+        return {**rest, "prepend_scheme": scheme}
+    if kind == "Unigram":
+        return {key: x for key, x in part.items() if (key, x) != ("byte_fallback", False)}
+    return part
 
 
 def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:

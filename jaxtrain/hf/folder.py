@@ -29,6 +29,7 @@ from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
 # Ends of the names of files with weights, of any program.
+OF_TRAINING = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # no weights
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 LFS = b"version https://git-lfs"  # the first bytes of a file that stands for one in Git LFS
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
@@ -107,10 +108,19 @@ class Folder:
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
         if not self.seq_len:
             out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {config.Data().seq_len}")
-        with contextlib.suppress(TokenizerError):  # which is raised where text is needed
-            if tokens := named_elsewhere(str(self.path)):
-                rule = f"{self.path / 'tokenizer.json'} does not have {', '.join(tokens[:SHOWN])}, which other files name"
-                out.append(f"{rule}: read as characters. transformers adds them. Fix: {saved_again(self.path)}")
+        try:
+            tokens = named_elsewhere(str(self.path)) if (self.path / "tokenizer.json").is_file() else []
+        except TokenizerError as error:  # text is refused; logits of ids are not
+            tokens = []
+            out.append(str(error))
+        if tokens:
+            rule = f"{self.path / 'tokenizer.json'} does not have {', '.join(tokens[:SHOWN])}, which other files name"
+            out.append(f"{rule}: read as characters. transformers adds them. Fix: {saved_again(self.path)}")
+        eos = self.settings.get("eos_token_id")
+        ids = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
+        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.model.vocab_size]:
+            rule = f"is no id of a token, which are below vocab_size = {self.model.vocab_size}"
+            out.append(f"{self.path / CONFIG}: eos_token_id = {wrong[0]!r}: {rule}: no text ends there")
         return tuple(out)
 
     @property
@@ -271,11 +281,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the contents of a folder's config.json. Raises HuggingFaceError if it cannot be read."""
     if not os.path.lexists(path / CONFIG):
         if (path / ADAPTER).is_file():
-            where = shlex.quote(str(path))
-            fix = spelled(f"python -m jaxtrain.hf import-adapter {where} --base=MODEL --out=RUN; then use RUN")
-            raise HuggingFaceError(f"{path}: has an adapter of PEFT, and no model. Fix: {fix}.")
+            raise HuggingFaceError(adapter_alone(path))
         raise HuggingFaceError(f"{path}: has no {CONFIG}. Name the folder of a Hugging Face model.")
     return read_object(path / CONFIG)
+
+
+def adapter_alone(path: Path) -> str:
+    fix = spelled(f"python -m jaxtrain.hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
+    return f"{path}: has an adapter of PEFT, and no model. Fix: {fix}."
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -315,11 +328,13 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
         raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
     layout = family(known[kind]).FORMAT
     named = settings.get("architectures") or [layout.architecture]
-    if layout.architecture not in named:
+    if not isinstance(named, list) or layout.architecture not in named:
         rule = f"only {layout.architecture} is a language model of this kind"
         raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
     found = Settings(settings, path)
-    found.whole("max_position_embeddings", 1)
+    if found.whole("max_position_embeddings", 1) >= 2**31:
+        rule = "positions are numbers of 32 bits"
+        raise HuggingFaceError(f"{path}: max_position_embeddings = {settings['max_position_embeddings']}: {rule}.")
     values = {"family": known[kind], **layout.read(found)}
     std = settings.get("initializer_range")
     tree = config.to_dict(config.RunConfig()) | {"model": values | ({"init_std": std} if isinstance(std, float) else {})}
@@ -341,13 +356,13 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
         files, named = [SINGLE], named if set(named.values()) == {SINGLE} else {}
     else:
         files = sorted(set(named.values()))
-    there = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS))
+    there = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in OF_TRAINING)
     left = [name for name in there if name not in files]
     if not files:
         fix = "Name a model's folder."
         if (path / ADAPTER).is_file():
-            fix = "It has an adapter of PEFT alone, for hf import-adapter."
-        elif shards := [name for name in left if name.lower().endswith(".safetensors")]:
+            raise HuggingFaceError(adapter_alone(path))
+        if shards := [name for name in left if name.lower().endswith(".safetensors")]:
             fix = f"It has {shards[0]}: fetch {INDEX}, too, or rename a file that has all tensors to {SINGLE}."
         elif left:
             fix = f"It has {left[0]}: save it as safetensors with transformers first."
@@ -440,7 +455,7 @@ def list_file(file: Path) -> dict[str, Stored]:
             spans.append((operator.index(begin), operator.index(end)))
         except (KeyError, TypeError, ValueError) as error:
             raise HuggingFaceError(f"{file}: its header does not describe {name} ({error!r}). Fetch it again.") from error
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are read. Save it as float32 first.")
         out[name] = stored = Stored(file, start + begin, DTYPES[dtype], shape)
         if start + end > length:

@@ -39,7 +39,9 @@ from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.train.state import Tensors
 
-GiB = 2**30
+
+class NotFinite(HuggingFaceError):
+    """An error: a tensor has values that are not finite. All processes find it."""
 
 
 # ---- The weights of a model
@@ -97,7 +99,7 @@ class Origin:
     @property
     def positions(self) -> int:
         """Return the longest sequence that the model or one that it began from was trained with, in tokens; 0 if unknown."""
-        return self.meta.get("positions", 0) if self.folder is None else self.folder.seq_len
+        return self.meta["positions"] if self.folder is None else self.folder.seq_len
 
     def text(self) -> TextFormat:
         """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
@@ -176,7 +178,8 @@ def load(
         progress: called with name and bytes of each tensor, when it is on the devices.
 
     Raises:
-        HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite.
+        HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite
+            (NotFinite).
     """
     for name, a in wanted.items():
         if name not in found:
@@ -211,9 +214,11 @@ def load(
     if wrong := [name for name, x in jax.device_get(sound).items() if not x]:
         used = [theirs for name in wrong for theirs in found[name].read]
         names = [theirs for theirs in used if not np.isfinite(folder.read(theirs).astype(np.float32)).all()]
-        names = names or used  # values of float32 that bfloat16 cannot hold
+        rule, fix = "has values that are NaN or infinite", "Fetch the folder again."
+        if not names:
+            names, rule, fix = used, "has values that bfloat16 cannot hold", "Fix: dtypes.params=f32, or hf import --dtype=f32."
         more = f", and so have {len(names) - 1} more tensors" * (len(names) > 1)
-        raise HuggingFaceError(f"{folder.path}: {names[0]} has values that are NaN or infinite{more}. Fetch the folder again.")
+        raise NotFinite(f"{folder.path}: {names[0]} {rule}{more}. {fix}")
     return out
 
 
@@ -328,7 +333,7 @@ def check_space(out: Path, size: int) -> None:
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < size:
-        raise HuggingFaceError(f"{out}: {size / GiB:.1f} GiB are needed, and {free / GiB:.1f} GiB free. Name another --out.")
+        raise HuggingFaceError(f"{out}: {decimal(size)} are needed, and {decimal(free)} free. Name another --out.")
 
 
 def counted(count: int, noun: str) -> str:

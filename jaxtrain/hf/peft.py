@@ -23,7 +23,7 @@ from jaxtrain.config import Model, RunConfig
 from jaxtrain.data.template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
-from jaxtrain.hf.folder import is_folder
+from jaxtrain.hf.folder import is_folder, read_object
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, base_digest, placed
 from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
@@ -110,12 +110,14 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     Raises:
         HuggingFaceError: the folder has no adapter, or the adapter has settings or tensors that jaxtrain does not support.
     """
+    if not (folder / CONFIG).is_file():
+        raise HuggingFaceError(f"{folder} holds no adapter of PEFT: it has no {CONFIG}. Name the adapter's folder.")
+    found = read_object(folder / CONFIG)
     try:
-        found = json.loads((folder / CONFIG).read_text())
         tensors = safetensors.numpy.load_file(folder / TENSORS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise HuggingFaceError(f"{folder} holds no adapter of PEFT ({CONFIG} and {TENSORS}): {error}") from error
-    kind = found.get("peft_type") if isinstance(found, dict) else found
+        raise HuggingFaceError(f"{folder / TENSORS}: cannot be read ({error}). Fetch it again.") from error
+    kind = found.get("peft_type")
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
     unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in (*WITHOUT_EFFECT, *READ) and value not in OFF]
@@ -125,10 +127,12 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
         rule = f"{'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind"
         fix = "Merge the adapter into its base with PEFT (merge_and_unload, save_pretrained), and train adapters of that model."
         raise HuggingFaceError(f"{folder / CONFIG}: {rule}. {fix}")
-    try:
-        rank, alpha, notes = int(found["r"]), float(found["lora_alpha"]), []
-    except (KeyError, TypeError, ValueError) as error:
-        raise HuggingFaceError(f"{folder / CONFIG}: r and lora_alpha must be numbers ({error!r}).") from error
+    rank, alpha, notes = found.get("r"), found.get("lora_alpha"), []
+    if type(rank) is not int or rank < 1:
+        raise HuggingFaceError(f"{folder / CONFIG}: r = {rank!r}: must be a whole number above 0.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: must be a number above 0.")
+    alpha = float(alpha)
     if found.get("use_rslora"):
         notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
         alpha *= math.sqrt(rank)
@@ -239,6 +243,9 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     """
     check_new(out)
     source = open_origin(base)
+    if source.adapters:
+        own = lora.base_path(source.meta)
+        raise HuggingFaceError(f"--base = {base}: holds adapters, and no model. Fix: --base={own}, which is their base.")
     source.announce()
     run = source.run()
     settings, found, notes = read(folder, run.model)

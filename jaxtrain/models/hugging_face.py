@@ -8,6 +8,7 @@ error if transformers' default for that key would silently change the logits.
 import dataclasses
 import json
 import shlex
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -196,7 +197,10 @@ class Settings:
 
     def number(self, key: str, default: Any = _NO_DEFAULT) -> float:
         """Return the value of a key, as `take` does; it must be a number."""
-        return float(self._checked(key, default, (int, float), "a number"))
+        value = self._checked(key, default, (int, float), "a number")
+        if not abs(value) <= sys.float_info.max:
+            raise HuggingFaceError(f"{self.path}: {key} = {value!r:.40}: must be a finite number.")
+        return float(value)
 
     def flag(self, key: str, default: Any = _NO_DEFAULT) -> bool:
         """Return the value of a key, as `take` does; it must be true or false."""

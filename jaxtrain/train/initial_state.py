@@ -21,7 +21,7 @@ from jaxtrain import config, lora, models, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import pipeline, tokenizer
-from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.position import Position
 from jaxtrain.shapes import MTP
@@ -50,7 +50,11 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 
 
 class BadInit(ValueError):
-    """The weights of init.from are damaged or not finite. Every process finds the same, and so would another attempt."""
+    """The weights of init.from are damaged or not finite, as another attempt would find. alike: all processes find it."""
+
+    def __init__(self, message: str, alike: bool):
+        super().__init__(message)
+        self.alike = alike
 
 
 def import_named_parts(run: RunConfig) -> None:
@@ -289,7 +293,7 @@ def initial_state(
             tensors |= before.read(own)
             say(f"adapters of {before.name}, trained further")
     except (Damaged, HuggingFaceError) as error:
-        raise BadInit(f"init.from = {run.init.from_!r}: {error}") from error
+        raise BadInit(f"init.from = {run.init.from_!r}: {error}", isinstance(error, Damaged | NotFinite)) from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     for note in source.notes:
         say(f"note: {note}")

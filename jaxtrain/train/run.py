@@ -140,7 +140,8 @@ def attempt(
             raise
         ending.code, ending.over = result.exit_code, True  # from here on another process's end does not change the exit code
         # All processes raise these together, so none reports itself as failed.
-        alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal | BadInit)
+        alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
+        alike |= isinstance(result.error, BadInit) and result.error.alike
         peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
         return result
 
@@ -294,6 +295,8 @@ def check_room(setup: Setup) -> list[Problem]:
     if room is not None and room < size:
         rule = f"{decimal(room)} are free there, and a checkpoint has {decimal(size)}"
         fix = f"Free {decimal(size - room)} more, or set checkpoint.dir to a folder on another disk."
+        if setup.start.resumed:  # a run goes on from the checkpoints in checkpoint.dir alone
+            fix = f"Free {decimal(size - room)} more, or move the folder to another disk and set checkpoint.dir to it."
         problems.append(Problem("checkpoint.dir", str(storage.path), rule, fix))
     return problems[:1] if not run.checkpoint.dir else problems  # it is one disk
 

@@ -136,7 +136,7 @@ def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Star
 def positions_of_run(run: RunConfig, checkpoints: Checkpoints, start: Start) -> int:
     """Return the longest sequence of this run, or of those that it began from: max_position_embeddings of an export."""
     if start.resumed:
-        before = checkpoints.meta(start.step).get("positions", 0)
+        before = checkpoints.meta(start.step)["positions"]
     else:
         before = open_origin(run.init.from_).positions if run.init.from_ else 0
     return max(before, run.data.seq_len)

@@ -10,6 +10,7 @@ import pytest
 from token_files import command
 
 from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[1] / "reference" / "rows.py"
 BEHIND = [10, 256]  # the line break after a turn, and end-of-text
@@ -31,6 +32,10 @@ def documents(root, name, *options):
     file = TokenFile.open(root / f"{name}.tok")
     borders = itertools.pairwise(file.doc_offsets[:].tolist())
     return [(file.tokens[a:b].tolist(), file.tokens[a:b][file.loss_flags(a, b)].tolist()) for a, b in borders], out
+
+
+def test_a_tokenizer_that_transformers_saved_again_is_the_same(written):
+    assert load_tokenizer(str(written / "tokenizer")).sha256 == load_tokenizer(str(written / "base")).sha256
 
 
 @pytest.mark.parametrize("name", ["calls", "tools", "parts"])

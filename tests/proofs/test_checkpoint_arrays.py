@@ -29,7 +29,7 @@ def test_restore_is_bit_identical_and_reported(tmp_path: Path):
     assert found.poll() == [], "each save is reported once"
     assert_same(Checkpoints(found.directory, 2).restore(5, abstract(tensors)), values(1))
     meta = found.meta(5)
-    assert meta["format"] == 4 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
+    assert meta["format"] == 5 and meta["data"] == {"position": 40} and meta["bytes"] == size and meta["step"] == 5
     written = json.loads((tmp_path / "checkpoints/5/meta.json").read_text())
     assert {k: v for k, v in written.items() if k != "seal"} == meta, "plain JSON beside the arrays"
     stored = found.stored(5)

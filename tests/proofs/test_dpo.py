@@ -193,7 +193,11 @@ def folder(tmp_path_factory):
     pairs_file(folder / "held_out.tok", 20, seed=1)
     base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
     saver = Checkpoints(folder / "base" / "checkpoints")
-    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}, "text": text_format.of_files("byte").record()}
+    meta = {
+        "config": to_dict(base),
+        "data": {"tokens": 0, "fingerprint": {}},
+        "text": text_format.of_files("byte").record(),
+    } | {"positions": 64}
     saver.save(2, to_tensors(helpers.fresh_state(base)), meta)
     saver.close()
     return folder

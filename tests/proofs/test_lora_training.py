@@ -185,7 +185,11 @@ def trained(tmp_path_factory):
                 writer.write(byte.encode(text := f"Say {word}. {word}"), len(text))
                 writer.end_document()
     base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
-    meta = {"config": to_dict(base), "data": {"tokens": 0, "fingerprint": {}}, "text": text_format.of_files("byte").record()}
+    meta = {
+        "config": to_dict(base),
+        "data": {"tokens": 0, "fingerprint": {}},
+        "text": text_format.of_files("byte").record(),
+    } | {"positions": 64}
     save_base(folder / "base", to_tensors(helpers.fresh_state(base)), meta)
     assert run_adapters(folder, "adapters") == 0
     return folder

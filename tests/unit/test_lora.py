@@ -202,6 +202,26 @@ def test_settings_of_peft_that_change_the_model_are_refused(tensors, tmp_path):
     for key, value in refused.items():
         with pytest.raises(HuggingFaceError, match=key):
             peft.read(_written(tensors, tmp_path / key, {key: value}), MODEL_CONFIG)
+    for key, value in (("r", 4.7), ("r", 0), ("r", True), ("lora_alpha", 0), ("lora_alpha", -3), ("lora_alpha", "8")):
+        with pytest.raises(HuggingFaceError, match=f"{key} = "):
+            peft.read(_written(tensors, tmp_path / f"{key}{value}", {key: value}), MODEL_CONFIG)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda old: f'{old[:-1]}, "r": 2}}',
+        lambda old: f'{old[:-1]}, "lora_alpha": NaN}}',
+        lambda old: "[" * 100_000,
+        lambda old: f'{old[:-1]}, "x": "é"}}'.encode("latin-1"),
+    ],
+)
+def test_a_damaged_config_of_peft_is_named(tensors, tmp_path, change):
+    file = _written(tensors, tmp_path / "a", {}) / peft.CONFIG
+    made = change(file.read_text().strip())
+    file.write_bytes(made if isinstance(made, bytes) else made.encode())
+    with pytest.raises(HuggingFaceError, match=str(file)):
+        peft.read(file.parent, MODEL_CONFIG)
 
 
 def test_rslora_is_read_by_its_scale(tensors, tmp_path):

@@ -131,6 +131,10 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         assert [p.key for p in problems] == keys, (names, tokenizer)
 
 
+SINGLE = [{"Sequence": {"id": "A", "type_id": 0}}]  # of a text, what transformers writes for a post-processor of none
+PAIR = [*SINGLE, {"Sequence": {"id": "B", "type_id": 1}}]
+
+
 def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
     """White space, the order of keys, escapes, the form of merges, defaults, padding and truncation change no id. Any other
     change is refused, with a remedy that can work.
@@ -154,6 +158,10 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         },
         found | {"model": model | {"merges": [" ".join(pair) for pair in merges]}},
         found | {"model": {key: value for key, value in model.items() if value not in (None, False)}},
+        found | {"added_tokens": found["added_tokens"][::-1]},
+        found | {"pre_tokenizer": {k: x for k, x in found["pre_tokenizer"].items() if k != "use_regex"}},
+        {key: value for key, value in found.items() if value is not None},
+        found | {"post_processor": {"type": "TemplateProcessing", "single": SINGLE, "pair": PAIR, "special_tokens": {}}},
     ]
     others = [
         found | {"model": model | {"merges": merges[:-1]}},
@@ -161,6 +169,9 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         found | {"model": model | {"byte_fallback": True}},
         found | {"added_tokens": added},
         found | {"normalizer": {"type": "NFKC"}},
+        found | {"pre_tokenizer": found["pre_tokenizer"] | {"use_regex": False}},
+        found
+        | {"pre_tokenizer": found["pre_tokenizer"] | {"add_prefix_space": not found["pre_tokenizer"]["add_prefix_space"]}},
     ]
     texts = {json.dumps(found, indent=2, ensure_ascii=False): True, json.dumps(found, sort_keys=True): True}
     texts |= {json.dumps(each): True for each in same} | {json.dumps(each): False for each in others}
