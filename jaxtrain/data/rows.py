@@ -547,25 +547,24 @@ def _with_properties(value: Any) -> Any:
     return [_with_properties(x) for x in value] if isinstance(value, list) else value
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON (`object_pairs_hook`). Raises ValueError for a key that it has twice: Python drops the first."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
+    return made
+
+
 def load_json(text: str) -> Any:
     """Return the value of a JSON text. Raises RowError for text that is not JSON, or has a key twice in an object."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise RowError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
-        return made
-
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as e:
         raise RowError(f"{e.msg}, column {e.colno}") from e
     except RecursionError as e:
         raise RowError("nested too deeply to be read") from e
-    except RowError:
-        raise
-    except ValueError as e:  # a number with more digits than Python reads
+    except ValueError as e:  # a number with more digits than Python reads, or a key twice
         raise RowError(str(e).partition(";")[0]) from e
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain import checkpoint, config, installed
 from jaxtrain.commands import spelled
 from jaxtrain.config import Model, RunConfig
+from jaxtrain.data.rows import once
 from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
@@ -28,8 +29,8 @@ from jaxtrain.models.hugging_face import HuggingFaceError, Settings
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
+OF_TRAINING = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # files without weights
 # Ends of the names of files with weights, of any program.
-OF_TRAINING = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # no weights
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 LFS = b"version https://git-lfs"  # the first bytes of a file that stands for one in Git LFS
 BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
@@ -294,20 +295,11 @@ def adapter_alone(path: Path) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_no_number)
     except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{path}: cannot be read as JSON ({error}). Fetch it again, or correct it.") from error
     if not isinstance(found, dict):
         raise HuggingFaceError(f"{path}: is no JSON object. Fetch it again.")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that it has twice, of which Python would drop the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"it has the key {next(key for key in names if names.count(key) > 1)!r} twice")
     return found
 
 
@@ -435,7 +427,7 @@ def list_file(file: Path) -> dict[str, Stored]:
             start = 8 + int.from_bytes(first[:8], "little")
             read.seek(8)
             text = read.read(start - 8) if 8 < start <= length else b""
-        header = json.loads(text, object_pairs_hook=_once) if text else None
+        header = json.loads(text, object_pairs_hook=once) if text else None
     except FileNotFoundError as error:
         raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
     except (OSError, ValueError, RecursionError) as error:
