@@ -168,9 +168,9 @@ class PairRows:
         lists = [name for name in ("prompt", "chosen", "rejected") if isinstance(left.get(name), list | dict)]
         if found := [name for name in (*lists, *written) if left.get(name)]:
             raise RowError(f"the row has {found[0]!r}, which a chat template writes. Fix: give --chat too")
-        _refuse_other_questions(left, [_message("user", left.get("prompt") or "")] * ("prompt" in left))
         chosen, rejected = (_text(left.take(name), repr(name)) for name in ("chosen", "rejected"))
         prompt = given = _text(left.take("prompt", ""), "'prompt'")
+        _refuse_other_questions(left, [_message("user", given)] if given else [])
         if not prompt:
             prompt = _shared_beginning(chosen, rejected)
         repeated = bool(prompt) and chosen.startswith(prompt) and rejected.startswith(prompt)
@@ -243,7 +243,6 @@ def _refuse_other_questions(left: "Fields", messages: list[dict[str, Any]]) -> N
     for key in QUESTIONS:
         text = left.get(key)
         if isinstance(text, str) and text.strip() and not any(text.strip() in message["content"] for message in messages):
-            fix = f"rename it to 'prompt', or put it into {'the messages' if messages else 'one'}"
             fix = "put it into 'prompt' or the messages" if messages else "rename it to 'prompt'"
             raise RowError(f"the row has {key!r}, which is not read. Fix: {fix}")
 
@@ -638,9 +637,9 @@ def _content(value: Any, what: str) -> str:
     for i, part in enumerate(value, 1):
         part = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part
         if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - {"type", "text"}:
-            more = sorted(part.keys() - {"type", "text"}) if isinstance(part, dict) else []
-            has = repr(part.get("type", "text")) + f" with {', '.join(map(repr, more))}" * bool(more) if more else ""
-            has = has or (f"of the type {part.get('type')!r}" if isinstance(part, dict) else f"{kind_of(part)}, not an object")
+            has = f"{kind_of(part)}, not an object"
+            if isinstance(part, dict):
+                has = f"of the type {part.get('type', 'text')!r} with {', '.join(map(repr, part)) or 'nothing'}"
             fix = 'Fix: give {"type": "text", "text": ...}, or leave the row out'
             raise RowError(f"part {i} of {what} is {has}, and only objects of the type text are read. {fix}")
         texts.append(_text(part.get("text"), f"part {i} of {what}"))
