@@ -24,7 +24,9 @@ from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.families import llama
-from jaxtrain.models.transformer import build_as
+from jaxtrain.models.layers import Context
+from jaxtrain.models.module import param, stack
+from jaxtrain.models.transformer import Block, build_as
 from jaxtrain.optim.optimizer import adamw
 from jaxtrain.parity import compare
 from jaxtrain.shapes import BATCH_KEYS
@@ -219,6 +221,30 @@ class WiderFamily:
     @staticmethod
     def build(model: config.Model, *args: Any) -> Any:
         return build_as(llama.STRUCTURE, dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
+
+
+class LoudBlock(Block):
+    """A layer that is no identity if its weights are 0: it divides by one, and adds another."""
+
+    def __init__(self, model: config.Model, kernel: Any, ctx: Context, rngs: Any):
+        super().__init__(model, kernel, ctx, rngs)
+        ones = (model.d_model,), ("embed",), lambda *_: jnp.ones(model.d_model), jnp.float32
+        self.divisor, self.shift = param(rngs, *ones), param(rngs, *ones)
+
+    def __call__(self, *args: Any) -> Any:
+        (x_BTD, statistics), cache = super().__call__(*args)
+        divisor, shift = self.divisor[...][None, None], self.shift[...][None, None]
+        return ((x_BTD / divisor + shift).astype(x_BTD.dtype), statistics), cache
+
+
+class LoudFamily:
+    """The llama model with layers of LoudBlock."""
+
+    @staticmethod
+    def build(model: config.Model, kernel: Any, plan: Any, ctx: Context, rngs: Any) -> Any:
+        made = build_as(llama.STRUCTURE, model, kernel, plan, ctx, rngs)
+        made.layers = stack(lambda r: LoudBlock(model, kernel, made.ctx, r), model.num_layers, rngs)
+        return made
 
 
 def _family(run: Callable[..., Any]) -> Any:

@@ -91,7 +91,7 @@ class Shared(NamedTuple):
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
     real_BT: Any  # bool, False for padding; None if the model does not use it
 
-    def where(self, valid: jax.Array) -> "Shared":
+    def where(self, valid: jax.Array | bool) -> "Shared":
         """Return a copy. If `valid`, bool (), is False, its `real_BT` is False, so that no expert processes the tokens."""
         return self if self.real_BT is None else self._replace(real_BT=self.real_BT & valid)
 

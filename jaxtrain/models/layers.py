@@ -32,7 +32,6 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
-    places: int = 0  # length of the stack of layers, with a pipeline's padding; 0: the number of layers in the stack
 
 
 class RMSNorm(nnx.Module):

@@ -92,11 +92,11 @@ class ExpertsMLP(nnx.Module):
 Statistics = Any  # router statistics of all layers so far, f32 (layers, 5 + experts); () for a model without experts
 
 
-def no_statistics(model: Model, ctx: Context, layers: int = 0) -> Statistics:
+def no_statistics(model: Model, layers: int = 0) -> Statistics:
     """Return the statistics before the first layer, all 0. layers: number of rows; 0: one for each layer of the stack."""
     if not model.num_experts:
         return ()
-    return jnp.zeros((layers or ctx.places or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
+    return jnp.zeros((layers or model.stacked_layers, len(COLUMNS) + model.num_experts), jnp.float32)
 
 
 def with_row(statistics: Statistics, row: jax.Array) -> Statistics:

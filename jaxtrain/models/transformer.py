@@ -39,7 +39,10 @@ jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "position
 
 
 def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
-    """Return an empty cache for `length` tokens in each of `batch` rows. places: as in `layers.Context`."""
+    """Return an empty cache for `length` tokens in each of `batch` rows.
+
+    places: slots of the stack of layers, with a pipeline's empty ones; 0: the number of layers in the stack.
+    """
     arrays, _ = cached_arrays(model, placement)
 
     def empty(*layers: int) -> Any:
@@ -280,7 +283,7 @@ class Transformer(nnx.Module):
             if self.ctx.structure.scaled_embedding:
                 # The factor is rounded to the dtype of activations first, as in the code that trained these models.
                 x_BTD = x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
-            return x_BTD, no_statistics(self.model, self.ctx, layers)
+            return x_BTD, no_statistics(self.model, layers)
 
     def layer(self, carry: Carry, block: Block, shared: Shared, kind: Kind) -> Carry:
         """Run one layer. Its weights are gathered here, inside the checkpoint, so that they are freed after the layer."""

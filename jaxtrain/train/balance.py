@@ -31,7 +31,6 @@ class Balance:
 
     moe: Moe
     count: int  # of experts
-    rows: tuple[int, ...]  # for each layer, its row in the statistics
     places: tuple[int | None, ...]  # for each slot of the stack of layers, its layer; None for an empty slot
     moves: Params  # for each parameter, whether it is a router's bias that is updated
     mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
@@ -39,24 +38,23 @@ class Balance:
     @property
     def zeros(self) -> jax.Array:
         """Return zeros in the shape of the statistics, f32."""
-        return jnp.zeros((len(self.places) + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
+        return jnp.zeros((self._stacked + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
 
     @property
-    def _all_rows(self) -> jax.Array:
-        """Return, for each layer, its row in the statistics, i32 (layers,). Layers of multi-token prediction are last."""
-        return jnp.asarray((*self.rows, *(len(self.places) + i for i in range(self.mtp_layers))))
+    def _stacked(self) -> int:
+        """Return the number of layers in the stack. Row i of the statistics is that of layer i."""
+        return sum(layer is not None for layer in self.places)
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
         """Return the weighted sum of the experts' auxiliary losses of a microbatch, f32 (), each a mean over the layers."""
-        means = statistics[self._all_rows].mean(0)
+        means = statistics.mean(0)
         losses = self.moe.balance_loss * means[0] + self.moe.z_loss * means[2]
         return losses + self.moe.sequence_balance_loss * means[1] if self.moe.sequence_balance_loss else losses
 
     def metrics(self, statistics: jax.Array) -> dict[str, jax.Array]:
         """Return name in shapes.EXPERT_METRICS -> value of the metric, f32 (), from the statistics of a step."""
-        of_layers = statistics[self._all_rows]
-        loads_LE = of_layers[:, len(COLUMNS) :]
-        values = *of_layers.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
+        loads_LE = statistics[:, len(COLUMNS) :]
+        values = *statistics.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
     def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
@@ -67,7 +65,7 @@ class Balance:
         """
         if not any(jax.tree.leaves(self.moves)):
             return params
-        loads_LE = statistics[self._all_rows, len(COLUMNS) :]
+        loads_LE = statistics[:, len(COLUMNS) :]
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
         step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
@@ -75,7 +73,7 @@ class Balance:
         def moved(path: Any, bias: jax.Array) -> jax.Array:
             if path[0].key != MTP:
                 return bias + step.astype(bias.dtype)
-            row = len(self.rows) + int(path[1].key)  # of mtp.0.block.mlp.router_bias
+            row = self._stacked + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
         return filled(params, jax.tree_util.tree_map_with_path(moved, part(params, self.moves)))

@@ -18,7 +18,6 @@ from jaxtrain.models.remat import make_plan
 from jaxtrain.models.transformer import build_as
 from jaxtrain.sharding import Placement
 from jaxtrain.train.balance import is_bias
-from jaxtrain.train.stages import STAGE, arrangement
 from jaxtrain.zero import make_zero
 
 
@@ -46,14 +45,12 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     module, numerics = family(run.model.family), numerics_of(run)
     delays_load = placement.size("tensor") == 1
     plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
-    stage_layout = arrangement(run, placement.size(STAGE))
     ctx = layers.Context(
         numerics,
         placement,
         make_zero(run, placement, numerics),
         lora=lora_of(run),
         moe=run.moe,
-        places=stage_layout.places if stage_layout else run.model.stacked_layers,
     )
     # A family from outside the package builds its own module.
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.models.attention import Shared
 from jaxtrain.models.module import Definition, Params
-from jaxtrain.models.remat import Kind, add_at, at, flatten, kinds_at, layer_at, save_at, several
+from jaxtrain.models.remat import Body, Kind, add_at, at, flatten, kinds_at, layer_at, save_at
 from jaxtrain.models.transformer import Cache, Transformer
 from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement
@@ -40,30 +41,56 @@ class Pass(NamedTuple):
     valid: jax.Array  # bool (); False in a stage's bubble: it executes, and the result is discarded
 
 
+class Slot(NamedTuple):
+    """A slot of the stack of layers."""
+
+    kind: Kind  # of its layer; for an empty slot 0
+    full: bool | jax.Array  # bool (); False for an empty slot
+
+    def run(self, body: Body, carry: Any, layer: Any, shared: Shared) -> Any:
+        """Return `body(carry, layer, shared, kind)`; for an empty slot `carry`, whatever the slot's weights are."""
+        if self.full is True:
+            return body(carry, layer, shared, self.kind)
+        # Zeros for the body of an empty slot: a gradient of its input that is NaN ends here.
+        given = _chosen(self.full, carry, jax.tree.map(jnp.zeros_like, carry))
+        return _chosen(self.full, body(given, layer, shared.where(self.full), self.kind), carry)
+
+
 class StageLayers:
-    """The layers of this stage: groups of `per_group` neighbouring layers of one stack.
+    """The layers of this stage: groups of `per_group` neighbouring slots of one stack.
 
     Args:
       model: the model with this stage's shard of the stack. Weights that are differentiated are `zero.StackWeight`.
-      kinds: the kind of the layer in each slot of the global stack.
-      first: the slot of this stage's first layer in the global stack.
-      per_group: layers in a group, a multiple of the layers under each activation checkpoint (remat.every).
+      kinds: the kind of the layer in each slot of the global stack; None for an empty slot.
+      first: the index of this stage's first slot in the global stack.
+      per_group: slots in a group, a multiple of the layers under each activation checkpoint (remat.every).
     """
 
-    def __init__(self, model: Transformer, kinds: Sequence[int], first: jax.Array, per_group: int):
+    def __init__(self, model: Transformer, kinds: Sequence[int | None], first: jax.Array, per_group: int):
         self._stack, self._learnt, self._fixed, self.sums = flatten(model.layers)
         self._layers, self._body, self._plan = self._stack.layers(self._learnt, self._fixed), model.layer, model.remat
-        self._kinds, self._first, self._per_group = kinds, first, per_group
+        self._kinds, self._full = [kind or 0 for kind in kinds], [kind is not None for kind in kinds]
+        self._first, self._per_group = first, per_group
         self._each = self._plan.layers_each
         self._checkpoints = per_group // self._each  # of a group
-        self._run = self._plan.checkpoint(several(self._body))
+        self._run = self._plan.checkpoint(self._several)
 
-    def _kinds_at(self, i: jax.Array, count: int) -> list[Kind]:
-        return kinds_at(self._kinds, self._first + i, count)
+    def _several(self, carry: Any, layers: list[Any], shared: Shared, *slots: Any) -> Any:
+        """Run the layers of one activation checkpoint. slots: the kind of each, then whether each is full."""
+        for layer, kind, full in zip(layers, slots[: self._each], slots[self._each :], strict=True):
+            carry = Slot(kind, full).run(self._body, carry, layer, shared)
+        return carry
+
+    def _slots_at(self, i: jax.Array, count: int) -> list[Slot]:
+        """Return `count` slots of this stage from slot i."""
+        kinds, full = kinds_at(self._kinds, self._first + i, count), [True] * count
+        if not all(self._full):
+            full = [jnp.asarray(self._full)[self._first + i + q] for q in range(count)]
+        return [Slot(*slot) for slot in zip(kinds, full, strict=True)]
 
     def _differentiate(self, x: Any, shared: Any, i: jax.Array) -> tuple[Any, Any]:
-        kinds = self._kinds_at(i, self._each)
-        return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, kinds)
+        kinds, full = zip(*self._slots_at(i, self._each), strict=True)
+        return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, (*kinds, *full))
 
     def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Return (tree structure, shapes) of the activations that one activation checkpoint saves for `x` and `shared`."""
@@ -88,15 +115,15 @@ class StageLayers:
             return carry
         return jax.lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.asarray(list(order), jnp.int32))[0]
 
-    def through[C](self, step: Callable[[C, Any, Kind, jax.Array], C], carry: C, group: jax.Array) -> C:
-        """Return the carry after `step(carry, layer, kind, index of the layer on this stage)` for each layer of a group.
+    def through[C](self, step: Callable[[C, Any, Slot, jax.Array], C], carry: C, group: jax.Array) -> C:
+        """Return the carry after `step(carry, layer, slot, index of the slot on this stage)` for each slot of a group.
 
         The layers run one after another, and no activations are saved.
         """
 
         def one(carry: C, q: jax.Array) -> C:
             i = group * self._per_group + q
-            return step(carry, layer_at(self._layers, i), self._kinds_at(i, 1)[0], i)
+            return step(carry, layer_at(self._layers, i), self._slots_at(i, 1)[0], i)
 
         return self._loop(one, carry, range(self._per_group))
 
@@ -113,9 +140,10 @@ class StageLayers:
         first = this.group * self._per_group + checkpoint * self._each
         vjp = jax.tree.unflatten(tree, found)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
-        for q, of_layer in enumerate(grads):
-            # The gradient of an invalid pass may have any value, including NaN.
-            added = [jnp.where(this.valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
+        for q, (of_layer, slot) in enumerate(zip(grads, self._slots_at(first, self._each), strict=True)):
+            # The gradient of an invalid pass, or of an empty slot, may have any value, including NaN.
+            valid = this.valid & slot.full
+            added = [jnp.where(valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
 
@@ -171,9 +199,9 @@ class Pipeline:
 
     def layers(self, model: Transformer) -> StageLayers:
         """Return the layers of a model that are on this stage."""
-        of_place = [0 if layer is None else self.kinds[layer] for layer in self.arrangement.order]
+        kinds = [None if layer is None else self.kinds[layer] for layer in self.arrangement.order]
         first = jax.lax.axis_index(STAGE) * self.arrangement.groups * self.arrangement.per_group
-        return StageLayers(model, of_place, first, self.arrangement.per_group)
+        return StageLayers(model, kinds, first, self.arrangement.per_group)
 
     def send(self, tree: Any, by: int) -> Any:
         """Send arrays to the next stage (by = 1) or to the previous stage (by = -1). Return the received arrays.
@@ -202,7 +230,7 @@ class Pipeline:
 
         def turn(x: Any, own: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
             of = shared.where(mine)
-            return layers.through(lambda x, layer, kind, _: model.layer(x, layer, of, kind), x, group), own
+            return layers.through(lambda x, layer, slot, _: slot.run(model.layer, x, layer, of), x, group), own
 
         x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), turn)
         return model.final_hidden(x)[0]
@@ -216,10 +244,14 @@ class Pipeline:
         layers = self.layers(model)
 
         def turn(x: Any, kv: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
-            def layer(carry: tuple[Any, Any], block: Any, kind: Any, i: jax.Array) -> tuple[Any, Any]:
+            def body(carry: tuple[Any, Any], block: Any, shared: Shared, kind: Kind) -> tuple[Any, Any]:
+                x, kv = carry
+                return model.layer_with_cache(x, block, shared, kind, kv)
+
+            def layer(carry: tuple[Any, Any], block: Any, slot: Slot, i: jax.Array) -> tuple[Any, Any]:
                 x, kv = carry
                 old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
-                x, new = model.layer_with_cache(x, block, shared.where(mine), kind, old)
+                x, new = slot.run(body, (x, old), block, shared.where(mine))
                 return x, jax.tree.map(
                     lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _chosen(mine, new, old)
                 )
@@ -419,6 +451,6 @@ def _added(sums: Params, grads: Params) -> Params:
     return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
 
 
-def _chosen(mine: jax.Array, x: Any, other: Any) -> Any:
+def _chosen(mine: jax.Array | bool, x: Any, other: Any) -> Any:
     """Return x if `mine`, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)

@@ -119,8 +119,7 @@ def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangeme
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
     stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
-    layout = stage_layout.turns, stage_layout.order
-    return Balance(run.moe, run.model.num_experts, *layout, moves, run.model.mtp_layers)
+    return Balance(run.moe, run.model.num_experts, stage_layout.order, moves, run.model.mtp_layers)
 
 
 def adds_in_backward(run: RunConfig, definition: Definition) -> bool:

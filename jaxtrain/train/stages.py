@@ -3,7 +3,7 @@
 A stage holds `groups` groups of consecutive layers, Megatron's virtual stages. Group q is on stage q % stages, so a microbatch
 passes through all stages once for each group of a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2; one group: a
 plain pipeline). All groups have the same number of slots. If groups do not divide the layers evenly, the last slots of some
-groups are empty. An empty slot is the identity.
+groups are empty. An empty slot is the identity, and its weights are not trained (pipeline.Slot).
 
 All stages run in lockstep: in a tick each runs one group forward on one microbatch, and one group backward on another. A unit
 is a pass of one microbatch through one group. Units are ordered in runs of `stages` microbatches: group 0 on the first run,
@@ -67,13 +67,6 @@ class Arrangement:
             of_group.append([*range(first, first + own), *[None] * (self.per_group - own)])
             first += own
         return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
-
-    @functools.cached_property
-    def turns(self) -> tuple[int, ...]:
-        """Return, for each layer, the number of slots that a microbatch passes before the layer, empty slots included."""
-        count = self.stages * self.groups
-        short, longer = divmod(self.layers, count)
-        return tuple(q * self.per_group + i for q in range(count) for i in range(short + (q < longer)))
 
 
 def arrangement(run: RunConfig, stages: int) -> Arrangement | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxtrain import windows
 from jaxtrain.activations import parse_tensors
-from jaxtrain.config import EXPERT_AXIS, Problem, RunConfig
+from jaxtrain.config import Problem, RunConfig
 from jaxtrain.context import Context
 from jaxtrain.train.stages import arrangement
 
@@ -38,7 +38,7 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
         rule = f"saved activations of a pipeline (mesh.stage = {stages}) stay on the device"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
-        yield from _layers(run, stages, table, bad)
+        yield from _layers(run, stages, bad)
 
 
 def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
@@ -81,7 +81,7 @@ def _schedule(run: RunConfig) -> Iterable[Problem]:
         yield Problem("pipeline.groups", p.groups, rule, "Set pipeline.schedule to interleaved, or this to 1.")
 
 
-def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
     lying = arrangement(run, stages)
     if lying is None:
         return
@@ -95,19 +95,6 @@ def _layers(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: se
             rule,
             f"Set {count + run.model.dense_layers} or more, or a smaller mesh.stage.",
         )
-    elif (
-        run.model.stacked_layers % count
-        and run.model.num_experts
-        and EXPERT_AXIS in table["experts"]
-        and not run.moe.capacity_factor
-    ):
-        # The router's logits of an empty slot are all equal.
-        over = f"mesh.{EXPERT_AXIS}"
-        more = f" after {run.model.dense_layers} dense ones" * bool(run.model.dense_layers)
-        rule = f"does not divide into {count} groups ({of}){more}; "
-        rule += f"an empty slot would send all tokens to the same experts over {over}"
-        remedy = f"Set a multiple of {count}{more}, another mesh.stage, {over} to 1, or moe.capacity_factor."
-        yield Problem("model.num_layers", run.model.num_layers, rule, remedy)
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
         rule = f"does not divide the {lying.per_group} layers that a stage runs at a time ({of})"
         fits = ", ".join(str(n) for n in range(1, lying.per_group + 1) if lying.per_group % n == 0)

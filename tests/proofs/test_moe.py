@@ -394,7 +394,7 @@ def test_step_moves_the_bias_and_no_gradient_does():
 
 def test_losses_of_experts_by_hand():
     """Each loss is a mean over the layers, times its own factor. kernels/experts/routing.py lists the statistics' columns."""
-    balance = Balance(Moe(balance_loss=0.5, sequence_balance_loss=7.0, z_loss=0.001), 2, (1, 0), (0, 1), {})
+    balance = Balance(Moe(balance_loss=0.5, sequence_balance_loss=7.0, z_loss=0.001), 2, (0, 1), {})
     rest = [0.0] * (len(COLUMNS) - 3)
     statistics = jnp.asarray([[1.0, 3.0, 30.0, *rest, 0.5, 0.5], [2.0, 4.0, 50.0, *rest, 0.0, 0.0]])
     assert float(balance.penalty(statistics)) == pytest.approx(0.5 * 1.5 + 7.0 * 3.5 + 0.001 * 40.0, rel=1e-6)

@@ -7,7 +7,9 @@ from typing import Any
 
 import helpers
 import jax
+import numpy as np
 import pytest
+from matrix import MODELS, NO_LOSSES
 
 from jaxtrain import generation
 from jaxtrain.config import ConfigError
@@ -108,6 +110,38 @@ ASKED = {
     ),
     "fewer microbatches than stages": ({"train.freeze": "embed.*,head,final_norm.*"}, {"mesh.stage": 3}),
 }
+
+
+# Layers with weights that are not silent at 0, in stacks with empty slots.
+EXPERTS = MODELS["sinks"] | {"model.num_heads": 4, "model.num_kv_heads": 2, "train.global_batch": 8, "model.d_ff": 16}
+ROUTED = {"model.router": "sigmoid", "model.router_bias": True, "model.num_experts": 4, "model.experts_per_token": 2}
+EMPTY = {
+    "an own family": ({"model.family": "helpers:LoudFamily"}, {"mesh.fsdp": 2}),
+    "an own family's two layers under one checkpoint": (
+        {"model.family": "helpers:LoudFamily", "remat.every": 2},
+        {"parallel.scan_layers": False},
+    ),
+    "biases in groups": ({"model.attention_out_bias": True, "model.qkv_bias": True, "model.num_layers": 5}, GROUPS),
+    "experts on several devices": (EXPERTS | {"model.num_layers": 3}, {"mesh.expert": 2}),
+    "router biases": (ROUTED | NO_LOSSES | {"moe.bias_rate": 0.25}, {"mesh.expert": 2, "mesh.data": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", helpers.few(EMPTY, "an own family's two layers under one checkpoint", "experts on several devices")
+)
+def test_an_empty_slot_is_not_trained(case: str):
+    """Its weights stay 0, and the steps are those of one device."""
+    asked, layout = EMPTY[case]
+    same(asked, TWO | layout)
+    made = helpers.program(run := helpers.tiny(SMALL | asked | TWO | layout))
+    state, step = helpers.start(made), helpers.train_step(run)
+    for i in range(2):
+        state, _ = step(state, place_batch(helpers.host_batch(run, i), made.batch, made.context))
+    empty = [slot for slot, layer in enumerate(state.layers.order) if layer is None]
+    assert empty
+    for name, w in jax.tree_util.tree_leaves_with_path(state.params["layers"]):
+        assert not np.asarray(w)[empty].any(), name
 
 
 @pytest.mark.more

@@ -293,6 +293,20 @@ BUGS = (
         'proofs/test_parity.py -k "test_matrix and gpipe"',
     ),
     Bug(
+        "pipeline: an empty slot is a layer of zeros",
+        "jaxtrain/train/pipeline.py",
+        "[kind is not None for kind in kinds]",
+        "[True for kind in kinds]",
+        "proofs/test_pipeline.py -k empty",
+    ),
+    Bug(
+        "pipeline: an empty slot gives NaN to the gradients before it",
+        "jaxtrain/train/pipeline.py",
+        "body(given, layer, shared.where(self.full), self.kind)",
+        "body(carry, layer, shared.where(self.full), self.kind)",
+        "proofs/test_pipeline.py -k empty",
+    ),
+    Bug(
         "pipeline: the last stage hands nothing on to the first",
         "jaxtrain/train/pipeline.py",
         "if self.schedule.groups > 1 or 0 <= s + by < stages]",

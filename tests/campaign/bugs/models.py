@@ -34,7 +34,7 @@ BUGS = (
     Bug(
         "mtp: biases of its routers move as those of the stack's first layers",
         "jaxtrain/train/balance.py",
-        "row = len(self.rows) + int(path[1].key)",
+        "row = self._stacked + int(path[1].key)",
         "row = int(path[1].key)",
         "proofs/test_mtp.py -k routers",
     ),
