@@ -158,7 +158,8 @@ def test_fp8_matmuls_run_on_a_stage():
 def test_evaluation_and_sampling_on_stages_of_several_groups():
     losses, texts = [], []
     for layout in ({"train.grad_accum": 2}, TWO | GROUPS | {"mesh.tensor": 2}):
-        run = helpers.tiny(SMALL | {"model.num_layers": 5, "loss.z_loss": 1e-2} | layout)
+        asked = {"model.family": "helpers:LoudFamily", "model.num_layers": 5, "loss.z_loss": 1e-2}
+        run = helpers.tiny(SMALL | asked | layout)
         made = helpers.program(run)
         params = helpers.start(made).params
         host = {name: x[:4] for name, x in helpers.host_batch(run, 0).items()}
