@@ -67,6 +67,10 @@ def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
 
 _check_environment()
 is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain.COMMAND`
+if is_command:
+    from jaxtrain import streams
+
+    streams.begin()
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)
 

@@ -286,7 +286,7 @@ def available_gib(root: str | os.PathLike[str] = "/") -> float:
 def _text(path: Path) -> str:
     """Return a file's text; "" if it cannot be read."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

@@ -9,16 +9,16 @@ import dataclasses
 import difflib
 import fractions
 import math
+import os
 import re
 import sys
-import traceback
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
+from jaxtrain import config_file
 from jaxtrain.config import (
     ConfigError,
     Optimizer,
@@ -277,6 +277,11 @@ def fit_schedule(
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Return the result of `config.resolve`. A problem of an unknown dropout key has the reason why jaxtrain has no dropout."""
     run, problems = resolve(config)
+    try:
+        run.sample.prompt.encode()
+    except UnicodeEncodeError:
+        fix = "Type it in a terminal of UTF-8, or write it in a config file."
+        problems.append(Problem("sample.prompt", run.sample.prompt, "is not UTF-8", fix))
     return run, [_explain_refusal(p) for p in problems]
 
 
@@ -366,9 +371,11 @@ def _as_option(setting: str, given: str) -> str:
 
 
 def _file_and_variant(text: str) -> tuple[str, str]:
-    """Return (FILE.py, variant) of FILE.py:variant. The first colon after .py counts, so a folder's name may contain one."""
-    path, found, variant = text.partition(".py:")
-    return (path + ".py", variant) if found else (text, "")
+    """Return (FILE.py, variant) of FILE.py:variant: the first split that names a file, else the first; the whole text first."""
+    ends = [match.start() + len(".py") for match in re.finditer(r"\.py:", text)]
+    splits = [(text, ""), *((text[:end], text[end + 1 :]) for end in ends)]
+    files = (each for each in splits if Path(os.path.expanduser(each[0])).is_file())
+    return next(files, splits[1] if ends else splits[0])
 
 
 def _relative(path: Path) -> str:
@@ -377,11 +384,8 @@ def _relative(path: Path) -> str:
 
 
 def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
-    """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems).
-
-    The file is executed without being imported, so no __pycache__ appears next to it.
-    """
-    file = Path(path)
+    """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems)."""
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         folders = dict.fromkeys((REPO / "configs", file.parent.resolve()))
         known = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
@@ -393,29 +397,27 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
             0,
             [Problem("--config", path, "is empty" if not path else "is a folder" if file.is_dir() else "no such file", remedy)],
         )
-    module = types.ModuleType("jaxtrain_config_file")
-    module.__file__ = str(file)
     try:
-        exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
-        if not hasattr(module, "get_config"):
-            return (
-                None,
-                0,
-                [Problem("--config", path, "defines no get_config", "Define get_config(arg=None) as configs/tiny.py does.")],
-            )
-        config = module.get_config(variant) if variant else module.get_config()
+        with config_file.beside(file):
+            module = config_file.run(file)
+            if not callable(getattr(module, "get_config", None)):
+                fix = "Define get_config(arg=None) as configs/tiny.py does."
+                return None, 0, [Problem("--config", path, "defines no function get_config", fix)]
+            config = module.get_config(variant) if variant else module.get_config()
     except ConfigError as e:
         return None, 0, e.problems
     # A config file is a user's program: every exception is a mistake in that file, shown with its line.
-    except Exception as e:
-        lines = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(file)]
-        line = e.lineno if isinstance(e, SyntaxError) else (lines[-1] if lines else None)
-        where = f"line {line} raises" if line else "raises"
+    except (Exception, SystemExit) as e:
+        where = config_file.where(e, file)
         first = (str(e).strip() or "no message").splitlines()[0].rstrip(".")
         remedy = "Correct the file."
-        if isinstance(e, TypeError) and variant and "argument" in first:
-            remedy = f"This file takes no variant: leave out ':{variant}'."
-        return None, 0, [Problem("--config", path, f"{where} {type(e).__name__}: {first}", remedy)]
+        if isinstance(e, TypeError) and not where:  # of the call of get_config
+            takes = f"This file takes no variant: leave out ':{variant}'." if variant else f"Name one: --config={path}:VARIANT."
+            remedy = takes if "argument" in first else remedy
+        elif isinstance(e, ModuleNotFoundError):
+            remedy = "Put the module beside the file, or its folder on PYTHONPATH."
+        rule = f"{where} raises {type(e).__name__}: {first}".strip()
+        return None, 0, [Problem("--config", path, rule, remedy)]
     if not isinstance(config, ml_collections.ConfigDict):
         rule = f"get_config returned {type(config).__name__}, not a ConfigDict"
         return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]

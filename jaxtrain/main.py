@@ -125,7 +125,7 @@ def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Pr
     if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
         return []
     try:
-        receipt = json.loads((workdir / "receipt.json").read_text())
+        receipt = json.loads((workdir / "receipt.json").read_text(encoding="utf-8"))
         words, stored = shlex.split(receipt["command"]), dict(flatten(receipt["resolved"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
@@ -157,7 +157,7 @@ def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
     """Return `loaded` with the config of a replay bundle in place of the config file. The command line's overrides apply."""
     try:
-        tree = json.loads((bundle / "bundle.json").read_text())["config"]
+        tree = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"holds no bundle.json with a config ({error})"
         problem = launch.Problem(

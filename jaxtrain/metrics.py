@@ -87,14 +87,14 @@ def naming(path: Path, *others: Path) -> Iterator[None]:
 def write_atomic(path: Path, data: str | bytes) -> None:
     """Replace a file atomically: a reader, or a kill at any moment, finds either the old or the new file."""
     with replacing(path) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
 def write_output(file: str | Path, data: str | bytes) -> None:
     """Write the file that an option of a command names, which may be a device such as /dev/stdout. Raises NotWritten."""
     path = Path(file).expanduser()
     with naming(path):
-        path.write_bytes(data.encode() if isinstance(data, str) else data)
+        path.write_bytes(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager

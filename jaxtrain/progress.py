@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from jaxtrain import streams
 from jaxtrain.metrics import naming
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ class Console:
         elif self._stream is not None:
             self._stream.write(f"{'warning: ' if warning else ''}{text}\n")
             self._stream.flush()
+            if streams.reader_ended(self._stream):
+                raise BrokenPipeError("its reader has ended")
 
     def _to_terminal(self, action: Any) -> None:
         """Write to the terminal. If the terminal is closed (pipe, lost connection), the run continues with its log only."""

@@ -144,6 +144,7 @@ def _name(why: str) -> str:
 
 def _say(text: str) -> None:
     try:
-        os.write(2, text.encode())  # not through sys.stderr: its lock may be held by the interrupted thread
+        # Not through sys.stderr: its lock may be held by the interrupted thread.
+        os.write(2, text.encode(errors="backslashreplace"))
     except OSError:
         return  # the terminal is gone; the run's end is still written to its receipt

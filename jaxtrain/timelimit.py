@@ -28,7 +28,7 @@ def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """If `why`, the reason of the stop, is the time limit, ask the run.sh that started this run not to restart it."""
     if why.startswith(WHY) and NOTE in environ:
         with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
-            Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n")
+            Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n", encoding="utf-8")
 
 
 def limit_s(

@@ -270,7 +270,7 @@ class Watchdog:
             facts, fault = _within(FACTS_S, lambda: _plain(self._facts()))
             report["facts"] = {"error": fault} if fault is not None else facts
             path = folder / _name("report", "json", self.process_index)
-            _, fault = _within(REPORT_S, lambda: path.write_text(json.dumps(report, indent=1) + "\n"))
+            _, fault = _within(REPORT_S, lambda: path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8"))
             if fault is not None:
                 faults.append(f"{path} could not be written: {fault}")
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
@@ -283,15 +283,16 @@ class Watchdog:
 
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _name("cause", "txt", self.process_index)).write_text(cause + "\n")
+        (folder / _name("cause", "txt", self.process_index)).write_bytes(f"{cause}\n".encode(errors="backslashreplace"))
         names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
         # A temporary file first: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
-        with tempfile.TemporaryFile("w+") as dumped:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as dumped:
             faulthandler.dump_traceback(dumped, all_threads=True)
             dumped.seek(0)
             stacks = dumped.read()
         text = "\n".join([cause, "", "Python's threads: as below, native id, name", *names, "", stacks])
-        (folder / _name("stacks", "txt", self.process_index)).write_text(text + _native_threads(os.getpid()))
+        text += _native_threads(os.getpid())
+        (folder / _name("stacks", "txt", self.process_index)).write_bytes(text.encode(errors="backslashreplace"))
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -343,12 +344,12 @@ def _native_threads(pid: int) -> str:
     lines = ["", "All threads of the process: native id, name, state (R runs, S waits, D waits for a device), waits in"]
     for task in sorted(tasks.iterdir(), key=lambda task: int(task.name)):
         try:
-            name = (task / "comm").read_text().strip()
+            name = (task / "comm").read_text(encoding="utf-8", errors="replace").strip()
             state = _state(task / "stat")
         except OSError:
             continue  # it ended meanwhile
         try:
-            waits = (task / "wchan").read_text().strip("0")
+            waits = (task / "wchan").read_text(encoding="utf-8").strip("0")
         except OSError:
             waits = ""  # not readable for this user
         lines.append(f"  {task.name}  {name}  {state}  {waits}".rstrip())
@@ -357,4 +358,4 @@ def _native_threads(pid: int) -> str:
 
 def _state(stat: Path) -> str:
     """Return the state letter of a process or thread from its file `stat`: T if it is stopped."""
-    return stat.read_text().rpartition(")")[2].split()[0]
+    return stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]

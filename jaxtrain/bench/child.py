@@ -70,12 +70,12 @@ def run_case(
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps({**request, "answer_file": str(answered)}))
+        asked.write_text(json.dumps({**request, "answer_file": str(answered)}), encoding="utf-8")
         command = [python, str(script)] if script else [*module_command("bench.child"), function]
         command += [str(asked), str(answered)]
         log = log or Path(folder, "log.txt")
         code, output = run_program(command, log, environ=environ, limit_s=limit_s, killed_s=killed_s)
-        answer = json.loads(answered.read_text()) if answered.exists() else {}
+        answer = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
     if answer.get("verdict", LATE) == LATE:  # the case ended before its final answer
         late = {"verdict": LATE, "why": f"not done after {limit_s:.0f} s"} if code is None and limit_s else None
         answer |= late or {"verdict": FAILED, "why": f"exit code {code}: {last_lines(output)}"}
@@ -112,7 +112,7 @@ def run_program(
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             code = None
-    return code, log.read_text(errors="replace")
+    return code, log.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
@@ -165,9 +165,9 @@ def main(argv: list[str]) -> int:
     module, _, name = function.partition(":")
     case = getattr(importlib.import_module(module), name)
     try:
-        answer = case(json.loads(Path(asked).read_text()))
+        answer = case(json.loads(Path(asked).read_text(encoding="utf-8")))
     except ConfigError as error:  # the devices or the environment
-        answer = json.loads(Path(answered).read_text()) if Path(answered).exists() else {}
+        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
         answer |= {"verdict": REFUSED, "why": "; ".join(map(str, error.problems))}
         answer["problems"] = [dataclasses.asdict(problem) for problem in error.problems]
     write_atomic(Path(answered), json.dumps(answer))

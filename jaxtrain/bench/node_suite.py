@@ -80,7 +80,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
     command += [str(GPU_TESTS / target) for target in only]
     code, outcome = node.run_program(name, command, limit_s, os.environ | where)
-    results = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     by_outcome = {kind: [r for r in results if r["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
     rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
     table = report.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows, text=2)
@@ -115,7 +115,7 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
         code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))
         lines += outcome.lines
         if file.exists():
-            data[name] = json.loads(file.read_text())
+            data[name] = json.loads(file.read_text(encoding="utf-8"))
             bad += [f"{name} {r['name']}" for r in data[name]["layouts"] if r["verdict"] not in ("agrees", "reference")]
         elif code:
             bad.append(f"{name}: {outcome.found}")
@@ -250,7 +250,7 @@ def train_tiny(node: Node, limit_s: float) -> Outcome:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if code != 0:
         return outcome
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-1]
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-1]
     return Outcome(GOOD, f"trained, evaluated (loss {last['loss']:.3f}), saved and sampled", outcome.lines, last)
 
 

@@ -164,7 +164,7 @@ def _act(part: Part, node: Node, limit_s: float) -> Outcome:
     except Exception as error:
         log = node.path / "logs" / f"{report.file_name(part.name)}_error.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(traceback.format_exc())
+        log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
         return Outcome(BAD, f"{error_line(error)} ({log})")
 
 

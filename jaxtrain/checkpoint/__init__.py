@@ -73,7 +73,7 @@ def folder_in(run: str) -> str:
     config = Path(run) / "config.json"
     if config.exists():
         try:
-            elsewhere = json.loads(config.read_text()).get("checkpoint", {}).get("dir", "")
+            elsewhere = json.loads(config.read_text(encoding="utf-8")).get("checkpoint", {}).get("dir", "")
         except (ValueError, AttributeError) as e:
             raise CheckpointError(f"{config} is no config: {e}. Name the checkpoints folder itself.") from e
         if elsewhere:

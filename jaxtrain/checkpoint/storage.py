@@ -124,7 +124,7 @@ class Storage:
                 client.pipe_file(os.fspath(path), text.encode())
             return
         partial = Path(path.with_name(f"{path.name}.partial"))
-        with open(partial, "w") as f:
+        with open(partial, "w", encoding="utf-8") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())

@@ -375,7 +375,7 @@ def result_file(folder: Path, number: int) -> Path:
 def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[str, Any] | None:
     """Return the result of an earlier run for a part; None: the part is missing or changed, or has bad lines to report."""
     try:
-        found = json.loads(result_file(folder, number).read_text())
+        found = json.loads(result_file(folder, number).read_text(encoding="utf-8"))
         files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
         same = files == found["files"] and "notes" in found
     except (OSError, ValueError, KeyError):
@@ -507,7 +507,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
             return result
         result["files"] = [writer.close()["content_sha256"] for writer in writers]
     unfinished = folder / f"{number:06}.json{own}"
-    unfinished.write_text(json.dumps(result))
+    unfinished.write_text(json.dumps(result), encoding="utf-8")
     unfinished.replace(result_file(folder, number))
     return result
 

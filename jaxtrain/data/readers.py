@@ -26,7 +26,7 @@ BATCH_ROWS = 1024  # Parquet rows decoded at once
 DATASET = "hf:"  # begins the name of a data set
 DATASET_FORM = "hf:DATASET[:CONFIG][:SPLIT]; the split is train where none is given, hf:DATASET::SPLIT leaves the config open"
 TO_PARQUET = "import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{{0}}'{}), '{{1}}.parquet')"
-TO_LINES = "import json; [print(json.dumps(x)) for x in json.load(open('{0}'))]"
+TO_LINES = "import json; [print(json.dumps(x)) for x in json.load(open('{0}', 'rb'))]"
 OTHER_FORMATS = {  # suffix of a file that is not read -> remedy; {0} is the file's path, {1} the path without suffix
     ".csv": f'python -c "{TO_PARQUET.format("")}"',
     ".tsv": f'python -c "{TO_PARQUET.format(", parse_options=c.ParseOptions(delimiter='\\t')")}"',

@@ -134,7 +134,7 @@ def is_aborting() -> bool:
     """
     for status in Path("/proc/self/task").glob("*/status"):
         with contextlib.suppress(OSError):  # the thread has ended
-            line = next(line for line in status.read_text().splitlines() if line.startswith("SigBlk:"))
+            line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("SigBlk:"))
             blocked = int(line.split()[1], 16)
             if blocked >> (signal.SIGABRT - 1) & 1 and not blocked >> (signal.SIGTERM - 1) & 1:
                 return True

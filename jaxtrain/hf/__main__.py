@@ -224,7 +224,8 @@ def run_check(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         tokens, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
         np.save(tokens, tokens_BT)
-        ended = subprocess.run([python, SCRIPT, locate(args.folder), tokens, theirs], capture_output=True, text=True)
+        command = [python, SCRIPT, locate(args.folder), tokens, theirs]
+        ended = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if ended.returncode or not theirs.exists():
             (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
             hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)

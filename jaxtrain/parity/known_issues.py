@@ -155,7 +155,7 @@ def train_processes(argv: Sequence[str], count: int) -> tuple[list[dict[str, Any
         if failed := [(code, output) for code, output in ended if code != 0]:
             code, output = failed[0]
             return [], "not done in time" if code is None else f"exit code {code}: {last_lines(output)}"
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if line["kind"] == "train"], ""
 
 

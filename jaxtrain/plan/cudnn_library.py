@@ -123,5 +123,5 @@ def _path(package: str, file: str) -> Path:
 def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
     """Compile C source to a stub library at `path`, and load it. Libraries that link to this file name then use the stub."""
     build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
-    subprocess.run(build, input=source, text=True, capture_output=True, check=True)
+    subprocess.run(build, input=source, encoding="utf-8", capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

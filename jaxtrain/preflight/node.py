@@ -135,7 +135,7 @@ class RecordedNode:
     def __init__(self, folder: Path):
         self._folders = [folder]
         while (base := self._folders[-1] / "base.txt").exists():
-            self._folders.append((base.parent / base.read_text().strip()).resolve())
+            self._folders.append((base.parent / base.read_text(encoding="utf-8").strip()).resolve())
             if len(self._folders) > MAX_BASES:
                 raise RecordingError(f"{folder}: base.txt files form a chain of more than {MAX_BASES} recordings, or a circle")
         if not self._folders[-1].is_dir():
@@ -156,7 +156,7 @@ class RecordedNode:
         path = self._find(f"commands/{file_name(command)}")
         if path is None:
             return Answer(ABSENT)
-        lines = path.read_text().split("\n", 2)
+        lines = path.read_text(encoding="utf-8").split("\n", 2)
         if len(lines) < 3 or not (code := re.fullmatch(r"exit (\d+|timeout)", lines[1])):
             raise RecordingError(f"{path} must begin with '$ COMMAND' and 'exit CODE'")
         out, _, err = lines[2].partition(f"{STDERR}\n")
@@ -164,7 +164,7 @@ class RecordedNode:
 
     def read(self, path: str) -> str | None:
         found = self._find(f"files{path}")
-        return found.read_text() if found else None
+        return found.read_text(encoding="utf-8") if found else None
 
     def listing(self, path: str) -> list[str]:
         return self._listings.get(path, [])
@@ -181,7 +181,7 @@ class RecordedNode:
     def _json(self, name: str) -> Any:
         path = self._find(f"{name}.json")
         try:
-            return json.loads(path.read_text()) if path else {}
+            return json.loads(path.read_text(encoding="utf-8")) if path else {}
         except ValueError as error:
             raise RecordingError(f"{path} is no JSON: {error}") from None
 
@@ -214,7 +214,7 @@ class LocalNode:
     def read(self, path: str) -> str | None:
         """Return the text of a small file; None if it is absent or not readable."""
         try:
-            with open(path, errors="replace") as file:
+            with open(path, encoding="utf-8", errors="replace") as file:
                 self._files[path] = file.read(MAX_CHARACTERS)
                 return self._files[path]
         except OSError:
@@ -301,7 +301,7 @@ class LocalNode:
         for name, text in texts.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
 
     def close(self) -> None:
         """Kill the commands that still run, without waiting for them.

@@ -146,7 +146,7 @@ def run_around(target: Path) -> Run:
     start = target.resolve()
     for folder in (start, *start.parents):
         if (folder / "config.json").is_file() and (folder / "receipt.json").is_file():
-            receipt = json.loads((folder / "receipt.json").read_text())
+            receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
             devices = receipt["devices"]
             lines = metrics.read(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else ()
             times = [line["step_time_s"] for line in lines if line["kind"] == "train" and line["step_time_s"] is not None]
@@ -155,7 +155,7 @@ def run_around(target: Path) -> Run:
                 ", ".join(devices["kind"]),
                 receipt["mesh"],
                 devices["count"] // devices["process_count"],
-                json.loads((folder / "config.json").read_text())["precision"],
+                json.loads((folder / "config.json").read_text(encoding="utf-8"))["precision"],
                 statistics.median(times) * 1e3 if times else None,
             )
     return Run(target.name)
@@ -167,7 +167,7 @@ def program_of(trace: Trace, run: Run) -> tuple[Program | None, str]:
     reason = f"there is no file {HLO_TEXT} in the folder of the trace"
     if text.is_file():
         try:
-            return programs.read(text.read_text(), run.mesh, run.gpus), ""
+            return programs.read(text.read_text(encoding="utf-8"), run.mesh, run.gpus), ""
         except HloError as error:
             reason = f"{text} cannot be read: {error}"
     return None, f"Time is sorted by the names of kernels alone: {reason}."

@@ -72,7 +72,7 @@ def read_preflight(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Return all findings of preflight, from the file that preflight wrote; None if preflight did not run."""
     path = environ.get(variables.PREFLIGHT)
     try:
-        return json.loads(Path(path).read_text()) if path else None
+        return json.loads(Path(path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError) as error:
         return {"error": f"{variables.PREFLIGHT}={path}: {error}"}
 
@@ -157,4 +157,4 @@ def _git(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     command = ["git", "-c", "core.quotePath=false", "-C", str(folder), *args]
     # This module parses git's messages, so they must be in English. Optional locks could block a commit of another process.
     env = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False, env=env)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=False, env=env)

@@ -32,7 +32,7 @@ def now() -> str:
 def load(path: Path) -> dict[str, Any]:
     """Return the receipt in a file. Raises ReceiptError if the file is not a receipt, or has another FORMAT."""
     try:
-        receipt = json.loads(path.read_text())
+        receipt = json.loads(path.read_text(encoding="utf-8"))
         version, attempts = receipt["format"], receipt["attempts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "Fix: move it away, and the run writes a new one." if path.name == NAME else FIX

@@ -80,7 +80,7 @@ def processors() -> int | None:
 def cpu_model() -> str | None:
     """Return the model of the CPU; None if it is unknown."""
     with contextlib.suppress(OSError):  # some systems do not have this file
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or None

@@ -217,7 +217,7 @@ def read(folder: str | Path, name: str = "") -> Run:
         name or at.resolve().name,
         at,
         load(receipts.NAME, receipts.load, {}, "the page has no receipt"),
-        load("config.json", lambda path: json.loads(path.read_text()), {}, "the number of steps is not known"),
+        load("config.json", lambda path: json.loads(path.read_text(encoding="utf-8")), {}, "the number of steps is not known"),
         load(goodput.FILE, goodput.read, [], "the page has no goodput"),
         notes,
     )

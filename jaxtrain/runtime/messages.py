@@ -23,4 +23,4 @@ class Refusal(End):
 def say(text: str) -> None:
     """Write one line to stderr. An error is ignored: a closed terminal must not end the run."""
     with contextlib.suppress(OSError):
-        os.write(2, f"run.sh: {text}\n".encode())
+        os.write(2, f"run.sh: {text}\n".encode(errors="backslashreplace"))

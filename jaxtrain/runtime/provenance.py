@@ -30,7 +30,9 @@ def ask(*command: str, timeout_s: float | None = None, environ: Mapping[str, str
     """
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     try:
-        process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, env=environ, text=True, errors="replace")
+        process = subprocess.Popen(
+            command, stdin=null, stdout=pipe, stderr=null, env=environ, encoding="utf-8", errors="replace"
+        )
     except OSError:
         return None
     try:
@@ -48,7 +50,7 @@ def gpu_names() -> list[str]:
     """
     names = []
     for path in glob.glob("/proc/driver/nvidia/gpus/*/information"):
-        found = re.search(r"^Model:\s*(.+?)\s*$", Path(path).read_text(errors="replace"), re.MULTILINE)
+        found = re.search(r"^Model:\s*(.+?)\s*$", Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
         names += [found[1]] if found else []
     if not names:
         listed = ask("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout_s=ANSWER_S)
@@ -66,7 +68,8 @@ def host_class(names: list[str]) -> str:
     if names:
         return "+".join(f"{count} {name}" for name, count in collections.Counter(names).items())
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"^model name[^:]*: *(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    facts = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    model = re.search(r"^model name[^:]*: *(.+)$", facts, re.MULTILINE)
     return f"{os.cpu_count()} CPUs" + (f", {model[1]}" if model else "")
 
 

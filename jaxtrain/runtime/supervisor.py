@@ -291,7 +291,7 @@ class Supervisor:
                 if code > 128 and code != INTERRUPTED:
                     say(f"{meaning}: not started again")
                 return code
-            obstacle = self._obstacle(note.read_text().strip(), time.time())
+            obstacle = self._obstacle(note.read_text(encoding="utf-8").strip(), time.time())
             if obstacle:
                 say(f"{meaning}: not started again, {obstacle}")
                 return code

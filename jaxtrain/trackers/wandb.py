@@ -144,7 +144,7 @@ class WandB:
 def load(path: Path) -> dict[str, Any]:
     """Return the contents of a wandb.json. Raises TrackerError if the file is not valid, or has another FORMAT."""
     try:
-        known = json.loads(path.read_text())
+        known = json.loads(path.read_text(encoding="utf-8"))
         version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
     except (ValueError, KeyError, TypeError) as error:
         raise TrackerError(f"{path}: not written by a run ({error!r}). Move it away to start a new W&B run") from error

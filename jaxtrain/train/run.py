@@ -197,7 +197,7 @@ class Ending:
             try:
                 self.receipt.finish(code, reason)
             except NotWritten as error:  # the process ends with `code` in any case
-                os.write(2, f"error: {error}\n".encode())
+                os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
 
 
 def train_attempt(

@@ -154,7 +154,7 @@ class HostMemory:
 def read_resident_gib() -> float:
     """Return the resident memory of this process in GiB; 0.0 on a system without /proc."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     except OSError:
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

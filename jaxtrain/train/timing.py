@@ -15,8 +15,8 @@ from pathlib import Path
 def process_age_s() -> float:
     """Return the seconds since this process was started; 0.0 on a system without /proc."""
     try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return float(Path("/proc/uptime").read_text().split()[0]) - started
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+        return float(Path("/proc/uptime").read_bytes().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except OSError:
         return 0.0
 

@@ -74,7 +74,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
         rule, remedy = f"the newest checkpoint is at step {newest} already", f"Set {newest} or more, or another --workdir."
         return [Problem("train.steps", run.train.steps, rule, remedy)]
     try:
-        meta = json.loads((folder / str(newest) / "meta.json").read_text())
+        meta = json.loads((folder / str(newest) / "meta.json").read_text(encoding="utf-8"))
         stored = meta["config"]
     except (OSError, ValueError, KeyError, TypeError):
         return []

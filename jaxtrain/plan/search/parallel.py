@@ -77,7 +77,7 @@ class Child:
             return pickle.loads(result.read_bytes())
         if code == -signal.SIGKILL:
             return Outcome(None, "out of memory", "killed, as the system does if host memory runs out")
-        lines = (self._folder / "printed").read_text(errors="replace").strip().splitlines()
+        lines = (self._folder / "printed").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = f"; its last line: {lines[-1][:300]}" if lines else ""
         ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return Outcome(None, "crashed", f"the compiler's process {ending}{last}")
@@ -86,7 +86,8 @@ class Child:
 def work(folder: str) -> None:
     """Make the plan of a `Child` in its own process. folder: the child's folder, with the request."""
     with contextlib.suppress(OSError):  # some containers mount /proc read-only
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if host memory runs out, the kernel kills a compile first
+        # If host memory runs out, the kernel kills a compile first.
+        Path("/proc/self/oom_score_adj").write_bytes(b"1000")
     request, plan_one = pickle.loads((Path(folder) / "request").read_bytes())
     try:
         plan = pkgutil.resolve_name(plan_one)(request.run, request.topology, rates=request.rates)
