@@ -244,13 +244,17 @@ prepare() { # prepare dev|notebooks|docs|-
 }
 
 start() { # becomes the environment's Python, with the repository importable and the exit code its own
+  local path=:${PYTHONPATH-}:
+  while [[ $path == *::* ]]; do path=${path//::/:}; done # an empty item would mean the current folder
+  if [[ $* == "-m jaxtrain."* ]]; then export PYTHONSAFEPATH=1; fi # a types.py of the current folder is not Python's
   # A rehearsal of training is the supervisor's own, where there is an environment that it can run in.
   if [[ -n ${JAXTRAIN_DRY_RUN-} ]] && ! { [[ $* == "-m jaxtrain.runtime "* ]] && current; }; then
     say "would run:$(printf ' %q' "$venv/bin/python" "$@")"
     exit 0
   fi
   [[ -e /dev/fd/0 ]] || exec </dev/null # a daemon may have closed it
-  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$venv/bin/python" "$@"
+  path=$root$path
+  PYTHONPATH=${path%:} exec "$venv/bin/python" "$@"
 }
 
 supervise() { # supervise main|preflight ARGUMENTS: preflight, attempts, restarts and nodes are Python's (jaxtrain/runtime)

@@ -308,7 +308,7 @@ def _file(name: str) -> str:
     """Return the path of a config; a name without folder and suffix is a file of configs/."""
     stem, colon, variant = name.partition(":")
     own = launch.REPO / "configs" / f"{stem}.py"
-    known = not Path(stem).exists() and "/" not in stem and own.exists()
+    known = not (Path(stem).exists() or Path(name).is_file()) and "/" not in stem and own.exists()
     return f"{own}{colon}{variant}" if known else name
 
 

@@ -12,7 +12,8 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import ml_collections
@@ -678,6 +679,20 @@ def parts_of(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
+def split_paths(text: str, separator: str, exists: Callable[[str], bool]) -> list[str]:
+    """Return the items of a list whose items contain paths. A path that exists may contain the separator.
+
+    exists: whether an item names files that exist. Of several ways to join parts of `text`, the longest such item counts.
+    """
+    parts, items = text.split(separator), []
+    while parts:
+        joined = (number for number in range(len(parts), 1, -1) if exists(separator.join(parts[:number])))
+        number = next(joined, 1)
+        items.append(separator.join(parts[:number]).strip())
+        del parts[:number]
+    return [item for item in items if item]
+
+
 def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
     """Return `compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and its problems.
 
@@ -1035,16 +1050,29 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
     """Return the `:variant` of `--config=FILE:variant`, with the types of `defaults`.
 
     `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
-    switches a bool on. Unknown names and values of the wrong type raise ConfigError.
+    switches a bool on. A path that exists may contain commas. Unknown names and values of the wrong type raise ConfigError.
     """
     chosen = dict(defaults)
     problems: list[Problem] = []
-    for item in filter(None, (arg or "").split(",")):
+    texts = [name for name, value in defaults.items() if isinstance(value, str)]
+    cut = ""  # the variant before, if it is a path that does not exist: it may have been cut at a comma
+
+    def exists(item: str) -> bool:
+        name, _, text = item.partition("=")
+        return name in texts and os.path.exists(os.path.expanduser(text))
+
+    for item in split_paths(arg or "", ",", exists):
         name, given, text = item.partition("=")
         if name not in defaults:
             remedy = nearest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
-            problems.append(Problem(f"--config=FILE:{item}", None, "no such variant", remedy))
+            rule = "no such variant"
+            if cut:
+                rule = f"there is no such path, and a comma separates variants, of which {item!r} is none"
+                problems = [p for p in problems if p.key != f"--config=FILE:{cut}"]
+                cut = item = f"{cut},{item}"
+            problems.append(Problem(f"--config=FILE:{item}", None, rule, remedy))
             continue
+        cut = item if name in texts and not text.startswith("hf:") and not exists(item) else ""
         kind = type(defaults[name])
         try:
             if kind is bool:

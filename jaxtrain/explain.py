@@ -71,6 +71,7 @@ def markdown() -> str:
         "and returns it. `--config=FILE:variant` hands it `variant`. Any key below can be set on the command line, as",
         "`--config.SECTION.KEY=VALUE`, where the last one wins. No key may be None: '' and 0 stand for not set.",
         "`python -m jaxtrain.main --config=FILE --explain` prints all keys with their values and who set them.",
+        "The file may import modules of its own folder and of the current folder.",
         "",
         "A warm-up or decay that is too long for `--config.train.steps` keeps its part of the run, unless it was typed too.",
         "So does `optimizer.lr_min` below a lower `--config.optimizer.lr`. A line of the log says so.",

@@ -421,7 +421,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
     if not isinstance(config, ml_collections.ConfigDict):
         rule = f"get_config returned {type(config).__name__}, not a ConfigDict"
         return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
-    asked = re.search(r"\bgpus=([\d_]+)", variant or "")
+    asked = re.search(r"(?:^|,)gpus=([\d_]+)", variant or "")
     gpus = getattr(module, "GPUS", 0)
     if not isinstance(gpus, int):  # the file uses this name for another constant
         return config, 0, []

@@ -23,9 +23,9 @@ def begin() -> None:
         except OSError:  # closed: a file that is opened later must not get this number
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
-        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")  # empty
     elif not os.environ.get("PYTHONIOENCODING"):
-        sys.stdin.reconfigure(encoding=console_encoding(0))  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stdin.reconfigure(encoding=console_encoding(0), errors="surrogateescape")  # pyright: ignore
     sys.stdout = sys.__stdout__ = _output(sys.stdout, 1)
     sys.stderr = sys.__stderr__ = _output(sys.stderr, 2)
 

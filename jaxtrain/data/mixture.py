@@ -7,6 +7,7 @@ once an epoch. So a row is a function of its number and the phases alone.
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Problem
+from jaxtrain.config import Problem, split_paths
 
 WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
 
@@ -28,18 +29,19 @@ class Named:
 
 
 def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], list[Problem]]:
-    """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found.
+    """Parse `a.tok=0.7,b.tok=0.3`: return the files, and the problems found. A file that exists may have commas in its path.
 
     Either all files have a weight, or none has. Without weights, `shares` sets weights in proportion to the files' tokens.
     """
     files, problems = [], []
-    for item in filter(None, (part.strip() for part in source.split(","))):
+    items = split_paths(source, ",", lambda item: is_file(item) or is_file(item.rpartition("=")[0]))
+    for item in items:
         if re.search(r"\.tok[=0-9.]*[\s;]", item) and not Path(item).expanduser().exists():
             fix = f"Write {','.join(re.split(r'[\s;]+', item))}."
             problems.append(Problem(key, item, "names several files, which a comma separates", fix))
             continue
-        path, given, text = (item, "", "") if item.endswith(".tok") else item.rpartition("=")
-        if not given:
+        path, given, text = item.rpartition("=")
+        if not given or item.endswith(".tok") or "/" in text or is_file(item):
             files.append(Named(item, None))
             continue
         try:
@@ -49,6 +51,10 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
         if not (0 < weight < math.inf):
             problems.append(Problem(key, item, "a weight is a number above 0", f"Write {path}=0.5, for example."))
         files.append(Named(path, weight))
+    odd = [file.path for file in files if not file.path.endswith(".tok") and not is_file(file.path)]
+    if odd and len(items) > 1:  # a path with a comma, and one mistake
+        rule = f"no such file, and as a list, which commas separate, it names {odd[0]!r}"
+        return [], [Problem(key, source, rule, "Correct the path, or list token files as a.tok=0.7,b.tok=0.3.")]
     if not files and not problems:
         problems.append(Problem(key, source, "names no data", "Set stdlib, synthetic, or token files."))
     if len({file.weight is None for file in files}) > 1:
@@ -66,7 +72,7 @@ def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[P
     key = "data.source_schedule"
     phases: list[tuple[int, list[Named]]] = []
     problems = []
-    for item in filter(None, (part.strip() for part in schedule.split(";"))):
+    for item in split_paths(schedule, ";", lambda item: all_exist(item.partition(":")[2])):
         step, colon, source = item.partition(":")
         if not (colon and re.fullmatch(r"[0-9]+(_[0-9]+)* *", step) and int(step)):
             rule = "does not begin with a step of at least 1 and a colon"
@@ -75,10 +81,21 @@ def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[P
         if phases and int(step) <= phases[-1][0]:
             rule = f"step {int(step)} is not after step {phases[-1][0]}"
             problems.append(Problem(key, item, rule, "Give the steps in ascending order, each once."))
-        files, wrong = parse_files(source, key)
+        files, wrong = parse_files(source.strip(), key)
         problems += wrong
         phases.append((int(step), files))
     return phases, problems
+
+
+def is_file(path: str) -> bool:
+    """Return whether a path, which may begin with ~, names a file."""
+    return os.path.isfile(os.path.expanduser(path.strip()))
+
+
+def all_exist(source: str) -> bool:
+    """Return whether a text as in `parse_files` is without a mistake, and names files that exist."""
+    files, problems = parse_files(source)
+    return not problems and all(is_file(file.path) for file in files)
 
 
 def identity(path: str) -> Path:

@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import config, installed
+from jaxtrain.config import split_paths
 from jaxtrain.data import stdlib, synthetic, text_format
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.mixture import Mixture, Named, identity, parse_files, parse_schedule, shares
+from jaxtrain.data.mixture import Mixture, Named, all_exist, identity, parse_files, parse_schedule, shares
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
@@ -253,13 +254,13 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
     """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems).
 
     A single source may have no name; its key is then "". A name has only letters, digits, _ and -. If a number follows
-    the `=`, the text before the `=` is a file, not a name.
+    the `=`, or if the whole text names files that exist, the text before the `=` is a file, not a name.
     """
     sets: dict[str, str] = {}
-    items = [item for part in text.split(";") if (item := part.strip())]
+    items = split_paths(text, ";", lambda item: all_exist(item) or all_exist(item.partition("=")[2]))
     for item in items:
         name, _, source = (part.strip() for part in item.partition("="))
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source):
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or all_exist(item):
             name, source = "", item
         rule = ""
         if not name and len(items) > 1:
@@ -284,7 +285,7 @@ def is_number(text: str) -> bool:
 
 
 def is_custom(source: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
 
 
 def near_files(path: str) -> list[str]:
@@ -450,6 +451,7 @@ def check(
       finetunes: whether the run begins with trained weights. Then it usually learns conversations.
     """
     problems, largest = [], 0
+    names: dict[str, str] = {}  # source of a held-out set -> its name
     pairs = None if ":" in loss.name else loss.of_pairs
     form = "pairs" if pairs else "chat" if finetunes else "text"
     sources = [("data.source", data.source)]
@@ -462,6 +464,7 @@ def check(
         sets, wrong = parse_sets(data.eval_source)
         problems += wrong
         sources += [("data.eval_source", source) for source in sets.values() if not wrong]
+        names = {source: name for name, source in sets.items() if name}
     elif need_eval and not builtin and not is_custom(data.source):
         paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
@@ -494,7 +497,7 @@ def check(
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
-                problems += e.problems
+                problems += [_as_typed(p, names.get(source, "")) for p in e.problems]
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
             problems.append(
@@ -533,6 +536,16 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
         fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}."
         return config.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
     return None
+
+
+def _as_typed(problem: config.Problem, name: str) -> config.Problem:
+    """Return the problem of a held-out set. If its file does not exist, its name may be the beginning of a path."""
+    if not name or problem.rule != GONE:
+        return problem
+    typed = f"{name}={problem.value}"
+    near = near_files(typed)
+    rule = f"no such file, and none of the name {problem.value} (NAME= names a held-out set)"
+    return dataclasses.replace(problem, value=typed, rule=rule, remedy=did_you_mean(near) if near else problem.remedy)
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:

@@ -250,7 +250,8 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     """Return the files that match the globs, sorted. Raises PrepareError for a pattern without a match."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        matches = [Path(p) for p in sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))]
+        literal = Path(pattern).expanduser()  # its name may contain [ or *
+        matches = [literal] if literal.is_file() else [Path(p) for p in sorted(glob.glob(str(literal), recursive=True))]
         files = [p for p in matches if p.is_file()]
         if not files:
             why = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else "matches no file"

@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -334,7 +335,8 @@ def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
 
 def dataset_name(spec: str) -> tuple[str, str | None, str]:
     """Return (name or folder, config, split) of hf:DATASET[:CONFIG][:SPLIT]. Raises PrepareError for another form."""
-    name, *rest = spec.removeprefix(DATASET).split(":")
+    folder = spec.removeprefix(DATASET)
+    name, *rest = [folder] if os.path.isdir(os.path.expanduser(folder)) else folder.split(":")
     if not name or len(rest) > 2:
         raise PrepareError(f"--input={spec}: is written {DATASET_FORM}")
     config, split = [*rest, "", ""][:2]

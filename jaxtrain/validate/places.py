@@ -120,6 +120,10 @@ def writable(key: str, place: Path) -> list[Problem]:
     anywhere, so read-only mounts and the kernel's own file systems are checked as well.
     """
     place = Path(os.path.abspath(place))
+    try:
+        str(place).encode()
+    except UnicodeEncodeError:
+        return [Problem(key, str(place), "is no path of UTF-8, and checkpoints cannot be saved there", "Name another place.")]
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
     if not nearest_parent.is_dir():
         return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]

@@ -103,6 +103,16 @@ def test_the_exit_code_and_the_arguments_are_the_commands_own(machine: Machine):
     assert machine.installed() == [DEFAULT], "once for all three"
 
 
+def test_commands_search_modules_on_pythonpath_and_not_in_the_current_folder(machine: Machine):
+    """An empty item of PYTHONPATH would be the current folder. Tools run in the repository, and search it."""
+    safe = 'if [[ $1 == -c ]]; then echo 3.12; else echo "${PYTHONSAFEPATH-no} $PYTHONPATH"; fi\n'
+    script(machine.bin / "venv-python", f"#!/bin/bash\n{safe}")
+    for given, path in (("", ""), (":/a::b:", ":/a:b"), (".", ":.")):
+        for words, expected in (((), "1"), (("data", "--help"), "1"), (("test",), "no")):
+            done = machine.run(*words, PYTHONPATH=given)
+            assert done.stdout.splitlines()[-1] == f"{expected} {machine.repo}{path}"
+
+
 @pytest.mark.parametrize(
     ("line", "starts", "folder"),
     [("test -k data", "<pytest> <-k> <data>", ""), ("notebooks --no-browser", "<jupyterlab> <--no-browser>", "/notebooks")],

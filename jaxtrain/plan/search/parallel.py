@@ -32,6 +32,7 @@ import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
 if os.getppid() != int(sys.argv[2]):  # the parent ended before the call
     sys.exit(1)
+sys.path[:] = sys.argv[3:]  # as in the parent, whose own modules the plan may need
 from {__name__} import work
 work(sys.argv[1])
 """
@@ -50,14 +51,14 @@ class Child:
         self._temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-plan-")
         self._folder = Path(self._temporary.name)
         (self._folder / "request").write_bytes(pickle.dumps((request, plan_one)))
-        path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", ""))))
+        path = [str(Path(__file__).resolve().parents[3]), *(os.path.abspath(folder) for folder in sys.path)]
         with (self._folder / "printed").open("wb") as printed:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN, self._temporary.name, str(os.getpid())],
+                [sys.executable, "-P", "-c", BEGIN, self._temporary.name, str(os.getpid()), *path],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
                 start_new_session=True,  # Ctrl-C interrupts only the parent, which then ends its children
             )
 
