@@ -374,8 +374,8 @@ def _file_and_variant(text: str) -> tuple[str, str]:
     """Return (FILE.py, variant) of FILE.py:variant: the first split that names a file, else the first; the whole text first."""
     ends = [match.start() + len(".py") for match in re.finditer(r"\.py:", text)]
     splits = [(text, ""), *((text[:end], text[end + 1 :]) for end in ends)]
-    files = (each for each in splits if Path(os.path.expanduser(each[0])).is_file())
-    return next(files, splits[1] if ends else splits[0])
+    expanded = ((os.path.expanduser(path), variant) for path, variant in splits)
+    return next((each for each in expanded if os.path.isfile(each[0])), splits[1] if ends else splits[0])
 
 
 def _relative(path: Path) -> str:
@@ -385,7 +385,7 @@ def _relative(path: Path) -> str:
 
 def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
     """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems)."""
-    file = Path(os.path.expanduser(path))
+    file = Path(path)
     if not file.is_file():
         folders = dict.fromkeys((REPO / "configs", file.parent.resolve()))
         known = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
