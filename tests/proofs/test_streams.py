@@ -26,6 +26,14 @@ def test_an_argument_of_utf_8_is_text_in_every_locale(kind: str):
     assert done.returncode == 2 and WORD in done.stderr.decode()
 
 
+def test_a_path_of_utf_8_is_found_in_every_locale(tmp_path: Path):
+    (tmp_path / f"{WORD}.py").write_text("from jaxtrain.config import default_config as get_config\n")
+    for locale in (locales.ASCII, locales.latin()):
+        command = [sys.executable, "-m", "jaxtrain.main", f"--config={tmp_path}/{WORD}.py", "--explain"]
+        done = subprocess.run(command, env=locales.environ(locale), cwd=REPO, capture_output=True)
+        assert f"{WORD}.py" in done.stdout.decode() and b"Traceback" not in done.stderr
+
+
 def test_an_argument_in_the_terminals_encoding_is_text_unless_it_is_a_path(tmp_path: Path):
     raw = WORD.encode("iso-8859-1")
     assert WORD in run([raw], locales.latin()).stderr.decode()

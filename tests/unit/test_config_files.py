@@ -67,12 +67,17 @@ def test_a_config_file_imports_configs_of_the_current_folder(tmp_path: Path, mon
 
 
 def test_modules_named_as_ones_of_python_or_of_packages_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("types", "colorsys", "tokenizers"):
-        write(tmp_path / f"{name}.py", "raise RuntimeError('not for you')")
+    """A library that a config file imports has its own parts, also where the file's folder has others of the name."""
+    for name in ("types", "colorsys", "its_part"):
+        write(tmp_path / "mine" / f"{name}.py", "raise RuntimeError('not for you')")
+    installed = tmp_path / "site-packages"
+    write(installed / "some_library.py", "import its_part")
+    write(installed / "its_part.py", "")
+    monkeypatch.syspath_prepend(str(installed))
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    text = f"import types, colorsys\nfrom jaxtrain.data import tokenizer\n{BASE}{GET}    return config\n"
-    monkeypatch.chdir(tmp_path)
-    assert load(write(tmp_path / "c.py", text)).problems == []
+    text = f"import types, colorsys, some_library\n{BASE}{GET}    return config\n"
+    monkeypatch.chdir(tmp_path / "mine")
+    assert load(write(tmp_path / "mine" / "c.py", text)).problems == []
 
 
 def test_classes_of_a_config_file_are_found_by_their_module(tmp_path: Path):
