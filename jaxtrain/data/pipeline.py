@@ -30,7 +30,7 @@ from jaxtrain import config, installed
 from jaxtrain.config import split_paths
 from jaxtrain.data import stdlib, synthetic, text_format
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.mixture import Mixture, Named, all_exist, identity, parse_files, parse_schedule, shares
+from jaxtrain.data.mixture import Mixture, Named, all_exist, identity, is_file, parse_files, parse_schedule, shares
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
@@ -254,13 +254,14 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
     """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems).
 
     A single source may have no name; its key is then "". A name has only letters, digits, _ and -. If a number follows
-    the `=`, or if the whole text names files that exist, the text before the `=` is a file, not a name.
+    the `=`, or if the text begins with the path of a file, the text before the `=` is a file, not a name.
     """
     sets: dict[str, str] = {}
     items = split_paths(text, ";", lambda item: all_exist(item) or all_exist(item.partition("=")[2]))
     for item in items:
         name, _, source = (part.strip() for part in item.partition("="))
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or all_exist(item):
+        begins_with_file = any(is_file(each.path) for each in parse_files(item)[0][:1])
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or begins_with_file:
             name, source = "", item
         rule = ""
         if not name and len(items) > 1:
@@ -497,7 +498,8 @@ def check(
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except config.ConfigError as e:
-                problems += [_as_typed(p, names.get(source, "")) for p in e.problems]
+                named = source in names and [p.rule for p in e.problems] == [GONE]
+                problems += [_as_typed(e.problems[0], names[source], data.tokenizer, form)] if named else e.problems
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
             problems.append(
@@ -538,14 +540,13 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
     return None
 
 
-def _as_typed(problem: config.Problem, name: str) -> config.Problem:
-    """Return the problem of a held-out set. If its file does not exist, its name may be the beginning of a path."""
-    if not name or problem.rule != GONE:
-        return problem
+def _as_typed(problem: config.Problem, name: str, tokenizer: str, form: str) -> config.Problem:
+    """Return the problem of a held-out set whose only file does not exist: NAME= may be the beginning of its path."""
     typed = f"{name}={problem.value}"
-    near = near_files(typed)
-    rule = f"no such file, and none of the name {problem.value} (NAME= names a held-out set)"
-    return dataclasses.replace(problem, value=typed, rule=rule, remedy=did_you_mean(near) if near else problem.remedy)
+    if os.path.isdir(os.path.dirname(typed)):
+        problem = missing_file(problem.key, typed, tokenizer, form)
+    rule = f"{GONE}, and none of the name {typed.partition('=')[2]} (NAME= names a held-out set)"
+    return dataclasses.replace(problem, value=typed, rule=rule)
 
 
 def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:

@@ -51,6 +51,8 @@ def test_files_with_and_without_weights_keep_them(folder: Path):
         ("plain.tok", 0.25),
         ("lr=3e-4/x", 0.25),
     ]
+    both = "lr=3e-4/x.tok,bs=16,wd=0/x.tok"
+    assert pipeline.parse_sets(both) == ({"": both}, []) and pipeline.parse_sets(f"a={both}") == ({"a": both}, [])
     files, wrong = mixture.parse_files("plain.tok,bs=16,wd=0/x.tok")
     assert not wrong and [(f.path, f.weight) for f in files] == [("plain.tok", None), ("bs=16,wd=0/x.tok", None)]
 
@@ -61,6 +63,11 @@ def test_a_path_that_does_not_exist_is_one_problem_that_names_it(folder: Path, n
         assert [(p.key, p.value) for p in wrong] == [(key, name)]
     (problem,) = problems("plain.tok", "lr=3e-4/y.tok")
     assert (problem.key, problem.value) == ("data.eval_source", "lr=3e-4/y.tok") and "NAME=" in problem.rule
+    assert "--output=lr=3e-4/y.tok" in problem.remedy
+    (problem,) = problems("plain.tok", "plain.tok,lr=3e-4/y.tok")
+    assert problem.value == "lr=3e-4/y.tok"
+    (problem,) = problems("plain.tok", "web=gone.tok")
+    assert problem.value == "web=gone.tok" and "--output=gone.tok" in problem.remedy
     (problem,) = problems("plain.tok", "lr=3e-4/x.tk")
     assert "lr=3e-4/x.tok" in problem.remedy  # the file that is there
 
