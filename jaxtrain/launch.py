@@ -414,6 +414,8 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         if isinstance(e, TypeError) and not where:  # of the call of get_config
             takes = f"This file takes no variant: leave out ':{variant}'." if variant else f"Name one: --config={path}:VARIANT."
             remedy = takes if "argument" in first else remedy
+        elif isinstance(e, SyntaxError) and "'utf-8' codec" in first:
+            remedy = "Save it as UTF-8, or name its encoding in its first line: # coding: latin-1"
         elif isinstance(e, ModuleNotFoundError):
             remedy = "Put the module beside the file, or its folder on PYTHONPATH."
         rule = f"{where} raises {type(e).__name__}: {first}".strip()

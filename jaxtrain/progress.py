@@ -200,7 +200,7 @@ class _LogFile(logging.FileHandler):
     """The file of a console. If it cannot be written, the terminal says so once, and has all further messages."""
 
     def __init__(self, console: Console):
-        super().__init__(console.path, mode="a", encoding="utf-8")
+        super().__init__(console.path, mode="a", encoding="utf-8", errors="backslashreplace")
         self._console = console
 
     def handleError(self, record: logging.LogRecord) -> None:

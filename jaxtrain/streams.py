@@ -44,11 +44,16 @@ def decode_argument(word: str) -> str:
 
 
 def console_encoding(number: int) -> str:
-    """Return the encoding of a standard stream: the locale's on a terminal, UTF-8 in files and pipes."""
+    """Return the encoding of a standard stream: the locale's on a terminal, UTF-8 in files and pipes.
+
+    In the locale C, Python itself assumes that the terminal is of UTF-8, unless PYTHONUTF8=0.
+    """
     try:
-        return codecs.lookup(locale.getencoding()).name if os.isatty(number) else "utf-8"
+        encoding = codecs.lookup(locale.getencoding()).name
     except LookupError:
-        return "utf-8"
+        encoding = "utf-8"
+    assumed = encoding == "ascii" and "utf8" not in sys._xoptions  # this process was not started again
+    return encoding if os.isatty(number) and not assumed else "utf-8"
 
 
 class Output(io.FileIO):

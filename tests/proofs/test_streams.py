@@ -49,7 +49,8 @@ def test_a_name_that_is_not_text_is_printed_with_escapes():
 
 
 def test_a_terminal_gets_its_own_encoding():
-    for locale, shown in ((locales.latin(), WORD.encode("iso-8859-1")), (locales.ASCII, b"gr\\xf6\\xdfe")):
+    latin, ascii = WORD.encode("iso-8859-1"), b"gr\\xf6\\xdfe"
+    for locale, shown in ((locales.latin(), latin), (locales.ASCII, ascii), ({"LC_ALL": "C"}, WORD.encode())):
         ours, theirs = pty.openpty()
         done = run([WORD.encode()], locale, stderr=theirs)
         os.close(theirs)
