@@ -1,6 +1,7 @@
 """The text of a command: UTF-8 in every locale, and standard streams that end no command. Works on Python 3.12 or later."""
 
 import codecs
+import fcntl
 import io
 import locale
 import os
@@ -18,16 +19,27 @@ def begin() -> None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     sys.argv[1:] = map(decode_argument, sys.argv[1:])
     for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:  # closed: a file that is opened later must not get this number
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if not _is_open(number):  # a file that is opened later must not get this number
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            if nowhere != number:
+                os.close(nowhere)
+            os.set_inheritable(number, True)
     if sys.stdin is None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")  # empty
     elif not os.environ.get("PYTHONIOENCODING"):
         sys.stdin.reconfigure(encoding=console_encoding(0), errors="surrogateescape")  # pyright: ignore
     sys.stdout = sys.__stdout__ = _output(sys.stdout, 1)
     sys.stderr = sys.__stderr__ = _output(sys.stderr, 2)
+
+
+def _is_open(number: int) -> bool:
+    """Return whether a standard stream can be used. Where one is closed, bash opens its script in its place, to read."""
+    try:
+        access = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        return False
+    return number == 0 or access != os.O_RDONLY
 
 
 def decode_argument(word: str) -> str:

@@ -64,10 +64,14 @@ def test_the_encoding_that_the_user_sets_is_obeyed():
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_whose_streams_are_closed_ends_as_usual(closed: str):
+def test_a_command_whose_streams_are_closed_ends_as_usual(tmp_path: Path, closed: str):
     for words, code in (("", 0), ("nothing", 2)):
         line = f'exec "$0" -m jaxtrain {words} {closed}'
         done = subprocess.run(["bash", "-c", line, sys.executable], cwd=REPO, capture_output=True)
+        assert done.returncode == code and b"Traceback" not in done.stderr
+        script = tmp_path / "script.sh"  # bash opens a script in the place of a stream that is closed
+        script.write_text(f'exec "{sys.executable}" -m jaxtrain {words}\n')
+        done = subprocess.run(["bash", "-c", f"exec bash {script} {closed}"], cwd=REPO, capture_output=True)
         assert done.returncode == code and b"Traceback" not in done.stderr
 
 
