@@ -665,7 +665,7 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
     name, source = own_template(spec)
     if choice:
         try:
-            name, source = choice, Path(choice).expanduser().read_text(encoding="utf-8")
+            name, source = choice, Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             names = ", ".join(fitting(control))
             rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"

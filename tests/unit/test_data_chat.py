@@ -192,7 +192,7 @@ def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_pat
         "{{ strftime_now('%d %B %Y') }}{% for m in messages %}{% break %}{% endfor %}"
     )
     assert found().render(Conversation(talk(("user", "a")))) == "22 November 2026"
-    (tmp_path / "mine.jinja").write_text("mine")
+    (tmp_path / "mine.jinja").write_text("mine", encoding="utf-8-sig")  # a byte order mark is no text
     assert found("mine.jinja").render(Conversation([])) == "mine"
     (tmp_path / "broken.jinja").write_text("a\n{% for %}")
     with pytest.raises(text_tokenizers.TokenizerError, match="broken.jinja"):
