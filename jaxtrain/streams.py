@@ -94,7 +94,7 @@ def _output(stream: Any, number: int) -> io.TextIOWrapper:
     """Return a stream for this descriptor that writes \\xNN for what its encoding lacks. stream: Python's own; None: closed."""
     encoding = stream.encoding if stream and os.environ.get("PYTHONIOENCODING") else console_encoding(number)
     raw = Output(number, "w", closefd=False)
-    direct = stream is not None and stream.write_through  # of stderr, and of both with PYTHONUNBUFFERED
+    direct = stream is not None and stream.write_through  # with PYTHONUNBUFFERED
     buffer = raw if direct else io.BufferedWriter(raw)
     lines = number == 2 or os.isatty(number)
     return io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=lines, write_through=direct)  # pyright: ignore
