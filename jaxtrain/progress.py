@@ -164,6 +164,7 @@ class Console:
     def _print(self, text: str, warning: bool) -> None:
         if self._process_index != 0:
             text = f"[process {self._process_index}] {text}"
+        text = streams.printable(text, self._stream)
         if self._live is not None:
             self._live.console.print(text, style="yellow" if warning else None, markup=False, soft_wrap=True)
         elif self._stream is not None:

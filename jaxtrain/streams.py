@@ -90,6 +90,12 @@ def reader_ended(stream: object) -> bool:
     return getattr(getattr(buffer, "raw", buffer), "ended", False)
 
 
+def printable(text: str, stream: Any) -> str:
+    """Return a text with \\xNN for what the encoding of a stream lacks. A program's own streams may refuse such characters."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _output(stream: Any, number: int) -> io.TextIOWrapper:
     """Return a stream for this descriptor that writes \\xNN for what its encoding lacks. stream: Python's own; None: closed."""
     encoding = stream.encoding if stream and os.environ.get("PYTHONIOENCODING") else console_encoding(number)

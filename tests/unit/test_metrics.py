@@ -305,6 +305,15 @@ def test_the_time_left_goes_by_recent_lines(tmp_path, monkeypatch):
     assert (left[399], left[400]) == ("1h40m", "2h46m")  # 600 steps of 10 s; 699, as the 75 lines before with what was undone
 
 
+def test_a_message_that_the_terminal_cannot_show_is_escaped_there_and_whole_in_the_log(tmp_path):
+    """A program that trains has its own streams, of an encoding of its own."""
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with progress.Console(tmp_path, 0, 10, stream=out) as console:
+        console.say("größe \udcf6")
+    assert out.buffer.getvalue() == b"gr\\xf6\\xdfe \\udcf6\n"  # pyright: ignore[reportAttributeAccessIssue]
+    assert "größe \\udcf6" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
 def test_errors_and_foreign_warnings_are_in_the_log(tmp_path):
     out = io.StringIO()
     with pytest.raises(RuntimeError), progress.Console(tmp_path, 0, 10, stream=out):

@@ -463,6 +463,13 @@ BUGS = (
         "proofs/test_streams.py -k closed",
     ),
     Bug(
+        "progress: a character that the terminal lacks ends the run",
+        "jaxtrain/progress.py",
+        "text = streams.printable(text, self._stream)",
+        "text = str(text)",
+        "unit/test_metrics.py -k cannot_show",
+    ),
+    Bug(
         "config files: a helper of another file's folder",
         "jaxtrain/config_file.py",
         'if name.partition(".")[0] in gone:',
