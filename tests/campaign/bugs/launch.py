@@ -472,15 +472,15 @@ BUGS = (
     Bug(
         "config files: a helper of another file's folder",
         "jaxtrain/config_file.py",
-        'if name.partition(".")[0] in gone:',
-        "if name in ():",
+        'if name.partition(".")[0] in finder.found]',
+        "if name in ()]",
         "unit/test_config_files.py -k beside_it",
     ),
     Bug(
-        "config files: a helper hides a package from jaxtrain",
+        "config files: a helper hides a module of Python's library",
         "jaxtrain/config_file.py",
-        "(name in sys.stdlib_module_names or not _is_own(_importer(), self.folders))",
-        "name in sys.stdlib_module_names",
+        "if path is not None or name in sys.stdlib_module_names:",
+        "if path is not None:",
         "unit/test_config_files.py -k left_alone",
     ),
     Bug(
