@@ -48,6 +48,7 @@ TABLES: Mapping[int, Table] = {
 
 # Names that change results or speed.
 PREFIXES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NVTE_", "TF_", "NVIDIA_TF32_OVERRIDE")
+PREFIXES += ("MOCK_NUM_GPU_PROCESSES", "MOCK_GPU_TOPOLOGY")  # JAX's: collectives that do nothing
 # Exceptions: names without an effect, and names that another module handles.
 HARMLESS = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_TIMESTAMP*", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE"),
@@ -56,8 +57,10 @@ HARMLESS = (
     # Variables of NVIDIA's images about themselves, and paths of a toolkit.
     *("*_VERSION", "CUDA_HOME", "CUDA_PATH*", "CUDA_ROOT", "CUDA_DIR", "CUDA_INSTALL_PATH", "CUDA_TOOLKIT_ROOT_DIR"),
     *("CUDA_BIN_PATH", "CUDNN_HOME", "CUDNN_PATH", "CUDNN_ROOT*", "CUDNN_*DIR", "NCCL_HOME", "NCCL_ROOT*", "NCCL_*_DIR"),
-    # Selection of devices and processes: hardware.probe and distributed.detect read them.
+    # Selection of devices and processes: hardware.probe and distributed.detect read them (OPTIONS in distributed/cluster.py),
+    # except JAX_COORDINATOR_BIND_ADDRESS, which JAX reads in process 0.
     *("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "CUDA_VISIBLE_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS"),
+    *("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT", "JAX_PROCESS_ID", "JAX_PROCESS_INDEX", "JAX_CUDA_VISIBLE_DEVICES"),
     # The memory budget: hardware.memory_environment refuses contradictions.
     *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"),
     *("XLA_PYTHON_CLIENT_ALLOCATOR", "TF_FORCE_UNIFIED_MEMORY", HOST_LIMIT),
@@ -69,7 +72,8 @@ SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_K
 # Variables that the dynamic loader, the shell or Python reads before the config is read. Setting them here would be too late.
 TOO_LATE = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"),
-    *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAXTRAIN_*", "SLURM_*"),
+    *("JAX_NUM_CPU_DEVICES", "JAX_COORDINATOR_*", "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_PROCESSES", "JAX_PROCESS_*", "JAXTRAIN_*"),
+    *("JAX_CUDA_VISIBLE_DEVICES", "SLURM_*"),
 )
 EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process has set
 

@@ -116,20 +116,30 @@ class Devices:
 def probe(environ: Mapping[str, str] | None = None) -> Devices:
     """Return the devices of this process as JAX will find them, without starting JAX.
 
-    JAX_PLATFORMS decides first. The number of CPU devices is in JAX_NUM_CPU_DEVICES, else in XLA_FLAGS. GPUs are those that the
-    driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for a GPU and there is
-    none, if CUDA_VISIBLE_DEVICES names no existing GPU, if the driver fails, or if there are GPUs and no CUDA plugin of JAX: a
-    CPU is no substitute. Unless JAX_PLATFORMS asks for a GPU, the devices are CPUs if there is no driver or GPU, or if
-    CUDA_VISIBLE_DEVICES is "" or -1.
+    JAX_PLATFORMS decides first: cpu, or cuda or gpu. The number of CPU devices is in JAX_NUM_CPU_DEVICES, else in XLA_FLAGS.
+    GPUs are those that the driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for
+    a GPU and there is none, or for another platform, if JAX_CUDA_VISIBLE_DEVICES is set, if CUDA_VISIBLE_DEVICES names no
+    existing GPU, if the driver fails, or if there are GPUs and no CUDA plugin of JAX: a CPU is no substitute. Unless
+    JAX_PLATFORMS asks for a GPU, the devices are CPUs if there is no driver or GPU, or if CUDA_VISIBLE_DEVICES is "" or -1.
     """
     environ = os.environ if environ is None else environ
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
     if platform == "cpu":
         return _cpu(environ, "JAX_PLATFORMS=cpu")
+    if platform not in ("", "cuda", "gpu"):
+        rule = "is no platform of jaxtrain, which trains on NVIDIA's GPUs (cuda) or on CPUs (cpu)"
+        problem = Problem("JAX_PLATFORMS", environ["JAX_PLATFORMS"], rule, "Unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu.")
+        return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     try:
         found, why = _gpus(environ)
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
+    masked = environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
+    if found and masked not in ("", "all"):
+        rule = "chooses GPUs for JAX alone, and jaxtrain counts those of CUDA_VISIBLE_DEVICES"
+        remedy = f"Unset it, and set CUDA_VISIBLE_DEVICES={masked}."
+        problem = Problem("JAX_CUDA_VISIBLE_DEVICES", masked, rule, remedy)
+        return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     if found and not _has_cuda_plugin():
         rule = f"the driver reports {len(found)} x {found[0][0]}, and no CUDA plugin of JAX is installed"
         problem = Problem("devices", None, rule, f"Run JAXTRAIN_CUDA=12 ./run.sh setup, or {WITHOUT_GPUS}.")

@@ -7,9 +7,66 @@ from collections.abc import Mapping
 
 from jaxtrain.config import Problem
 from jaxtrain.hardware import Devices
+from jaxtrain.runtime.addresses import PORT, brackets_missing, host_port, is_ipv6, without_brackets
 
-FIELDS = ("coordinator", "num-processes", "process-id", "local-devices")
+# Each option, and the variables that may give it instead, the first one that is set. JAX itself reads JAX_COORDINATOR_ADDRESS
+# and JAX_LOCAL_DEVICE_IDS; programs that start JAX read the others.
+OPTIONS = {
+    "coordinator": ("JAXTRAIN_COORDINATOR", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP"),
+    "num-processes": ("JAXTRAIN_NUM_PROCESSES", "JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"),
+    "process-id": ("JAXTRAIN_PROCESS_ID", "JAX_PROCESS_ID", "JAX_PROCESS_INDEX"),
+    "local-devices": ("JAXTRAIN_LOCAL_DEVICES", "JAX_LOCAL_DEVICE_IDS"),
+}
+FIELDS = tuple(OPTIONS)
+JAX_PORT = "JAX_COORDINATOR_PORT"
 ADDRESS_REMEDY = "Give process 0's machine and a free port there, as node1:12321; the same in every process."
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """The names of a launcher's variables. Of several names with spaces between them, the first that is set counts."""
+
+    name: str
+    count: str  # of all processes; "": no variable has it
+    index: str  # of this process
+    local_count: str = ""  # of the processes on this node; "": one, unless `nodes` says otherwise
+    local_index: str = ""
+    nodes: str = ""  # number of nodes
+    host: str = "MASTER_ADDR"  # of process 0, or a list of all hosts
+    port: str = "MASTER_PORT"  # "": PORT
+    half: bool = True  # count or index without the other is a mistake, and not a variable with another meaning
+    unless: str = ""  # set by another launcher below this one, whose variables count
+
+
+# The first whose count and index are set describes the run. A launcher that may be started by another is above it.
+SLURM = Launcher("Slurm", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_PROCID", half=False)
+LAUNCHERS = (
+    # torchrun's own options, which Kubeflow sets for one torchrun on each node. One process on each node is started instead.
+    Launcher("PET_*", "PET_NNODES", "PET_NODE_RANK", host="PET_MASTER_ADDR", port="PET_MASTER_PORT", unless="LOCAL_RANK"),
+    Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
+    ),
+    Launcher(
+        "MVAPICH2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"
+    ),
+    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID", nodes="FLUX_JOB_NNODES"),
+    SLURM,
+    Launcher(
+        "MPI",  # MPICH, Intel MPI, PALS
+        "PMI_SIZE",
+        "PMI_RANK PALS_RANKID",
+        "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+        "MPI_LOCALRANKID PMI_LOCAL_RANK",
+    ),
+    Launcher("PMIx", "", "PMIX_RANK"),
+    Launcher("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", host="SKYPILOT_NODE_IPS", port=""),
+    Launcher("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+    Launcher("JAXJob", "NUM_PROCESSES", "PROCESS_ID", host="COORDINATOR_ADDRESS", port="COORDINATOR_PORT", half=False),
+    Launcher("NNODES", "NNODES", "NODE_RANK"),  # of MaxText and others: one process on each node
+    Launcher("Kubernetes", "", "JOB_COMPLETION_INDEX", half=False),  # the index may be that of one of several runs
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +83,7 @@ class Cluster:
 def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
     """Return the devices of all processes of a run, from the devices of this process.
 
-    All processes are assumed to have the same devices. `cluster` is None for a run of one process.
+    All processes are assumed to have the same devices; `agree` checks it. `cluster` is None for a run of one process.
     """
     if cluster is None or not here.count:
         return here
@@ -38,10 +95,9 @@ def all_devices(here: Devices, cluster: Cluster | None) -> Devices:
 def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Cluster | None, list[Problem]]:
     """Return (cluster of this process, or None for a run of one process; all problems found).
 
-    Each value comes from its option, else from JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES, JAXTRAIN_PROCESS_ID or
-    JAXTRAIN_LOCAL_DEVICES. The remaining values come from the first of these launchers whose variables are set: torchrun,
-    Slurm (under srun), Open MPI, a Kubernetes Job (the index only). If torchrun, Slurm or Open MPI starts several processes on
-    a node, each uses the device of its local rank. Otherwise a process uses all devices of its node.
+    Each value comes from its option, else from a variable in OPTIONS. The remaining values come from the first launcher in
+    LAUNCHERS whose variables are set; of Slurm, only under srun. A launcher that starts several processes on a node gives each
+    the device of its local rank. Otherwise a process uses all devices of its node.
 
     Args:
       options: the command line's "coordinator", "num-processes", "process-id" and "local-devices", each "" if not given.
@@ -52,7 +108,7 @@ def detect(options: Mapping[str, str], environ: Mapping[str, str]) -> tuple[Clus
 
 
 @dataclasses.dataclass
-class _Launcher:
+class _Values:
     """Values from a launcher's variables. None: no variable has the value; for `devices`: all devices of the node."""
 
     name: str
@@ -70,15 +126,15 @@ class _Reader:
         self.problems: list[Problem] = []
         self.keys: dict[str, str] = {}  # field -> the option or variable that gives it
         self.given: dict[str, str] = {}
-        for field in FIELDS:
-            variable = "JAXTRAIN_" + field.replace("-", "_").upper()
-            for key, text in ((f"--{field}", options.get(field, "")), (variable, environ.get(variable, ""))):
+        for field, variables in OPTIONS.items():
+            texts = {f"--{field}": options.get(field, "")} | {name: environ.get(name, "") for name in variables}
+            for key, text in texts.items():
                 if text.strip():
                     self.keys[field], self.given[field] = key, text.strip()
                     break
 
     def cluster(self) -> Cluster | None:
-        coordinator = self.address(self.keys.get("coordinator", ""), self.given.get("coordinator", ""))
+        coordinator = self.coordinator()
         count = self.number(self.keys.get("num-processes", ""), self.given.get("num-processes", ""), 1)
         index = self.number(self.keys.get("process-id", ""), self.given.get("process-id", ""), 0)
         devices = self.devices()
@@ -112,7 +168,7 @@ class _Reader:
             return None
         return Cluster(coordinator, count, index, devices, " and ".join(sources))
 
-    def missing(self, field: str, launcher: _Launcher | None) -> None:
+    def missing(self, field: str, launcher: _Values | None) -> None:
         variable = "JAXTRAIN_" + field.replace("-", "_").upper()
         known = " and ".join([*([launcher.name] if launcher else []), *(self.keys[f] for f in FIELDS[:3] if f in self.given)])
         what = {
@@ -128,37 +184,73 @@ class _Reader:
         rule = f"is not known from {known}: {what[field]}"
         self.wrong(f"--{field}", None, rule, remedy[field])
 
-    def read_launcher(self) -> _Launcher | None:
-        """Return the values of the first launcher whose variables are set; None if no launcher's are."""
-        for read in (self.torchrun, self.slurm, self.open_mpi, self.kubernetes):
-            found = read()
+    def read_launcher(self) -> _Values | None:
+        """Return the values of the first launcher whose variables are set; None if no launcher's are.
+
+        If no launcher has count and index, one of them alone counts where options give the rest. Else it is a problem.
+        """
+        here = [each for each in LAUNCHERS if not self.text(each.unless)]
+        for each in here:
+            found = (
+                self.slurm() if each is SLURM else self.values(each) if self.has(each.count) and self.has(each.index) else None
+            )
             if found is not None or self.problems:
                 return found
-        # Half of torchrun's pair, and no other launcher: several processes were intended.
-        rank, world = self.environ.get("RANK", ""), self.environ.get("WORLD_SIZE", "")
-        if bool(rank) != bool(world) and world.strip() != "1" and not set(FIELDS[:3]) & set(self.given):
-            there, absent = ("RANK", "WORLD_SIZE") if rank else ("WORLD_SIZE", "RANK")
-            rule = f"is set without {absent}"
-            self.wrong(there, self.environ[there], rule, f"Set both, as torchrun does, or unset {there}.")
+        halves = [each for each in here if each is not SLURM and (self.has(each.count) or self.has(each.index))]
+        if set(FIELDS[:3]) & set(self.given):
+            return self.values(halves[0]) if halves else None
+        for each in halves:
+            if each.half and self.text(each.count).strip() != "1":
+                self.wrong_half(each)
+                return None
         return None
 
-    def torchrun(self) -> _Launcher | None:
-        env = self.environ
-        if not (env.get("RANK") and env.get("WORLD_SIZE")):
-            return None
-        count = self.number("WORLD_SIZE", env["WORLD_SIZE"], 1)
-        index = self.number("RANK", env["RANK"], 0)
-        if count == 1:
-            return _Launcher("torchrun", None, 1, 0, None)
-        return _Launcher("torchrun", self.master(), count, index, self.local("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    def wrong_half(self, launcher: Launcher) -> None:
+        there, absent = self.first(launcher.index), self.first(launcher.count)
+        if not self.has(there):
+            there, absent = absent, there
+        by_hand = "give --coordinator, --num-processes and --process-id (a run of one process: --num-processes=1)"
+        if absent:
+            self.wrong(there, self.environ[there], f"is set without {absent}", f"Set both, {by_hand}, or unset {there}.")
+        else:
+            rule = "numbers one of several processes, and no variable has their count"
+            self.wrong(there, self.environ[there], rule, f"{by_hand[0].upper()}{by_hand[1:]}, or unset {there}.")
 
-    def slurm(self) -> _Launcher | None:
-        env = self.environ
-        if not all(env.get(k) for k in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")):
-            return None  # not under srun: a batch script runs its commands once, for any number of tasks
-        count = self.number("SLURM_NTASKS", env["SLURM_NTASKS"], 1)
+    def values(self, launcher: Launcher) -> _Values:
+        """Return the values of a launcher of which count or index is set."""
+        count = self.number(self.first(launcher.count), self.text(launcher.count), 1)
         if count == 1:
-            return _Launcher("Slurm", None, 1, 0, None)
+            return _Values(launcher.name, None, 1, 0, None)
+        index = self.number(self.first(launcher.index), self.text(launcher.index), 0)
+        return _Values(launcher.name, self.master(launcher), count, index, self.local(launcher, count))
+
+    def first(self, names: str) -> str:
+        """Return the first of the names that is set; the first name, "" for none, if none is."""
+        return next((name for name in names.split() if self.environ.get(name)), names.partition(" ")[0])
+
+    def text(self, names: str) -> str:
+        return self.environ.get(self.first(names), "") if names else ""
+
+    def has(self, names: str) -> bool:
+        return bool(self.text(names))
+
+    def slurm(self) -> _Values | None:
+        env, count_name = self.environ, self.first(SLURM.count)
+        if not all(env.get(k) for k in ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", count_name)):
+            return None  # not under srun: a batch script runs its commands once, for any number of tasks
+        mpi = env.get("PMI_SIZE"), env.get("PMI_RANK")
+        if all(mpi) and mpi != (env[count_name], env.get("SLURM_PROCID")):
+            return None  # mpiexec uses srun to start itself on the nodes
+        if env.get("SLURM_HET_SIZE", "1") != "1":
+            rule = "this is a heterogeneous job, and no variable has the count of processes in all its components"
+            remedy = (
+                "Give --coordinator, --num-processes and --process-id, or unset SLURM_HET_SIZE for a step of one component."
+            )
+            self.wrong("SLURM_HET_SIZE", env["SLURM_HET_SIZE"], rule, remedy)
+            return None
+        count = self.number(count_name, env[count_name], 1)
+        if count == 1:
+            return _Values("Slurm", None, 1, 0, None)
         index = self.number("SLURM_PROCID", env.get("SLURM_PROCID", ""), 0, needed=True)
         counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE") or ""
         tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", counts)]  # as 8(x2),4
@@ -168,63 +260,58 @@ class _Reader:
             self.wrong("SLURM_STEP_NODELIST", env["SLURM_STEP_NODELIST"], "is no list of nodes that jaxtrain can read", remedy)
         job = self.number("SLURM_JOB_ID", env["SLURM_JOB_ID"], 0)
         # The port that jax would use. It differs between jobs on the same nodes.
-        coordinator = f"{nodes[0]}:{(job or 0) % 2**12 + 65536 - 2**12}" if nodes else None
+        port = self.number(JAX_PORT, env.get(JAX_PORT, ""), 1, 65535) or (job or 0) % 2**12 + 65536 - 2**12
+        coordinator = host_port(nodes[0], port) if nodes else None
         several = max(tasks) > 1 if tasks else (count or 0) > len(nodes)
         devices = None
         if several and "local-devices" not in self.given:
             local = self.number("SLURM_LOCALID", env.get("SLURM_LOCALID", ""), 0, needed=True)
             devices = (local or 0,)
-        return _Launcher("Slurm", coordinator, count, index, devices)
+        return _Values("Slurm", coordinator, count, index, devices)
 
-    def open_mpi(self) -> _Launcher | None:
-        env, prefix = self.environ, "OMPI_COMM_WORLD_"
-        if not (env.get(prefix + "SIZE") or env.get(prefix + "RANK")):
-            return None
-        count = self.number(prefix + "SIZE", env.get(prefix + "SIZE", ""), 1, needed=True)
-        if count == 1:
-            return _Launcher("Open MPI", None, 1, 0, None)
-        index = self.number(prefix + "RANK", env.get(prefix + "RANK", ""), 0, needed=True)
-        coordinator = self.master() if env.get("MASTER_ADDR") else None
-        return _Launcher("Open MPI", coordinator, count, index, self.local(prefix + "LOCAL_SIZE", prefix + "LOCAL_RANK"))
+    def master(self, launcher: Launcher) -> str | None:
+        """Return the coordinator's address from the launcher's variables of host and port.
 
-    def kubernetes(self) -> _Launcher | None:
-        env = self.environ
-        if not (env.get("KUBERNETES_SERVICE_HOST") and env.get("JOB_COMPLETION_INDEX")):
-            return None
-        if not set(FIELDS[:3]) & set(self.given):
-            return None  # an indexed Job of independent runs
-        return _Launcher("Kubernetes", None, None, self.number("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"], 0), None)
-
-    def master(self) -> str | None:
-        """Return the coordinator's address from MASTER_ADDR and MASTER_PORT.
-
-        Returns None if an option or JAXTRAIN_COORDINATOR gives the address, or if MASTER_ADDR or MASTER_PORT has a problem.
+        Returns None if an option or a variable in OPTIONS gives the address, if the launcher does not have it, or if it has a
+        problem.
         """
-        env = self.environ
+        env, name = self.environ, launcher.host
         if "coordinator" in self.given:
             return None
-        if not env.get("MASTER_ADDR"):
-            remedy = f"Set MASTER_ADDR and MASTER_PORT, or JAXTRAIN_COORDINATOR. {ADDRESS_REMEDY}"
-            self.wrong("MASTER_ADDR", None, "is not set; it is the address of process 0", remedy)
-        port = self.number("MASTER_PORT", env.get("MASTER_PORT", ""), 1, 65535, needed=True)
-        if not env.get("MASTER_ADDR") or port is None:
+        if not env.get(name):
+            if launcher.name == "torchrun":  # it always sets both
+                remedy = f"Set MASTER_ADDR and MASTER_PORT, or JAXTRAIN_COORDINATOR. {ADDRESS_REMEDY}"
+                self.wrong(name, None, "is not set; it is the address of process 0", remedy)
+                self.number(launcher.port, env.get(launcher.port, ""), 1, 65535, needed=True)
             return None
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port = PORT
+        if launcher.port:
+            port = self.number(launcher.port, env.get(launcher.port, ""), 1, 65535, needed=True)
+        if port is None:
+            return None
+        if launcher.name == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT, and passes this to its processes
-        return self.address("MASTER_ADDR", f"{env['MASTER_ADDR'].strip()}:{port}")
+        hosts = re.split(r"[\s,]+", env[name].strip())
+        return self.address(name, host_port(hosts[0], port))
 
-    def local(self, size: str, rank: str) -> tuple[int, ...] | None:
+    def local(self, launcher: Launcher, count: int | None) -> tuple[int, ...] | None:
         """Return (local rank,) of this process, the index of its device, if there are several processes on its node.
 
-        Returns None if this process is alone on its node, or if local-devices gives the devices. size, rank: names of the
-        launcher's variables for the number of processes on the node and the local rank.
+        Returns None if this process is alone on its node, or if local-devices gives the devices.
         """
-        if "local-devices" in self.given or not (self.environ.get(size) or self.environ.get(rank)):
+        names = launcher.local_count, launcher.local_index
+        if "local-devices" in self.given or not (self.has(names[0]) or self.has(names[1])):
             return None
-        processes = self.number(size, self.environ.get(size, ""), 1, needed=True)
+        size = self.first(names[0])
+        if launcher.nodes:
+            nodes = self.number(launcher.nodes, self.text(launcher.nodes), 1, needed=True)
+            processes = -(-(count or 1) // (nodes or 1))
+        else:
+            processes = self.number(size, self.text(size), 1, needed=True)
         if processes == 1:
             return None
-        own = self.number(rank, self.environ.get(rank, ""), 0, (processes or 2**31) - 1, needed=True)
+        rank = self.first(names[1])
+        own = self.number(rank, self.text(rank), 0, (processes or 2**31) - 1, needed=True)
         return (own or 0,)
 
     def devices(self) -> tuple[int, ...] | None:
@@ -238,13 +325,28 @@ class _Reader:
             return None
         return tuple(int(part) for part in parts)
 
+    def coordinator(self) -> str | None:
+        """Return the address of process 0 that an option or a variable gives. JAX's variables may have the port apart."""
+        key, text = self.keys.get("coordinator", ""), self.given.get("coordinator", "")
+        if key.startswith("JAX_") and (":" not in text or is_ipv6(without_brackets(text))):
+            port = self.environ.get(JAX_PORT, "").strip()
+            if not port:
+                remedy = f"Set {JAX_PORT}={PORT} in every process, or --coordinator=HOST:PORT."
+                self.wrong(key, text, f"has no port, and {JAX_PORT} is not set", remedy)
+                return None
+            text = host_port(text, port)
+        return self.address(key, text)
+
     def address(self, key: str, text: str) -> str | None:
         if not text:
             return None
         host, _, port = text.rpartition(":")
-        fits = re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+", host, re.ASCII)
+        fits = is_ipv6(host[1:-1]) and host == f"[{host[1:-1]}]" or re.fullmatch(r"[\w.-]+", host, re.ASCII)
         if not fits or not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-            self.wrong(key, text, "must be HOST:PORT, the port from 1 to 65535", ADDRESS_REMEDY)
+            if bracketed := brackets_missing(text):
+                self.wrong(key, text, "an IPv6 address needs brackets before its port", f"Write {bracketed}.")
+            else:
+                self.wrong(key, text, "must be HOST:PORT, the port from 1 to 65535", ADDRESS_REMEDY)
             return None
         return text
 
@@ -270,6 +372,9 @@ def node_names(text: str) -> list[str]:
     names = []
     # Commas inside brackets separate ranges.
     for entry in re.split(r",(?![^\[\]]*\])", text.strip()):
+        if is_ipv6(entry):
+            names.append(entry)
+            continue
         if not re.fullmatch(r"([\w.-]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+", entry, re.ASCII):
             return []
         parts = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", entry)]

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxtrain.runtime.addresses import PORT, brackets_missing, host_port, is_ipv6, without_brackets
 from jaxtrain.runtime.messages import Refusal, say
 from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, LAUNCHED, RESTART
 
 SSH = "ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15"
-PORT = 12321
 PATIENCE_S = 60.0
 UNREACHED = 255  # ssh's own exit code
 REFUSED = 2
@@ -34,25 +34,32 @@ class Nodes:
             return Refusal("--nodes", text, rule, fix)
 
         self.text = text
-        self.hosts = text.split(",")
-        if len(self.hosts) < 2:
+        words = text.split(",")
+        if len(words) < 2:
             raise refuse("names one node", "leave --nodes out to stay on this one")
-        names = []
-        for host in self.hosts:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@-]*(:[0-9]{1,5})?", host):
-                raise refuse(f"{host!r} is no host")
-            name, colon, _ = host.partition(":")
-            if colon and names:
-                raise refuse(f"only the first node has a port, and ssh reaches {name}", f"write {name} without a port")
-            if name in names:
-                raise refuse(f"names {name} twice", f"write {name} once")
-            names.append(name)
-        self.host, _, port = self.hosts[0].rpartition("@")[2].partition(":")
+        names: list[str] = []
+        port = ""
+        for word in words:
+            user, host, own_port = read_node(word)
+            if not host and (bracketed := brackets_missing(word.rpartition("@")[2])):
+                bracketed = bracketed.rpartition(":")[0] if names else bracketed  # only the first node has a port
+                fixed = ",".join(word[: word.rfind("@") + 1] + bracketed if each == word else each for each in words)
+                raise refuse(f"{word!r} is an IPv6 address, which needs brackets before its port", f"--nodes={fixed}")
+            if not host:
+                raise refuse(f"{word!r} is no host")
+            if own_port and names:
+                raise refuse(f"only the first node has a port, and ssh reaches {host}", f"write {host} without a port")
+            if user + host in names:
+                raise refuse(f"names {host} twice", f"write {host} once")
+            names.append(user + host)
+            port = port or own_port
+        self.hosts = [words[0], *names[1:]]  # the others as ssh takes them: an IPv6 address without brackets
+        self.host = names[0].rpartition("@")[2]
         port = port or str(PORT)
         if not 0 < int(port) < 65536:
-            first = f"{self.hosts[0].partition(':')[0]}:{PORT}"
-            raise refuse(f"{port} is no port", f"--nodes={','.join([first, *self.hosts[1:]])}")
-        self.coordinator = f"{self.host}:{port}"
+            first = names[0].removesuffix(self.host) + host_port(self.host, PORT)
+            raise refuse(f"{port} is no port", f"--nodes={','.join([first, *words[1:]])}")
+        self.coordinator = host_port(self.host, port)
 
     def arguments(self, index: int) -> list[str]:
         """Return the command-line options of the process with this index: coordinator, number of processes, and index."""
@@ -64,10 +71,24 @@ class Nodes:
         For a loopback address, print a warning, because each other node would connect to itself.
         """
         here = socket.gethostname()
-        if self.host == "localhost" or self.host.startswith("127."):
+        if self.host in ("localhost", "::1") or self.host.startswith("127."):
             say(f"--nodes = {self.text}: on every node {self.host} is that node itself. Fix: name this node {here}.")
         elif not is_here(self.host):
             say(f"process 0 runs here, on {here}, and the others look for it at {self.host}")
+
+
+def read_node(text: str) -> tuple[str, str, str]:
+    """Return ("USER@", host, port) of USER@HOST:PORT, each "" if it lacks; the host is "" if the text names no node.
+
+    A host is a name or an address; an IPv6 address may be without brackets if no port follows it. They are removed.
+    """
+    user, at, address = text.rpartition("@")
+    name = "[A-Za-z0-9][A-Za-z0-9._-]*"
+    found = re.fullmatch(rf"(\[.+\]|{name})(?::([0-9]{{1,5}}))?", address)
+    host, port = (address, "") if is_ipv6(address) else found.groups("") if found else ("", "")
+    host = without_brackets(host)
+    known = is_ipv6(host) or re.fullmatch(name, host)
+    return (user + at, host, port) if known and (not at or re.fullmatch(name, user)) else ("", "", "")
 
 
 def is_here(host: str) -> bool:

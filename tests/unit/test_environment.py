@@ -25,6 +25,11 @@ USUAL = {
     "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
     "NCCL_SOCKET_IFNAME": "eth0",
     "JAX_PLATFORMS": "cuda",
+    "JAX_COORDINATOR_ADDRESS": "node1",
+    "JAX_COORDINATOR_PORT": "1234",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+    "JAX_LOCAL_DEVICE_IDS": "0",
     "HTTP_PROXY": "http://proxy:3128",
 }
 
@@ -51,7 +56,7 @@ def test_the_usual_shell_is_taken_and_recorded():
     assert all(f"{name}={value} " in said for name, value in overlay.set.items()) and "NCCL_SOCKET_IFNAME=eth0" in said
 
 
-@pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "JAX_ENABLE_X64"])
+@pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "MOCK_GPU_TOPOLOGY"])
 def test_what_the_shell_slips_in_is_refused_unless_named(name: str):
     shell = USUAL | {name: "1"}
     (problem,) = environment.overlay(run(), H200, shell)[1]

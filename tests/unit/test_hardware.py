@@ -120,6 +120,16 @@ def test_probe_without_a_driver(played):
     assert (asked.kind, asked.count) == ("gpu", 0), "what was asked for is not there; the CPU is no substitute"
 
 
+def test_a_choice_of_devices_that_the_probe_does_not_follow_is_a_problem(played):
+    """JAX would start other devices than those that were counted."""
+    played(4)
+    for name, value in {"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "rocm"}.items():
+        found = hardware.probe({name: value})
+        assert (found.kind, found.count) == ("gpu", 0) and found.problem and found.problem.key == name
+    assert hardware.probe({"JAX_CUDA_VISIBLE_DEVICES": "all"}).count == 4
+    assert hardware.probe({"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}).kind == "cpu"
+
+
 V1 = "sys/fs/cgroup/memory"
 
 

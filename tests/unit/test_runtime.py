@@ -72,6 +72,11 @@ def test_gpus_that_the_user_hides():
         (["--nodes=a,b,a"], ""),
         (["--nodes=a:65536,b"], "--nodes=a:12321,b"),
         (["--nodes=a:0,b"], "--nodes=a:12321,b"),
+        (["--nodes=fd00::1:29500,fd00::2"], "--nodes=[fd00::1]:29500,fd00::2"),
+        (["--nodes=a,me@fd00::2:29500"], "--nodes=a,me@[fd00::2]"),
+        (["--nodes=[fd00::1]:0,b"], "--nodes=[fd00::1]:12321,b"),
+        (["--nodes=[a],b"], ""),
+        (["--nodes=[fd00::1],fd00::1"], ""),
         (["--no-preflight=1"], ""),
         *((["--nodes=a,b", f"--{name}=1"], "") for name in ("process-id", "num-processes", "coordinator")),
     ],
@@ -109,6 +114,21 @@ def test_numbers_in_variables():
 
 
 # ---- Several nodes
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "coordinator"),
+    [
+        ("[fd00::1],[fd00::2]", ["fd00::2"], "[fd00::1]:12321"),
+        ("fd00::1,fd00::2", ["fd00::2"], "[fd00::1]:12321"),
+        ("me@[fe80::1%eth0]:4000,me@fd00::2", ["me@fd00::2"], "[fe80::1%eth0]:4000"),
+        ("me@a:4000,10.0.0.2", ["10.0.0.2"], "a:4000"),
+    ],
+)
+def test_addresses_of_nodes(text: str, others: list[str], coordinator: str):
+    """ssh takes an IPv6 address without brackets, and JAX takes it in brackets."""
+    nodes = Nodes(text)
+    assert (nodes.hosts[1:], nodes.coordinator) == (others, coordinator)
 
 
 @pytest.mark.parametrize(
