@@ -21,6 +21,7 @@ from jaxtrain.validate.layout import mesh_sizes
 from jaxtrain.validate.places import check_lock, check_resume, remote
 
 AGAIN = 75  # exit code: start again
+TELL_S = 30  # for a process with problems to connect to the others, and tell them
 
 COMMAND = Command(
     "main",
@@ -80,18 +81,23 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             problems += check_lock(workdir)
     if style == "text":
         explain.text(loaded, in_use(loaded.run, devices, workdir))
-    if problems:
+
+    def refuse(found: Sequence[launch.Problem]) -> int:
         if other_size and not style:  # --explain has printed it
             print(other_size, file=sys.stderr)
-        return launch.report(problems)
+        return launch.report(found)
+
+    if problems and (style or cluster is None or not own_process):
+        return refuse(problems)
     if style:
         return 0
-    overlay, _ = environment.overlay(loaded.run, devices, os.environ)  # `validate` has reported its problems
+    # `validate` has reported the problems of the overlay.
+    overlay = environment.Overlay() if problems else environment.overlay(loaded.run, devices, os.environ)[0]
     set_environment(overlay)
     # Imported here: everything above must be fast, and the environment must be set before jax is imported.
     alone = cluster is None or not own_process
     try:
-        start_jax(devices, cluster)
+        start_processes(devices, cluster, problems)
         if bundle:
             return replay_bundle(Path(bundle), loaded.run)
         from jaxtrain.train import run as train
@@ -101,7 +107,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr)
         return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
     except ConfigError as error:
-        code = launch.report(error.problems)
+        code = refuse(error.problems)
         return code if alone else distributed.leave(code)
     except Exception:
         if alone:
@@ -115,6 +121,28 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     if not alone:
         distributed.leave(code)  # Python's own exit waits for the other processes, for minutes if one of them has failed
     return code
+
+
+def start_processes(devices: hardware.Devices, cluster: distributed.Cluster | None, problems: list[launch.Problem]) -> None:
+    """Start JAX, with the other processes of the run.
+
+    A process with problems first tells the others, which would wait for it. Raises ConfigError if one process has any, or if
+    the processes have different devices.
+    """
+
+    def check() -> None:
+        if refused := distributed.agree(devices, problems):
+            raise ConfigError(refused)
+
+    if not problems:
+        start_jax(devices, cluster, check)
+        return
+    try:
+        start_jax(devices, cluster, check, TELL_S)
+    except ConfigError:
+        raise
+    except Exception as error:  # the others cannot be told
+        raise ConfigError(problems) from error
 
 
 def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Problem]:

@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxtrain
@@ -23,6 +23,7 @@ from jaxtrain.distributed import Cluster, start
 from jaxtrain.environment import EXPORTED, Overlay
 from jaxtrain.hardware import WITHOUT_GPUS, Devices
 
+CONNECT_S = 300  # for all processes of a run to connect
 THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
@@ -83,7 +84,12 @@ def threads_for_cpus(count: int) -> None:
         os.environ[THREADS] = str(max(least, int(here) if here.isdigit() else 0))
 
 
-def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
+def start_jax(
+    devices: Devices,
+    cluster: Cluster | None = None,
+    check: Callable[[], None] = lambda: None,
+    connect_s: int = CONNECT_S,
+) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
     Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports, or
@@ -91,6 +97,8 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
 
     Args:
         devices: those of all processes of the run.
+        check: called when the processes of a cluster are connected, and before devices are started. It may raise.
+        connect_s: seconds for them to connect.
     """
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -104,7 +112,8 @@ def start_jax(devices: Devices, cluster: Cluster | None = None) -> None:
             jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
     if cluster is not None:
         with quiet():
-            start(cluster)
+            start(cluster, init_timeout_s=connect_s)
+            check()
     if devices.kind == "cpu":
         with quiet():
             jax.devices()

@@ -54,12 +54,20 @@ class Peers:
         self._news = 0  # entries read so far
         self._reporting = threading.Lock()
         self._lost: str | None = None  # the first loss
+        self.refused = False  # the loss is that of a process that refused to start
         self._ending = threading.Event()  # no loss is reported any more
         self._alone = threading.Event()  # process 0: all other processes have left the service
         self._closing = threading.Lock()
         self._closed = count == 1
         if count > 1:
             threading.Thread(target=self._read_news, name="peers: news", daemon=True).start()
+
+    @staticmethod
+    def connected() -> bool:
+        """Return whether this process is connected to others, by `start` or by a program that started JAX itself."""
+        from jax._src import distributed
+
+        return distributed.global_state.client is not None
 
     @classmethod
     def of_this_run(cls) -> "Peers":
@@ -128,11 +136,11 @@ class Peers:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
         missing = [i for i in range(self.count) if str(i) not in there]
         if missing:
-            names = self._name(missing[0]) if len(missing) == 1 else listed(missing)
+            names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
             raise PeerLost(f"{names} did not answer {when}")
         return [there[str(i)] for i in range(self.count)]
 
-    def _name(self, index: int) -> str:
+    def name(self, index: int) -> str:
         """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
         try:
             return f"process {index} ({self._client.key_value_try_get(f'jaxtrain/who/{index}')})"
@@ -171,7 +179,8 @@ class Peers:
             except RuntimeError:  # no news, or an error that the next request reports too
                 continue
             self._news += 1
-            if kind == "failed":
+            if kind in ("failed", "refused"):
+                self.refused = kind == "refused"
                 if self.process_index == 0:
                     time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
                 self._report(text)
@@ -194,7 +203,7 @@ class Peers:
                 continue
             dead = [i for i in everyone if i not in live and i not in left]
             if dead and not self._ending.is_set():
-                names = f"{self._name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
+                names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
                 with contextlib.suppress(PeerLost):  # in the news, so all processes name the same one
                     self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
                 return
@@ -315,7 +324,7 @@ class Peers:
         """Return the reason of the request to stop; None until this process has read a request."""
         return self._reason
 
-    def close(self, failed: str = "") -> None:
+    def close(self, failed: str = "", refused: bool = False) -> None:
         """Disconnect from JAX's coordination service with the other processes, or report to them that this process has failed.
 
         Without `failed`, `close` waits until all processes have called `close` (EXIT_S at most). Process 0 disconnects last:
@@ -325,12 +334,13 @@ class Peers:
           failed: the reason why this process must end; "": it has not failed. After a failure, call `leave` next. If a
             collective failed, the likely cause is the end of another process: `close` first waits 30 s, so that `watch` can
             report that process.
+          refused: the reason is a mistake of the user's, found before the first step: `refused` is then true on the others.
         """
         with self._closing:  # a second call waits for the first: its caller may end this process
             if not self._closed:
-                self._close(failed)
+                self._close(failed, refused)
 
-    def _close(self, failed: str) -> None:
+    def _close(self, failed: str, refused: bool) -> None:
         if failed and COLLECTIVE.search(failed) and self._on_lost is not None:
             # The service needs HEARTBEAT_S to notice a lost process, and the news of it a few POLL_S to arrive.
             time.sleep(2 * HEARTBEAT_S)
@@ -340,7 +350,8 @@ class Peers:
             with self._reporting:
                 self._ending.set()
             with contextlib.suppress(PeerLost):
-                self._append("failed", f"{self._name(self.process_index)} has failed: {failed}")
+                kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
+                self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
             if self.process_index == 0:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return

@@ -22,13 +22,14 @@ import ml_collections
 from rich.filesize import decimal
 
 from jaxtrain import environment, goodput, hardware, installed, metrics, samples
-from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenfile import TokenFileError
-from jaxtrain.distributed import PeerLost, Peers
+from jaxtrain.distributed import PeerLost, Peers, detect
+from jaxtrain.distributed.shared import find_unshared
 from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged
 from jaxtrain.launch import Launch, resolved_with_epochs
@@ -97,7 +98,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     """
     asked, problems, notes = resolved_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     folder, devices = Path(workdir).expanduser(), hardware.probe()
-    problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder)]
+    problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder), *check_alone()]
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
     overlay, _ = environment.overlay(asked, devices, os.environ)
@@ -107,6 +108,18 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     if result.error is not None:
         raise result.error
     return result
+
+
+def check_alone() -> list[Problem]:
+    """Return the problems of a launcher's variables that describe several processes, if this program has not connected them."""
+    if Peers.connected():
+        return []
+    cluster, problems = detect({}, os.environ)
+    if cluster is not None:
+        rule = f"{cluster.source} started {cluster.num_processes} processes, and each would train alone in this program"
+        remedy = "Start python -m jaxtrain.main in their place, or set JAXTRAIN_NUM_PROCESSES=1 to train in each alone."
+        problems = [Problem("processes", None, rule, remedy)]
+    return problems
 
 
 def attempt(
@@ -136,13 +149,14 @@ def attempt(
                 ending.lost_process(str(error))
             raise
         except BaseException as error:
-            peers.close(f"{type(error).__name__}: {first_line(error)}")
+            peers.close(f"{type(error).__name__}: {first_line(error)}", refused=isinstance(error, ConfigError))
             raise
         ending.code, ending.over = result.exit_code, True  # from here on another process's end does not change the exit code
         # All processes raise these together, so none reports itself as failed.
         alike = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
         alike |= isinstance(result.error, BadInit) and result.error.alike
-        peers.close(result.reason if result.exit_code in (FAILED, REFUSED) and not alike else "")
+        failed = result.reason if result.exit_code in (FAILED, REFUSED) and not alike else ""
+        peers.close(failed, refused=result.exit_code == REFUSED)
         return result
 
 
@@ -180,15 +194,18 @@ class Ending:
         self.peers.close()
 
     def lost_process(self, words: str) -> None:
-        """End this process, because another process of the run is lost and this process would wait for it."""
+        """End this process, because another process of the run is lost or refused, and this process would wait for it."""
+        code, then = AGAIN, "stopping, to be restarted from the newest checkpoint"
+        if self.peers.refused:
+            code, then = REFUSED, "this process does too"
         with self._once:
             if self.over:
                 os._exit(self.code)
             try:
-                os.write(2, f"\n{words}: stopping, to be restarted from the newest checkpoint.\n".encode())
-                self._finish(AGAIN, words)
+                os.write(2, f"\n{words}: {then}.\n".encode())
+                self._finish(code, words)
             finally:
-                os._exit(AGAIN)
+                os._exit(code)
 
     def _finish(self, code: int, reason: str) -> None:
         if self.ledger is not None:
@@ -216,6 +233,7 @@ def train_attempt(
     checkpoints = open_checkpoints(run, workdir, peers)
     with contextlib.ExitStack() as stack:
         try:
+            check_shared(run, workdir, checkpoints, peers)
             setup = check_setup(run, workdir, launch, checkpoints, own_process)  # writes nothing
             refuse_together("room", peers, lambda: check_room(setup))
             with metrics.naming(workdir):
@@ -263,6 +281,22 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
     finally:
         if handle is not None and handle != NO_LOCK:
             os.close(handle)
+
+
+def check_shared(run: RunConfig, workdir: Path, checkpoints: Checkpoints, peers: Peers) -> None:
+    """Raise SharedRefusal if the processes do not share the run's folder, and that of its checkpoints, in which all write."""
+    folders = {"--workdir": workdir}
+    if not checkpoints.storage.is_bucket:
+        folders["checkpoint.dir"] = Path(checkpoints.storage.path)
+    unshared = find_unshared(folders, peers, AGREE_S)
+    if "--workdir" in unshared and not run.checkpoint.dir:  # it is one mistake
+        unshared.pop("checkpoint.dir", None)
+    remedies = {
+        "--workdir": "Name a folder on a file system that all nodes share, by its full path.",
+        "checkpoint.dir": "Set checkpoint.dir to the full path of a folder that all nodes share, or to a bucket.",
+    }
+    if unshared:
+        raise SharedRefusal([Problem(key, str(folders[key]), rule, remedies[key]) for key, rule in unshared.items()])
 
 
 def refuse_together(name: str, peers: Peers, check: Callable[[], list[Problem]]) -> None:

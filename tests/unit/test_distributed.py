@@ -4,17 +4,22 @@ import concurrent.futures
 import errno
 import json
 import queue
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Clock, Store
 
 from jaxtrain import distributed
+from jaxtrain.config import Problem
 from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, service
+from jaxtrain.distributed.agreement import refusal
 from jaxtrain.distributed.cluster import all_devices, node_names
+from jaxtrain.distributed.shared import find_unshared
 from jaxtrain.hardware import Devices
 
 LONG_S = 120  # no wait takes so long, unless it fails
@@ -26,6 +31,17 @@ SLURM |= {"SLURM_NTASKS": "5", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
 SLURM_8 = SLURM | {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_LOCALID": "2"}
 MPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in {"SIZE": "4", "RANK": "1", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}.items()}
 MPI_2 = MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "head:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+MAXTEXT = {"JAX_COORDINATOR_IP": "10.0.0.1", "JAX_COORDINATOR_PORT": "1234", "NNODES": "2", "NODE_RANK": "1"}
+PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node1", "PET_MASTER_PORT": "5", "PET_NPROC_PER_NODE": "8"}
+PMI = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}
+PALS = {"PALS_RANKID": "1", "PMI_SIZE": "4", "PMI_LOCAL_SIZE": "2", "PMI_LOCAL_RANK": "1"}
+MV2 = {f"MV2_COMM_WORLD_{k}": v for k, v in {"SIZE": "4", "RANK": "1", "LOCAL_SIZE": "2", "LOCAL_RANK": "1"}.items()}
+JSM = {f"JSM_NAMESPACE_{k}": v for k, v in {"SIZE": "4", "RANK": "1", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}.items()}
+FLUX = {"FLUX_JOB_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}
+JAXJOB = {"NUM_PROCESSES": "2", "PROCESS_ID": "1", "COORDINATOR_ADDRESS": "head", "COORDINATOR_PORT": "1234"}
+BATCH = {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "1"}
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 OURS = {"JAXTRAIN_COORDINATOR": "head:1234", "JAXTRAIN_NUM_PROCESSES": "2", "JAXTRAIN_PROCESS_ID": "1"}
 HEAD = {"JAXTRAIN_COORDINATOR": "head:1234"}
@@ -64,6 +80,54 @@ FOUND: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({}, MPI_2 | {"MASTER_ADDR": "node1", "MASTER_PORT": "5"}, "node1:5 4 1 (1,) Open MPI"),
     ({}, KUBERNETES | HEAD | TWO, "head:1234 2 1 None Kubernetes and JAXTRAIN_COORDINATOR and JAXTRAIN_NUM_PROCESSES"),
     ({}, KUBERNETES, ""),
+    # JAX's variables and MaxText's
+    ({}, JAX, "head:1234 2 1 None JAX_COORDINATOR_ADDRESS"),
+    ({}, JAX | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, "head:1234 2 1 (2, 3) JAX_COORDINATOR_ADDRESS"),
+    ({}, OURS | JAX | {"JAXTRAIN_PROCESS_ID": "0"}, "head:1234 2 0 None JAXTRAIN_COORDINATOR"),
+    ({}, JAX | {"JAX_COORDINATOR_ADDRESS": "head", "JAX_COORDINATOR_PORT": "77"}, "head:77 2 1 None JAX_COORDINATOR_ADDRESS"),
+    ({}, JAX | {"JAX_NUM_PROCESSES": "1"}, ""),
+    ({}, MAXTEXT, "10.0.0.1:1234 2 1 None NNODES and JAX_COORDINATOR_IP"),
+    ({}, MAXTEXT | {"JAX_COORDINATOR_IP": "fd00::1"}, "[fd00::1]:1234 2 1 None NNODES and JAX_COORDINATOR_IP"),
+    ({}, SLURM | {"JAX_COORDINATOR_ADDRESS": "head:1"}, "head:1 5 2 None Slurm and JAX_COORDINATOR_ADDRESS"),
+    ({}, SLURM | {"JAX_COORDINATOR_PORT": "77"}, "gpu01:77 5 2 None Slurm"),
+    ({}, TORCHRUN_8 | {"JAX_LOCAL_DEVICE_IDS": "4"}, "node1:29500 4 3 (4,) torchrun"),
+    # Other launchers
+    ({}, PET, "node1:5 2 1 None PET_*"),
+    ({}, PET | TORCHRUN, "node1:5 2 1 None PET_*"),  # of Kubeflow, which counts processes that torchrun would start
+    ({}, PET | TORCHRUN_8, "node1:29500 4 3 (1,) torchrun"),  # torchrun has started this process
+    ({}, PMI | HEAD, "head:1234 4 1 (1,) MPI and JAXTRAIN_COORDINATOR"),
+    ({}, PALS | HEAD, "head:1234 4 1 (1,) MPI and JAXTRAIN_COORDINATOR"),
+    ({}, MV2 | HEAD, "head:1234 4 1 (1,) MVAPICH2 and JAXTRAIN_COORDINATOR"),
+    ({}, JSM | HEAD, "head:1234 4 1 None jsrun and JAXTRAIN_COORDINATOR"),
+    ({}, FLUX | HEAD, "head:1234 4 1 (1,) Flux and JAXTRAIN_COORDINATOR"),
+    ({}, FLUX | HEAD | {"FLUX_JOB_NNODES": "4"}, "head:1234 4 1 None Flux and JAXTRAIN_COORDINATOR"),
+    ({}, {"PMIX_RANK": "1"} | HEAD | TWO, "head:1234 2 1 None PMIx and JAXTRAIN_COORDINATOR and JAXTRAIN_NUM_PROCESSES"),
+    ({}, {"RANK": "1"} | HEAD | TWO, "head:1234 2 1 None torchrun and JAXTRAIN_COORDINATOR and JAXTRAIN_NUM_PROCESSES"),
+    ({}, SKYPILOT, "10.0.0.7:12321 2 1 None SkyPilot"),
+    ({}, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::1\nfd00::2"}, "[fd00::1]:12321 2 1 None SkyPilot"),
+    ({}, JAXJOB, "head:1234 2 1 None JAXJob"),
+    ({}, BATCH | HEAD, "head:1234 2 1 None AWS Batch and JAXTRAIN_COORDINATOR"),
+    # One launcher starts another: the inner one's variables count, but Slurm knows the address
+    ({}, SLURM | MPI | HEAD, "head:1234 4 1 None Open MPI and JAXTRAIN_COORDINATOR"),
+    ({}, SLURM | PMI | HEAD, "head:1234 4 1 (1,) MPI and JAXTRAIN_COORDINATOR"),
+    ({}, SLURM | {"PMI_SIZE": "5", "PMI_RANK": "2"}, "gpu01:61444 5 2 None Slurm"),
+    ({}, SLURM | {"SLURM_NTASKS": "1"} | PMI | HEAD, "head:1234 4 1 (1,) MPI and JAXTRAIN_COORDINATOR"),
+    # One process, and variables that describe none
+    *(({}, {name: "1", index: "0"}, "") for name, index in (("PMI_SIZE", "PMI_RANK"), ("PET_NNODES", "PET_NODE_RANK"))),
+    ({}, SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, ""),
+    ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ""),  # the shell of salloc
+    ({}, without(SLURM, "STEP") | {"SLURM_HET_SIZE": "2"}, ""),
+    ({}, {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, ""),
+    ({}, {"WORLD_SIZE": "1"}, ""),
+    ({}, {"NUM_PROCESSES": "4"}, ""),
+    ({"num-processes": "1"}, {"RANK": "1"} | PMI, ""),
+    (GIVEN, {**SLURM, "SLURM_HET_SIZE": "2", "NNODES": "9", **JAX}, "[::1]:99 2 0 (0, 1) --coordinator"),
+    # IPv6
+    *(
+        ({}, TORCHRUN | {"MASTER_ADDR": host}, f"[{host.strip('[]')}]:29500 4 3 None torchrun")
+        for host in ("fd00::1", "::1", "2001:db8:0:1::12", "fe80::1%eth0", "[fd00::1]")
+    ),
+    ({}, SLURM | {"SLURM_STEP_NODELIST": "fd00::1,fd00::2"}, "[fd00::1]:61444 5 2 None Slurm"),
 ]
 
 # options, environment, and the key of each problem, in order
@@ -87,6 +151,23 @@ WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({}, MPI, "--coordinator"),
     ({}, KUBERNETES | HEAD, "--num-processes"),
     ({}, KUBERNETES | HEAD | TWO | {"JOB_COMPLETION_INDEX": "2"}, "Kubernetes and JAXTRAIN_NUM_PROCESSES"),
+    ({}, {"JAX_COORDINATOR_ADDRESS": "head:1"}, "--num-processes --process-id"),
+    ({}, {"JAX_COORDINATOR_ADDRESS": "head"}, "JAX_COORDINATOR_ADDRESS"),
+    ({}, without(JAX, "ADDRESS"), "--coordinator"),
+    ({}, without(JAX, "NUM"), "--num-processes"),
+    ({}, without(MAXTEXT, "PORT"), "JAX_COORDINATOR_IP"),
+    ({}, without(MAXTEXT, "RANK"), "--process-id"),
+    ({}, without(MAXTEXT, "JAX"), "--coordinator"),
+    ({}, {"JAX_LOCAL_DEVICE_IDS": "0"}, "JAX_LOCAL_DEVICE_IDS"),
+    ({}, JAX | {"JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS"),
+    *(({}, {name: "1"}, name) for name in ("NODE_RANK", "PET_NODE_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK")),
+    *(({}, {name: "2"}, name) for name in ("WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SKYPILOT_NUM_NODES", "PMIX_RANK")),
+    *(({}, each, "--coordinator") for each in (PMI, PALS, MV2, JSM, FLUX, BATCH)),
+    ({}, without(PET, "MASTER"), "--coordinator"),
+    ({}, without(PET, "PORT"), "PET_MASTER_PORT"),
+    ({}, without(FLUX, "NNODES") | HEAD, "FLUX_JOB_NNODES"),
+    ({}, SLURM | {"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE"),
+    *(({}, {**OURS, "JAXTRAIN_COORDINATOR": wrong}, "JAXTRAIN_COORDINATOR") for wrong in ("fd00::1:29500", "fd00::1", "[x]:1")),
 ]
 
 
@@ -103,6 +184,14 @@ def test_mistakes_in_it_are_named_with_a_fix(options: dict[str, str], environ: d
     found, problems = detect(options, environ)
     assert found is None and " ".join(problem.key for problem in problems) == expected
     assert all(problem.rule and problem.remedy for problem in problems)
+
+
+@pytest.mark.parametrize("wrong", ["fd00::1:29500", "fd00::1", "2001:db8:0:1::12:4000", "fe80::1%eth0:12321"])
+def test_the_brackets_of_an_address_are_named(wrong: str):
+    _, (problem,) = detect(GIVEN | {"coordinator": wrong}, {})
+    (fixed,) = re.findall(r"\[\S+\]:[0-9]+", problem.remedy)
+    found, problems = detect(GIVEN | {"coordinator": fixed}, {})
+    assert found and found.coordinator == fixed and not problems and fixed.replace("[", "").replace("]", "").startswith(wrong)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +216,26 @@ def test_all_devices_of_a_run_are_those_of_all_its_processes(kind: str, ids: tup
     assert all_devices(here, None) == here
     found = all_devices(here, Cluster("head:1", 4, 0, ids, "the test"))
     assert (found.count, found.node) == (count, node)
+
+
+def view(count: int, *problems: str, kind: str = "gpu") -> dict[str, Any]:
+    return {"who": "host h", "kind": kind, "count": count, "source": "the test", "problems": problems}
+
+
+def test_a_refusal_reaches_all_processes():
+    """Different devices are the only problem. A process without a problem names one that has some."""
+    own = [Problem("a", 1, "b", "c")]
+    assert refusal([view(4)] * 3, []) == []
+    (problem,) = refusal([view(2), view(4, "x"), view(2)], own)
+    assert problem.key == "devices" and "processes 0 and 2" in problem.rule and "process 1" in problem.rule
+    assert "2 GPUs" in problem.rule and "4 GPUs" in problem.rule and "CUDA_VISIBLE_DEVICES=0,1 " in problem.remedy
+    (problem,) = refusal([view(8), view(1, kind="cpu")], [])
+    assert problem.key == "devices" and "JAX_PLATFORMS=cpu" in problem.remedy
+    (problem,) = refusal([view(2, kind="cpu"), view(6, kind="cpu")], [])
+    assert "JAX_NUM_CPU_DEVICES=2" in problem.remedy
+    assert refusal([view(4, "x"), view(4)], own) == own
+    (problem,) = refusal([view(4), view(0, "devices: no GPU", "y")], [])  # it has no devices, and says why
+    assert problem.key == "process 1 (host h)" and "devices: no GPU" in problem.rule and "1 more" in problem.remedy
 
 
 # ---- Messages between processes
@@ -257,6 +366,43 @@ def test_gathers_leave_little_behind_and_name_the_missing_process(connect: Conne
         peers[0].gather("b", "", 7)
 
 
+def shared(peers: list[Peers], folders: list[dict[str, Path]]) -> dict[str, str]:
+    """Call find_unshared as each process, with the folders that this process sees. The result is the same on all."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first, *others = pool.map(lambda one, own: find_unshared(own, one, LONG_S), peers, folders)
+    assert others == [first] * len(others)
+    return first
+
+
+def test_folders_that_are_not_shared_are_found(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The process that does not see a folder is named. Nothing is left behind, not even a folder."""
+    monkeypatch.setattr("jaxtrain.distributed.shared.SEE_S", 0.5)
+    peers, one, other = connect(Store(), 3), tmp_path / "runs" / "one", tmp_path / "other"
+    assert shared(peers, [{"a": one, "b": one / "c"}] * 3) == {} and not list(tmp_path.iterdir())
+    found = shared(peers, [{"a": one, "b": one}, {"a": one, "b": other}, {"a": one, "b": other}])
+    assert list(found) == ["b"] and "process 1 (host h1, pid 1)" in found["b"] and "process 2" in found["b"]
+    assert not list(tmp_path.iterdir())
+    other.mkdir()
+    (other / "file").write_text("")
+    assert "process 2 (host" in shared(peers, [{"a": one}, {"a": one}, {"a": other}])["a"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["other", "file"]
+    found = shared(peers, [{"a": other / "file"}] * 3)  # a folder that cannot be written to
+    assert "process 0" in found["a"] and str(other / "file") in found["a"]
+    assert find_unshared({"a": other / "file"}, Peers(0, 1), 0) == {}
+
+
+def test_a_shared_folder_may_appear_late(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Network file systems show a new folder some seconds late."""
+    late = threading.Event()
+
+    def make(probe: Path) -> str:
+        threading.Timer(0.5, lambda: (probe.mkdir(parents=True), late.set())).start()
+        return ""
+
+    monkeypatch.setattr("jaxtrain.distributed.shared._make", make)
+    assert shared(connect(Store(), 2), [{"a": tmp_path / "new"}] * 2) == {} and late.is_set()
+
+
 # ---- A process that dies or fails. tests/campaign/test_peers.py uses real processes.
 
 
@@ -310,6 +456,14 @@ def test_a_failure_is_reported_to_the_others_with_its_reason(connect: Connect):
     late: list[str] = []
     peers[2].watch(late.append)
     assert late == [expected] and losses.none(0, 1, 2)
+    assert not any(one.refused for one in peers)
+
+
+def test_a_refusal_after_the_start_is_told_apart_from_a_failure(connect: Connect):
+    peers = connect(Store(), 2)
+    losses = Losses(peers)
+    peers[1].close("data.source: no such file", refused=True)
+    assert "data.source: no such file" in losses.of(0) and peers[0].refused
 
 
 def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.MonkeyPatch):
