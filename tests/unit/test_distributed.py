@@ -15,12 +15,13 @@ import pytest
 from fakes import Clock, Store
 
 from jaxtrain import distributed
-from jaxtrain.config import Problem
+from jaxtrain.config import ConfigError, Problem, default_config
 from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, service
 from jaxtrain.distributed.agreement import refusal
 from jaxtrain.distributed.cluster import all_devices, node_names
 from jaxtrain.distributed.shared import find_unshared
 from jaxtrain.hardware import Devices
+from jaxtrain.train import run as train
 
 LONG_S = 120  # no wait takes so long, unless it fails
 
@@ -184,6 +185,22 @@ def test_mistakes_in_it_are_named_with_a_fix(options: dict[str, str], environ: d
     found, problems = detect(options, environ)
     assert found is None and " ".join(problem.key for problem in problems) == expected
     assert all(problem.rule and problem.remedy for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("environ", "key"), [(TORCHRUN, "processes"), ({"RANK": "1"}, "RANK"), ({"JAX_PROCESS_ID": "1"}, "--")]
+)
+def test_a_python_program_under_a_launcher_is_refused(
+    environ: dict[str, str], key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Each of its processes would train alone. The fix trains in each on purpose."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as refusal:
+        train.run(default_config(), tmp_path / "run")
+    assert refusal.value.problems[0].key.startswith(key) and not (tmp_path / "run").exists()
+    monkeypatch.setenv("JAXTRAIN_NUM_PROCESSES", "1")
+    assert train.check_alone() == []
 
 
 @pytest.mark.parametrize("wrong", ["fd00::1:29500", "fd00::1", "2001:db8:0:1::12:4000", "fe80::1%eth0:12321"])
