@@ -118,11 +118,22 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
 
     JAX_PLATFORMS decides first: cpu, or cuda or gpu. The number of CPU devices is in JAX_NUM_CPU_DEVICES, else in XLA_FLAGS.
     GPUs are those that the driver reports through NVML and CUDA_VISIBLE_DEVICES selects. `count` is 0 if JAX_PLATFORMS asks for
-    a GPU and there is none, or for another platform, if JAX_CUDA_VISIBLE_DEVICES is set, if CUDA_VISIBLE_DEVICES names no
-    existing GPU, if the driver fails, or if there are GPUs and no CUDA plugin of JAX: a CPU is no substitute. Unless
-    JAX_PLATFORMS asks for a GPU, the devices are CPUs if there is no driver or GPU, or if CUDA_VISIBLE_DEVICES is "" or -1.
+    a GPU and there is none, or for another platform, if JAX_PLATFORM_NAME or JAX_CUDA_VISIBLE_DEVICES would make JAX start
+    other devices, if JAX_NUM_CPU_DEVICES is no number, if CUDA_VISIBLE_DEVICES names no existing GPU, if the driver fails, or
+    if there are GPUs and no CUDA plugin of JAX: a CPU is no substitute. Unless JAX_PLATFORMS asks for a GPU, the devices are
+    CPUs if there is no driver or GPU, or if CUDA_VISIBLE_DEVICES is "" or -1.
     """
     environ = os.environ if environ is None else environ
+    found = _find_devices(environ)
+    name = environ.get("JAX_PLATFORM_NAME", "")
+    if found.count and name and (name.lower() == "cpu") != (found.kind == "cpu"):
+        rule = f"contradicts the devices of the run, {found.kind} ({found.source})"
+        problem = Problem("JAX_PLATFORM_NAME", name, rule, "Unset it; JAX_PLATFORMS=cpu or cuda chooses the devices.")
+        return Devices(found.kind, "", 0, 0.0, str(problem), problem=problem)
+    return found
+
+
+def _find_devices(environ: Mapping[str, str]) -> Devices:
     platform = environ.get("JAX_PLATFORMS", "").lower().split(",")[0].strip()
     if platform == "cpu":
         return _cpu(environ, "JAX_PLATFORMS=cpu")
@@ -162,6 +173,9 @@ def _cpu(environ: Mapping[str, str], why: str) -> Devices:
     number = environ.get("JAX_NUM_CPU_DEVICES", "")
     if re.fullmatch(r"\d+", number):
         count, source = int(number), f"{why}; JAX_NUM_CPU_DEVICES"
+    elif number and number != "-1":  # JAX's default
+        problem = Problem("JAX_NUM_CPU_DEVICES", number, "must be a whole number, 1 or more", "Set JAX_NUM_CPU_DEVICES=1.")
+        return Devices("cpu", "cpu", 0, 0.0, str(problem), problem=problem)
     return Devices("cpu", "cpu", count, available_gib() / max(count, 1), source)
 
 

@@ -1,6 +1,7 @@
 """What the processes of a run tell each other before they start: their devices, and the problems that one of them has found."""
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     from jax._src import distributed  # its state has no public name
 
     state: Any = distributed.global_state
-    told = [str(problem) for problem in problems]
+    told = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
     mine = {"who": this_process(), "kind": devices.kind, "count": devices.node, "source": devices.source, "problems": told}
     try:
         state.client.key_value_set(f"jaxtrain/agree/{state.process_id}", json.dumps(mine))
@@ -63,9 +64,9 @@ def refusal(views: Sequence[Mapping[str, Any]], own: Sequence[Problem]) -> list[
         return list(own)
     for i, view in enumerate(views):
         if view["problems"]:
-            more = len(view["problems"]) - 1
-            rule = f"refuses to start, so this process does too: {view['problems'][0]}".rstrip(". ")
-            return [Problem(f"process {i} ({view['who']})", None, rule, f"Its own log names {more or 'no'} more.")]
+            (text, remedy), *more = view["problems"]
+            rule = f"refuses to start, so this process does too: {text}" + (f" (and {len(more)} more)" if more else "")
+            return [Problem(f"process {i} ({view['who']})", None, rule, remedy)]
     return []
 
 

@@ -236,7 +236,13 @@ def test_all_devices_of_a_run_are_those_of_all_its_processes(kind: str, ids: tup
 
 
 def view(count: int, *problems: str, kind: str = "gpu") -> dict[str, Any]:
-    return {"who": "host h", "kind": kind, "count": count, "source": "the test", "problems": problems}
+    return {
+        "who": "host h",
+        "kind": kind,
+        "count": count,
+        "source": "the test",
+        "problems": [(each, "Mend it.") for each in problems],
+    }
 
 
 def test_a_refusal_reaches_all_processes():
@@ -252,7 +258,8 @@ def test_a_refusal_reaches_all_processes():
     assert "JAX_NUM_CPU_DEVICES=2" in problem.remedy
     assert refusal([view(4, "x"), view(4)], own) == own
     (problem,) = refusal([view(4), view(0, "devices: no GPU", "y")], [])  # it has no devices, and says why
-    assert problem.key == "process 1 (host h)" and "devices: no GPU" in problem.rule and "1 more" in problem.remedy
+    assert problem.key == "process 1 (host h)" and "devices: no GPU" in problem.rule
+    assert "1 more" in problem.rule and problem.remedy == "Mend it."
 
 
 # ---- Messages between processes

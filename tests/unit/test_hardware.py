@@ -123,9 +123,13 @@ def test_probe_without_a_driver(played):
 def test_a_choice_of_devices_that_the_probe_does_not_follow_is_a_problem(played):
     """JAX would start other devices than those that were counted."""
     played(4)
-    for name, value in {"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "rocm"}.items():
+    for name, value in {"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "rocm", "JAX_PLATFORM_NAME": "cpu"}.items():
         found = hardware.probe({name: value})
         assert (found.kind, found.count) == ("gpu", 0) and found.problem and found.problem.key == name
+    for name, value in {"JAX_NUM_CPU_DEVICES": "two", "JAX_PLATFORM_NAME": "gpu"}.items():
+        found = hardware.probe({"JAX_PLATFORMS": "cpu", name: value})
+        assert (found.kind, found.count) == ("cpu", 0) and found.problem and found.problem.key == name
+    assert hardware.probe({"JAX_PLATFORM_NAME": "gpu"}).count == 4
     assert hardware.probe({"JAX_CUDA_VISIBLE_DEVICES": "all"}).count == 4
     assert hardware.probe({"JAX_CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}).kind == "cpu"
 
