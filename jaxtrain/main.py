@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return 0
     workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
     problems += remote("--workdir", loaded.options["workdir"])
+    certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
     devices = distributed.all_devices(hardware.probe(), cluster)
     other_size = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""
     if other_size:
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         return refuse(problems)
     if style:
         return 0
+    if certain:
+        refuse(problems)  # now, because the others may not be there to be told
     # `validate` has reported the problems of the overlay.
     overlay = environment.Overlay() if problems else environment.overlay(loaded.run, devices, os.environ)[0]
     set_environment(overlay)
@@ -107,7 +110,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr)
         return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
     except ConfigError as error:
-        code = refuse(error.problems)
+        code = REFUSED if certain else refuse(error.problems)
         return code if alone else distributed.leave(code)
     except Exception:
         if alone:

@@ -116,6 +116,17 @@ def test_a_mistake_on_one_node_is_told_on_the_other(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_mistake_in_one_command_is_told_at_once(tmp_path: Path):
+    """The other process of the run does not exist yet. So the mistake is told before this process looks for it."""
+    env = {"JAX_PLATFORMS": "cpu", "JAXTRAIN_NUM_PROCESSES": "2", "JAXTRAIN_PROCESS_ID": "1"}
+    env["JAXTRAIN_COORDINATOR"] = f"127.0.0.1:{free_port()}"
+    child = runs.Child(runs.small(), tmp_path / "run", tmp_path / "words", env=env, train__stepz=4)
+    child.until(lambda: "error: train.stepz" in child.said)
+    assert child.process.poll() is None
+    code, said = child.end()
+    assert code == 2 and said.count("error: ") == 1
+
+
 def test_a_refusal_after_the_connection_reaches_the_other(tmp_path: Path):
     """A loss of the user's own is imported after the processes have connected. On node 1 its module lacks it."""
     nodes = [tmp_path / "node0", tmp_path / "node1"]
