@@ -234,9 +234,13 @@ def on_one_device(settings: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if not key.startswith(LAYOUT)} | {"mesh.data": "1", "mesh.fsdp": "1"}
 
 
-@functools.cache
-def _steps(command: tuple[str, ...]) -> compare.Trained:
-    return helpers.first_steps(launch.load(command).run, STEPS)
+def train(settings: dict[str, str]) -> list[compare.Trained]:
+    """Return the results of one step, and of STEPS steps, from the same weights."""
+    run = launch.load(argv(settings)).run
+    made = build(run, helpers.devices_of(run))
+    step = helpers.compiled(made)
+    batch = functools.partial(helpers.host_batch, run)
+    return [compare.take_steps(made, step, helpers.start(made), batch, steps)[0] for steps in (1, STEPS)]
 
 
 def judge(seed: int, say: Callable[[str], None] = lambda line: None) -> Verdict:
@@ -251,12 +255,14 @@ def judge(seed: int, say: Callable[[str], None] = lambda line: None) -> Verdict:
         return dataclasses.replace(verdict, wrong=f"one device is refused: {problems[0]}")
     say(f"training {' '.join(argv(settings)[1:])}")
     run = problems_of(settings)[0]
-    got, reference = (_steps(tuple(argv(each))) for each in (settings, plain))
-    bounds = compare.bounds(reference, None, 1, run.train.global_batch * run.data.seq_len)
-    result = compare.compare(got, reference, bounds)
-    kinds = (result.loss, result.grad_norm, result.gradient, result.parameter)
-    error = max(m.value / m.bound for m in kinds)
-    return dataclasses.replace(verdict, wrong="; ".join(result.wrong), error=error)
+    pairs = list(zip(train(settings), train(plain), strict=True))
+    bounds = compare.bounds(pairs[0][1], None, 1, run.train.global_batch * run.data.seq_len)
+    first, later = (compare.compare(got, reference, bounds) for got, reference in pairs)
+    # An element whose gradient is 0 at first, and rounding later, moves by a whole step of Adam in either direction.
+    later = dataclasses.replace(later, parameter=first.parameter)
+    measures = (first.gradient, first.parameter, later.loss, later.grad_norm)
+    error = max(m.value / m.bound for m in measures)
+    return dataclasses.replace(verdict, wrong="; ".join((*first.wrong, *later.wrong)), error=error)
 
 
 def main(arguments: Sequence[str]) -> int:
