@@ -8,6 +8,7 @@ No key defaults to None, because `ml_collections` cannot override None from the 
 override could change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
 """
 
+import ctypes
 import dataclasses
 import difflib
 import functools
@@ -27,6 +28,9 @@ MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
+# Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
+# of them would become 0 or infinite, and weights NaN.
+SMALLEST, LARGEST = 1e-30, 1e30
 
 # Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
 # adds a rule for each.
@@ -134,7 +138,10 @@ class Key:
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
-        """Return (broken rule, remedy) of a number that is not finite or outside the range, or None."""
+        """Return (broken rule, remedy) of a number that is not finite or outside the range, or None.
+
+        A float must also be in the range as the float32 that a step computes with: 0.99999999 is 1 there, and 1e-46 is 0.
+        """
         if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number", "Set one."
         if self.at_least is not None and value < self.at_least:
@@ -143,9 +150,22 @@ class Key:
             return f"must be above {self.above:g}", "Set a positive number."
         if self.at_most is not None and value > self.at_most:
             return f"must be at most {self.at_most:g}", f"Set {self.at_most:g} or less."
-        if self.below is not None and value >= self.below:
-            return f"must be below {self.below:g}", f"Set a number from 0 up to, not including, {self.below:g}."
+        if self.below is not None and float32(value) >= self.below:
+            rule = f"must be below {self.below:g}" + (", and in float32 it is that" if value < self.below else "")
+            return rule, f"Set {self.below - 1e-7:.7f} or less."
+        if not isinstance(value, float):
+            return None
+        if 0 < abs(value) < SMALLEST:
+            zero = "" if self.above == 0 else "0, or "
+            return "is too small for float32, in which it or its quotients become 0", f"Set {zero}{SMALLEST:g} or more."
+        if abs(value) > LARGEST:
+            return "is too large for float32, in which it or its products become infinite", f"Set {LARGEST:g} or less."
         return None
+
+
+def float32(value: float) -> float:
+    """Return the number of float32 nearest to a float; infinity above the largest."""
+    return ctypes.c_float(value).value
 
 
 def key[T](
@@ -205,7 +225,7 @@ class Model:
     qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
     qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part; all heads share that of the key", at_least=0)
     v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", above=0)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", at_least=1e-20)
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
@@ -259,7 +279,7 @@ class Model:
         0, "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone", at_least=0
     )
     init_std: float = key(
-        0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0
+        0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0, at_most=1000
     )
 
     @property

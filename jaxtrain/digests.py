@@ -11,7 +11,7 @@ on every process, relative to the all-reduces of training.
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,6 +145,16 @@ def text(digest: Any) -> str:
 def not_finite(digest: Any) -> int:
     """Return the number of elements that are infinite or NaN."""
     return int(np.asarray(digest)[2])
+
+
+def list_not_finite(found: Mapping[str, Any], kind: str = "params.") -> str:
+    """Return the arrays with elements that are infinite or NaN, as text with their counts; "" if there is none.
+
+    found: name -> digest. kind: the beginning of the names that count.
+    """
+    wrong = {name: count for name, x in found.items() if name.startswith(kind) and (count := not_finite(x))}
+    shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
+    return shown + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
 
 
 def combine(texts: Iterable[tuple[str, str]]) -> str:

@@ -57,6 +57,31 @@ class Bads:
         return self.in_a_row >= self._most
 
 
+def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool) -> str:
+    """Return the message of a run that has diverged, with what to do.
+
+    Args:
+      what: what has happened, in words.
+      newest: the newest complete checkpoint; -1 for none.
+      applied: number of steps that were applied since the start of the run.
+      weights: whether weights are infinite or NaN.
+      rollback: whether train.on_divergence=rollback.
+    """
+    if not applied:  # no update has changed the weights
+        cause = (
+            "their initial values: model.init_std, the family, init.from"
+            if weights
+            else "the data, the model's settings, the loss"
+        )
+        fix = f"No step was applied so far, so optimizer.lr is not the cause: look at {cause}"
+    else:
+        fix = "Lower optimizer.lr, or look at the losses before in metrics.jsonl" if weights else "Lower optimizer.lr"
+        fix += ", or look at the data of these steps" if not weights else ""
+        fix += "" if weights or rollback else ", or set train.on_divergence=rollback to skip it"
+    at = f"the newest checkpoint, step {newest}" if newest >= 0 else "step 0, since there is no checkpoint"
+    return f"{what}. Nothing is saved from here. {fix}. The same command goes on from {at}."
+
+
 def describe_batch(source: Any, batch: int) -> str:
     """Return the data of a batch in words; for a user's own source, only the number of the batch."""
     windows = getattr(source, "windows", None)

@@ -259,7 +259,8 @@ def fit_schedule(
         for n, v in fitted.items():
             was = f"{movable[n]} of {before[n]} steps ({authors[f'optimizer.{n}']})"
             notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
-    if o.schedule != "constant" and o.lr_min > o.lr >= 0 and below("optimizer.lr_min", "optimizer.lr"):
+    valid = not declared()["optimizer.lr"].out_of_range(o.lr)
+    if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
         author = authors["optimizer.lr_min"]
         peak = values[author]["optimizer.lr"]
         changes["lr_min"] = min(o.lr, float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}"))

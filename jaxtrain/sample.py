@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain import config, hardware, stores
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import Command, Option, Parsed, run_command
-from jaxtrain.config import Problem
+from jaxtrain.config import Problem, declared
 from jaxtrain.data.readers import PrepareError, read_questions
 from jaxtrain.data.rows import question
 from jaxtrain.data.template import NAMED, Conversation
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from jaxtrain.generation import Loaded
 
 
-def _number(allowed: Callable[[float], bool], rule: str) -> Callable[[str], str]:
-    """Return a check of an option's text. It returns "" for an allowed number, or the broken rule."""
+def _in_range(key: str) -> Callable[[str], str]:
+    """Return a check of an option's text. It returns "" for a number in the range of a config key, or the broken rule."""
 
     def check(text: str) -> str:
         try:
-            return "" if allowed(float(text)) else rule
+            return (declared()[key].out_of_range(float(text)) or ("", ""))[0]
         except ValueError:
             return "must be a number"
 
@@ -55,14 +55,14 @@ COMMAND = Command(
             "temperature",
             f"0: the most likely token ({OWN})",
             "T",
-            check=_number(lambda t: t >= 0, "must be 0 or more"),
+            check=_in_range("sample.temperature"),
             example="0.8",
         ),
         Option(
             "top-p",
             f"probability mass to draw from ({OWN})",
             "P",
-            check=_number(lambda p: 0 < p <= 1, "must be above 0 and at most 1"),
+            check=_in_range("sample.top_p"),
             example="0.9",
         ),
         Option("seed", f"seed of the draws ({OWN})", "N", least=0),

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -297,6 +298,25 @@ def whole_logits_loss(hidden: jax.Array, head: Any, batch: loss.Batch, spec: los
     logits_BTV = jnp.einsum("BTD,VD->BTV", hidden, spec.whole_head(head), precision=spec.numerics.precision)
     picked_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV.astype(jnp.float32)), batch["targets"][..., None], -1)[..., 0]
     return -jnp.sum(batch["weights"] * picked_BT)
+
+
+def damaging(rows: slice) -> Any:
+    """Return a maker of an optimizer: AdamW, whose updates of these rows of the embedding are NaN."""
+
+    def make(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
+        tx = adamw(optimizer, dtypes, axes)
+
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            updates, state = tx.update(grads, state, params)
+            return updates | {"embed": {"embedding": updates["embed"]["embedding"].at[rows].set(jnp.nan)}}, state
+
+        return optax.GradientTransformation(tx.init, update)
+
+    return make
+
+
+nan_embedding = damaging(slice(None))
+nan_unused_row = damaging(slice(-1, None))  # synthetic data has no such token, so the loss stays finite
 
 
 def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> Any:

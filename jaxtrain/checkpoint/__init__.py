@@ -26,6 +26,7 @@ from jaxtrain.checkpoint.steps import HELD_OUT as HELD_OUT
 from jaxtrain.checkpoint.steps import HELD_OUT_SETS as HELD_OUT_SETS
 from jaxtrain.checkpoint.storage import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.storage import Damaged as Damaged
+from jaxtrain.checkpoint.storage import NotFinite as NotFinite
 from jaxtrain.checkpoint.storage import Storage, is_step
 from jaxtrain.checkpoint.storage import Unreachable as Unreachable
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, join_errors, orbax
 from jaxtrain.checkpoint.steps import FORMAT, HELD_OUT, Steps
-from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Unreachable
+from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, NotFinite, Unreachable
 from jaxtrain.distributed import Peers
 
 if TYPE_CHECKING:
@@ -220,9 +220,12 @@ class Checkpoints(Steps):
                 self.storage.sweep()
             except OSError as e:
                 left = f" Its files could not be removed ({e})."
+        if isinstance(error, NotFinite):
+            return NotFinite(f"step {self._pending_step} is not saved: {error}.{left}")
+        why = describe_error(error)
         return CheckpointError(
-            f"saving step {self._pending_step} to {self.directory} failed: {describe_error(error)}.{left} Complete steps: "
-            f"{self.listing()}. {self.storage.remedy}"
+            f"saving step {self._pending_step} to {self.directory} failed: {why}.{left} Complete steps: "
+            f"{self.listing()}. {self.storage.remedy(why)}"
         )
 
     def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
@@ -236,14 +239,14 @@ class Checkpoints(Steps):
 
     def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
         """Begin a save in a run of several processes. Return Orbax's running save, or the exception that prevented it."""
+        raised = None
         try:
             self._prepare(record, tensors, sums, times)
-            error = ""
         except Exception as e:
-            error = describe_error(e)
-        errors = self._peers.gather("begun", error, PEERS_S)
-        if any(errors):
-            return RuntimeError(join_errors(errors))
+            raised = e
+        errors = self._peers.gather("begun", describe_error(raised) if raised else "", PEERS_S)
+        if any(errors):  # all processes have the same digests, so all raise NotFinite together
+            return raised if isinstance(raised, NotFinite) else RuntimeError(join_errors(errors))
         folder = self.directory / str(record["step"])
         try:
             with arrays.context(folder, tensors.values(), processes=self._peers.count):
@@ -261,11 +264,11 @@ class Checkpoints(Steps):
                 error = e
         errors = self._peers.gather("written", describe_error(error) if error else "", PEERS_S)
         if any(errors):
-            raise RuntimeError(join_errors(errors))
+            raise error if isinstance(error, NotFinite) else RuntimeError(join_errors(errors))
         return self._commit(record, times)
 
     def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
-        """Wait until `tensors` are computed, and write meta.json durably. Raises ValueError for infinite or NaN parameters."""
+        """Wait until `tensors` are computed, and write meta.json durably. Raises NotFinite for infinite or NaN parameters."""
         import jax
 
         from jaxtrain import digests
@@ -273,14 +276,12 @@ class Checkpoints(Steps):
         jax.block_until_ready(tensors)
         times.copied = time.perf_counter()
         found = sums()
-        wrong = {name: digests.not_finite(x) for name, x in found.items() if name.startswith("params.")}
-        wrong = {name: count for name, count in wrong.items() if count}
-        if wrong and self._finite:
-            shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ValueError(f"parameters that are infinite or NaN are not saved: {shown}{more}")
+        if self._finite and (wrong := digests.list_not_finite(found)):
+            raise NotFinite(f"weights are infinite or NaN: {wrong}")
         if not self._primary:
             return
+        if self._finite and (wrong := digests.list_not_finite(found, "optimizer.")):
+            LOGGER.warning("%s", f"step {record['step']} is saved with moments that are infinite or NaN: {wrong}")
         self.storage.check(record["bytes"], self._keep, self._device)
         folder = self.storage.make(record["step"])
         self._device = self.storage.device()

@@ -207,10 +207,8 @@ class Steps:
                 f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
                 f"values read differs from that of the values on the devices then. {self.remedy(step)}"
             )
-        undefined = [name for name, x in found.items() if name.startswith("params.") and digests.not_finite(x)]
-        if undefined and self._finite:
-            rule = f"{undefined[0]} holds values that are infinite or NaN"
-            raise Damaged(f"checkpoint {folder}: {rule}. {self.remedy(step)}")
+        if self._finite and (undefined := digests.list_not_finite(found)):
+            raise Damaged(f"checkpoint {folder}: weights are infinite or NaN: {undefined}. {self.remedy(step)}")
         return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
 
     def _load(

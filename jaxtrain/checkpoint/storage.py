@@ -27,9 +27,12 @@ DIGESTS = "integrity.json"
 COMMITTED = f"{ARRAYS}/commit_success.txt"
 DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
 BLOCK = 16 << 20  # bytes of one read request to a bucket
-REMEDIES = {  # for a save that failed
-    False: "Free some space, or move the folder to another disk and set checkpoint.dir to it, and start again.",
-    True: "Check that the bucket can be reached and written to, and start again.",
+ELSEWHERE = "or move the folder to another disk and set checkpoint.dir to it, and start again."
+# Parts of the error of a save to a disk -> its remedy.
+REMEDIES = {
+    ("No space left", "quota exceeded", "are free there"): f"Free some space, {ELSEWHERE}",
+    ("Permission denied", "not permitted", "Read-only"): f"Let this user write there again, {ELSEWHERE}",
+    ("Mount it again",): "Then start again.",
 }
 CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",
@@ -39,6 +42,10 @@ CREDENTIALS = {
 
 class CheckpointError(RuntimeError):
     """An error: a checkpoint cannot be written, found or read, or does not fit the run. The message names a remedy."""
+
+
+class NotFinite(CheckpointError):
+    """An error: parameters are infinite or NaN, so they are not saved. Another attempt at the save would find the same."""
 
 
 class Damaged(CheckpointError):
@@ -59,7 +66,13 @@ class Storage:
             raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
         self.is_bucket = stores.is_bucket(text)
         self.path = epath.Path(text.rstrip("/") if self.is_bucket else Path(text).expanduser().absolute())
-        self.remedy = REMEDIES[self.is_bucket]
+
+    def remedy(self, error: str) -> str:
+        """Return the remedy, as text, for a save that failed with this error."""
+        if self.is_bucket:
+            return "Check that the bucket can be reached and written to, and start again."
+        known = (remedy for parts, remedy in REMEDIES.items() if any(part in error for part in parts))
+        return next(known, f"Check this disk, {ELSEWHERE}")
 
     def states(self) -> dict[int, str]:
         """Return step -> 'complete', 'unfinished' or 'damaged', for each step that has a folder."""

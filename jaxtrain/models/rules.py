@@ -31,7 +31,8 @@ def problems_of(m: Model) -> list[Problem]:
     keys = {name: key for name, key in config.declared().items() if name.startswith("model.")}
     values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
     found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
-    return [*found, *check_model(m, {problem.key for problem in found})]
+    bad = {problem.key for problem in found}
+    return [*found, *(problem for problem in check_model(m, bad) if problem.key not in bad)]
 
 
 def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:

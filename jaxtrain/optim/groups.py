@@ -11,11 +11,12 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxtrain.config import Problem, choices, nearest
+from jaxtrain.config import Key, Optimizer, Problem, choices, nearest
 
 KEY = "optimizer.groups"
 METHODS = choices("optimizer.name")
 SETTINGS = ("lr", "weight_decay", "optimizer")
+NUMBER = Key("the range of lr and weight_decay", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,10 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
         number = float(value)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number >= 0):
+    if not number >= 0:
         return f"{name} = {value!r} must be a number of at least 0", "lr is a factor of the schedule's, weight_decay a value."
+    if wrong := NUMBER.out_of_range(number):
+        return f"{name} = {value!r} {wrong[0]}", f"{wrong[1].rstrip('.')} for {name}."
     chosen[name] = number
     return None
 
@@ -82,16 +85,40 @@ def moved(text: str) -> list[tuple[str, str]]:
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
-def problems(text: str, optimizer: str) -> list[Problem]:
-    """Return the problems of `optimizer.groups` that do not depend on the model. optimizer: the value of optimizer.name."""
+def problems(optimizer: Optimizer) -> list[Problem]:
+    """Return the problems of `optimizer.groups` that do not depend on the model."""
+    text, name = optimizer.groups, optimizer.name
     groups, found = parse(text)
-    if groups and optimizer not in METHODS:
-        rule = f"{optimizer} makes its own updates, and would ignore them"
+    if groups and name not in METHODS:
+        rule = f"{name} makes its own updates, and would ignore them"
         return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
-    if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
+    if name == "adamw" and any(g.optimizer == "muon" for g in groups):
         rule = "optimizer=muon in a group needs optimizer.name = muon"
         found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
     return found
+
+
+def too_fast(optimizer: Optimizer) -> list[Problem]:
+    """Return the problems of learning rates and weight decays that make weights grow in every step, until they are NaN."""
+    o, found = optimizer, []
+    if o.name in METHODS and o.lr * o.weight_decay > 1:
+        rule = f"times optimizer.lr = {o.lr:g} is {o.lr * o.weight_decay:g}, and a step must not subtract more than the weight"
+        found.append(Problem("optimizer.weight_decay", o.weight_decay, rule, f"Set {_below(1 / o.lr)} or less."))
+    for g in parse(o.groups)[0]:
+        lr = o.lr * g.lr
+        if lr > 1:
+            rule = f"lr of {g.pattern!r} times optimizer.lr = {o.lr:g} is {lr:g}, and a learning rate must be at most 1"
+            found.append(Problem(KEY, o.groups, rule, f"Write {g.pattern}:lr={_below(1 / o.lr)} or less."))
+        elif lr * (decay := o.weight_decay if g.weight_decay is None else g.weight_decay) > 1:
+            rule = f"a step would subtract {lr * decay:g} times the weight from weights of {g.pattern!r}, and 1 is the most"
+            found.append(Problem(KEY, o.groups, rule, f"Write {g.pattern}:weight_decay={_below(1 / lr)} or less."))
+    return found
+
+
+def _below(value: float) -> str:
+    """Return a number in three digits that is at most `value`."""
+    digits = 10 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.floor(value / digits) * digits:.3g}"
 
 
 def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:

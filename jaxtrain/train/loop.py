@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain import position, replay
+from jaxtrain import digests, position, replay
 from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
 from jaxtrain.corruption import Verifier
-from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch
+from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch, explain
 from jaxtrain.position import Positioned
 from jaxtrain.profiling import Tracer
 from jaxtrain.replay import ReplayError
@@ -301,7 +301,8 @@ class Loop:
     def _skipped(self, found: StepMetrics) -> bool:
         """Report a skipped step, and release the guard. Return whether the run was rolled back to a checkpoint instead.
 
-        After train.max_skipped_steps skipped steps in a row, roll back, or raise Diverged if train.on_divergence=stop.
+        After train.max_skipped_steps skipped steps in a row, or if the weights are not finite, roll back, or raise Diverged if
+        train.on_divergence=stop.
         """
         at = self.start.position.at(found.step - 1)
         tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
@@ -310,18 +311,28 @@ class Loop:
         if not self._kept_bundle:
             self._kept_bundle = True
             self._keep_bundle(bad, found.batch)
-        if not self.skips.add(bad):
+        # Skipped steps do not change the weights, so they are read at the first of them.
+        wrong = "" if self.skips.row or bad.verdict == guard.SPIKE else self._list_not_finite()
+        if not self.skips.add(bad) and not wrong:
             self._release_guard()
             return False
         said = f"{self.skips.in_a_row} steps in a row were skipped, the last one step {bad.step} with loss {bad.loss:.6g}"
+        if wrong:
+            said = f"weights are infinite or NaN before step {bad.step}, so that all further steps would be skipped: {wrong}"
         if self.run.train.on_divergence == "stop":
-            newest = self.saver.newest if self.saver.newest >= 0 else "none"
-            raise Diverged(
-                f"{said}. Nothing is saved from here; the newest checkpoint is {newest}. Lower optimizer.lr, look at the data "
-                "of these steps, or set train.on_divergence=rollback to skip it."
-            )
-        self._roll_back(said)
+            self.saver.finish()
+            raise Diverged(explain(said, self.saver.newest, self.applied, bool(wrong), rollback=False))
+        self._roll_back(said, bool(wrong))
         return True
+
+    @property
+    def applied(self) -> int:
+        """Return the number of steps that were applied since the start of the run, earlier attempts included."""
+        return int(self.current.guard["taken"])
+
+    def _list_not_finite(self) -> str:
+        """Return the weights with values that are infinite or NaN, as text; "" if all are finite."""
+        return digests.list_not_finite(state.digests_by_name(state.to_digests(replay.weights_alone(self.current))))
 
     def _release_guard(self) -> None:
         self.current = dataclasses.replace(self.current, guard=guard.release(self.current.guard))
@@ -342,7 +353,7 @@ class Loop:
             except ReplayError as error:
                 services.console.warn(str(error))
 
-    def _roll_back(self, said: str) -> None:
+    def _roll_back(self, said: str, weights: bool) -> None:
         """Restore the newest checkpoint that is not damaged, and continue after the data of the skipped steps.
 
         Raises Diverged if there is no checkpoint, or after ROLLBACKS rollbacks to the same step.
@@ -351,14 +362,15 @@ class Loop:
         self.saver.finish()
         checkpoints = self.saver.checkpoints
         if checkpoints.latest({}) is None:
-            raise Diverged(f"{said}, and there is no checkpoint to roll back to. Lower optimizer.lr, or save more often.")
+            said += ". There is no checkpoint to roll back to"
+            raise Diverged(explain(said, -1, self.applied, weights, rollback=True))
         self.feed.close()
         self.current = None  # its memory is needed
         self.saver.snapshots.forget()
         restored = self._restore()
         self.current, self.start, self.base = restored.state, restored.start, restored.base
         back = self.start.step
-        self.saver.newest = back
+        self.saver.newest, self.saver.not_finite = back, ""
         directory, tokens = checkpoints.directory, (row[0].tokens[0], row[-1].tokens[1])
         times = sum(item["back_to"] == back for item in position.read(directory))
         if times >= ROLLBACKS:

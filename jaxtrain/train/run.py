@@ -586,6 +586,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
                 ending.step = loop.done
         services.ledger.base("other")
         saver.finish(save_again=loop.save)
+        saver.check_finite(loop.applied)
         if services.stop_requested and loop.done < steps:
             return stopped(loop.done, saver, services)
         if saver.failures:

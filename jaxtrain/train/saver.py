@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import config, installed
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, Saved
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, NotFinite, Saved
 from jaxtrain.config import RunConfig
+from jaxtrain.divergence import Diverged, explain
 from jaxtrain.snapshot import Snapshots
 from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
@@ -38,6 +39,7 @@ class Saver:
         }
         self.newest = -1  # the newest step that is saved, or from which the run began
         self.failures = 0  # in a row
+        self.not_finite = ""  # why the last save was refused, if its weights are infinite or NaN
         self._host_memory = HostMemory()
         self.blocked_s = 0.0  # seconds the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
@@ -66,12 +68,14 @@ class Saver:
         Args:
           meta: facts for this checkpoint's meta.json, in addition to the facts of `remember`.
 
-        Raises CheckpointError after MOST_FAILURES failed saves in a row.
+        Raises CheckpointError after MOST_FAILURES failed saves in a row, and Diverged if the weights of the previous save were
+        infinite or NaN.
         """
         services, began = self._services, time.perf_counter()
         with services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
             # All processes are here at the same step, so they all end here.
+            self.check_finite(int(current.guard["taken"]))
             if self.failures >= MOST_FAILURES:
                 raise CheckpointError(
                     f"{self.failures} saves in a row have failed, and the run ends before it loses more. {self.newest_in_words}"
@@ -97,10 +101,15 @@ class Saver:
         """
         with self._services.phase("checkpoint", "save"):
             self._report(self.checkpoints.wait())
-            while save_again and 0 < self.failures < MOST_FAILURES:
+            while save_again and not self.not_finite and 0 < self.failures < MOST_FAILURES:
                 time.sleep(RETRY_S)
                 save_again()
                 self._report(self.checkpoints.wait())
+
+    def check_finite(self, applied: int) -> None:
+        """Raise Diverged if the last save was refused because of its weights. applied: number of applied steps of the run."""
+        if self.not_finite:
+            raise Diverged(explain(self.not_finite, self.newest, applied, weights=True, rollback=False))
 
     def _report(self, ended: list[Saved | Failed]) -> None:
         """Report completed and failed saves in the log and the receipt."""
@@ -109,6 +118,10 @@ class Saver:
             if isinstance(one, Failed):
                 self.failures += 1
                 self.snapshots.forget()
+                if isinstance(one.error, NotFinite):
+                    self.not_finite = str(one.error).rstrip(".")
+                    services.console.warn(f"{one.error} The run ends at the next save")
+                    continue
                 again = "the next save tries again" if self.failures < MOST_FAILURES else "this was the last attempt"
                 services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
                 continue

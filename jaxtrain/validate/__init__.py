@@ -69,9 +69,9 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
 def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     """Return the problems that depend only on the config and the devices, and not on files or the environment."""
     values = dict(flatten(to_dict(run)))
-    problems = list(check_keys(values))
-    bad = {p.key for p in problems}
-    problems += check_layout(run, devices, bad)
+    wrong = list(check_keys(values))
+    bad = {p.key for p in wrong}
+    problems = list(check_layout(run, devices, bad))
     problems += check_model(run.model, bad)
     problems += _remat(run, bad)
     problems += _fp8(run, devices, bad)
@@ -80,11 +80,12 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += _schedule(run, bad)
     problems += _second_moment(run, bad)
     problems += _repeatable(run, devices)
-    problems += groups.problems(run.optimizer.groups, run.optimizer.name)
+    problems += groups.problems(run.optimizer)
+    problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(run.optimizer)
     problems += _lora(run, bad)
     problems += _pairs(run, bad)
     problems += _mtp(run, bad)
-    return problems
+    return wrong + [p for p in problems if p.key not in bad]
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:

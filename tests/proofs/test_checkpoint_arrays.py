@@ -187,15 +187,30 @@ def full(path: Path) -> object:
     return shutil._ntuple_diskusage(10, 10, 1000)
 
 
-@pytest.mark.parametrize("change", [(Storage, "sync", broken), (shutil, "disk_usage", full), (None, "_device", 12345)])
-def test_a_save_that_cannot_end_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple):
-    """An error after the arrays, a full disk, another disk mounted in place of the first."""
+def read_only(storage: Storage, step: int) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("change", "full_disk"),
+    [
+        ((Storage, "sync", broken), False),
+        ((shutil, "disk_usage", full), True),
+        ((Storage, "make", read_only), False),
+        ((None, "_device", 12345), False),
+    ],
+)
+def test_a_save_that_cannot_end_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: tuple, full_disk: bool
+):
+    """An error after the arrays, a full disk, one without the right to write, another disk mounted in place of the first."""
     found = save_steps(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(change[0] or found, *change[1:])
         found.save(2, placed(values(2), mesh(8, 1)), {})
         [failed] = found.wait()
     assert isinstance(failed, checkpoint.Failed)
+    assert ("Free some space" in str(failed.error)) == full_disk
     assert found.states() == {1: "complete"}
     found.save_now(2, placed(values(2), mesh(8, 1)), {})
     assert_same(found.restore(2, abstract(placed(values(2), mesh(8, 1)))), values(2))

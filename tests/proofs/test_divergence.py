@@ -3,6 +3,7 @@ ends.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,39 @@ def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path) 
     assert all(np.isfinite(value).all() for value in runs.tensors(workdir).values())
     receipt = runs.receipt(workdir)
     assert receipt["exit_code"] == 76 and "3 steps" in receipt["reason"]
+
+
+@pytest.mark.parametrize(
+    ("made", "settings", "steps"),
+    [
+        ("nan_embedding", {"train__max_skipped_steps": 100}, 2),  # the loss is NaN from step 2 on
+        ("nan_embedding", {"train__steps": 1}, 1),  # only the last save sees it
+        ("nan_unused_row", {"checkpoint__every_steps": 2}, 4),  # the loss stays finite
+    ],
+)
+def test_weights_that_are_not_finite_are_a_divergence(tmp_path: Path, made: str, settings: dict[str, Any], steps: int) -> None:
+    """The run does not wait for further skipped steps, repeats no save, and names the weights, not the disk."""
+    workdir = tmp_path / "run"
+    assert train(workdir, "synthetic", optimizer__name=f"helpers:{made}", **settings) == 76
+    assert runs.lines(workdir)[-1]["step"] == steps and runs.steps(workdir) == []
+    log = (workdir / "log.txt").read_text()
+    assert "params.embed.embedding" in log and "optimizer.lr" in log
+    assert not {"space", "intact"} & {*re.findall(r"\w+", log)} and log.count("is not saved") <= 2
+    assert runs.receipt(workdir)["exit_code"] == 76
+
+
+def test_a_run_without_an_applied_step_does_not_blame_the_learning_rate(tmp_path: Path) -> None:
+    """A scale of scores overflows in the first step."""
+    wrong = {"model__attn_logit_scale": 1e30, "model__init_std": 1000.0, "train__max_skipped_steps": 2}
+    assert train(tmp_path / "run", "synthetic", **wrong) == 76
+    assert "optimizer.lr is not the cause" in runs.receipt(tmp_path / "run")["reason"]
+
+
+def test_the_numbers_nearest_to_a_limit_of_float32_train(tmp_path: Path) -> None:
+    """They are those that the messages name. Of each run, all steps are applied."""
+    edge = {"optimizer__beta1": 0.9999999, "optimizer__beta2": 0.9999999, "optimizer__eps": 1e-30, "model__norm_eps": 1e-20}
+    assert train(tmp_path / "run", "synthetic", optimizer__momentum=0.9999999, **edge) == 0
+    assert [line["skipped_steps"] for line in runs.lines(tmp_path / "run")] == [0] * 6
 
 
 def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

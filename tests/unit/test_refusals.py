@@ -54,8 +54,15 @@ REFUSED = [
     # Ranges
     ("model.num_layers=0", "model.num_layers", ""),
     ("train.memory_fraction=1.5", "train.memory_fraction", ""),
-    ("optimizer.beta2=1", "optimizer.beta2", "optimizer.beta2=0.9999"),
-    ("model.norm_eps=0", "model.norm_eps", "model.norm_eps=1e-9"),
+    ("optimizer.beta2=1", "optimizer.beta2", ""),
+    ("model.norm_eps=0", "model.norm_eps", ""),
+    ("optimizer.beta2=0.99999999", "optimizer.beta2", ""),
+    ("optimizer.lr=1e-46", "optimizer.lr", ""),
+    ("optimizer.eps=1e-39", "optimizer.eps", ""),
+    ("optimizer.weight_decay=1e5", "optimizer.weight_decay", ""),
+    ("optimizer.groups=embed.*:lr=1e39", "optimizer.groups", "optimizer.groups=embed.*:lr=250"),
+    ("optimizer.groups=embed.*:lr=251", "optimizer.groups", "optimizer.groups=embed.*:lr=250"),
+    ("optimizer.groups=embed.*:weight_decay=251", "optimizer.groups", "optimizer.groups=embed.*:weight_decay=250"),
     # The model
     ("model.num_heads=5", "model.num_kv_heads model.d_model", "model.num_kv_heads=1 model.head_dim=32"),
     ("model.rope_scaling=yarn model.rope_beta_fast=0.5", "model.rope_beta_fast", "model.rope_beta_fast=32"),
@@ -176,6 +183,22 @@ def test_a_mistake_is_told_once_with_its_key_and_a_fix(wrong: str, told: str, fi
         assert problem.rule and problem.remedy and str(problem).startswith((f"{problem.key} = ", f"{problem.key}: "))
     if found:
         assert problems(mended(wrong, fix or named_fix(found[0]))) == []
+
+
+FLOATS = [key for key, value in config.flatten(config.to_dict(config.RunConfig())) if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("key", FLOATS)
+def test_numbers_that_are_none_in_float32_are_refused_and_the_named_one_is_taken(key: str):
+    """1e-39 would become 0, and 1e39 infinite. Below an open limit is a number that rounds to this limit."""
+    declaration = declared()[key]
+    wrong = [1e-46, 1e-39, 1e39] + ([declaration.below * (1 - 1e-9)] if declaration.below else [])
+    for value in wrong:
+        refused = declaration.out_of_range(value)
+        assert refused, (key, value)
+        named = re.search(r"[\d.]+(e[-+]\d+)?(?= or (more|less))", refused[1])
+        assert named and declaration.out_of_range(float(named[0])) is None, (key, value, refused)
+    assert len(problems(f"{key}=1e-46")) == 1
 
 
 # ---- Commands: all mistakes at once, and nothing is started or written

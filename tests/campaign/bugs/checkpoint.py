@@ -193,6 +193,20 @@ BUGS = (
         "proofs/test_checkpoint_arrays.py -k no_numbers",
     ),
     Bug(
+        "save: weights that are not finite are a failure of the disk",
+        "jaxtrain/train/saver.py",
+        "if isinstance(one.error, NotFinite):",
+        "if one is None:",
+        "proofs/test_divergence.py -k are_a_divergence",
+    ),
+    Bug(
+        "save: every failure is a full disk",
+        "jaxtrain/checkpoint/storage.py",
+        "if any(part in error for part in parts))",
+        "if parts)",
+        "proofs/test_checkpoint_arrays.py -k cannot_end",
+    ),
+    Bug(
         "digest: a replicated array counts once for each replica",
         "jaxtrain/digests.py",
         "first &= (jax.lax.axis_index(axis) == 0) | (axis in used)",

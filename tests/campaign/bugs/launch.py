@@ -288,6 +288,20 @@ BUGS = (
         "unit/test_refusals.py -k by_oversight",
     ),
     Bug(
+        "config: a number may be at a limit in float32",
+        "jaxtrain/config.py",
+        "float32(value) >= self.below",
+        "value >= self.below",
+        "unit/test_refusals.py -k none_in_float32",
+    ),
+    Bug(
+        "config: a group's learning rate has no limit",
+        "jaxtrain/optim/groups.py",
+        "        if lr > 1:",
+        "        if lr < 0:",
+        "unit/test_refusals.py -k told_once_with",
+    ),
+    Bug(
         "processes: process 0 leaves first",
         "jaxtrain/distributed/peers.py",
         "            self._alone.wait(HEARTBEAT_S)\n",
