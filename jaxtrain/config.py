@@ -288,6 +288,13 @@ class Model:
         return self.num_layers - self.dense_layers
 
     @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Return the names of the weights that can have an adapter. Those of experts cannot."""
+        queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
+        keys = ("wkv_down", "wkv_up") if self.kv_lora_rank else ("wk", "wv")
+        return (*queries, *keys, "wo", *(() if self.num_experts else ("gate", "up", "down")))
+
+    @property
     def step_layers(self) -> int:
         """Return the number of blocks in a train step: `num_layers`, and one in each module of multi-token prediction."""
         return self.num_layers + self.mtp_layers
@@ -620,7 +627,7 @@ class Lora:
 
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
     alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
-    targets: str = key("wq,wk,wv,wo,gate,up,down", "weights that have an adapter, comma-separated")
+    targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's and experts'")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1052,7 +1059,8 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
     """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
 
     Derived: `model.head_dim` is d_model / num_heads, or qk_nope_head_dim + qk_rope_head_dim with latent attention. In `dtypes`,
-    auto becomes f32, except that `dtypes.reduce` becomes the compute dtype.
+    auto becomes f32, except that `dtypes.reduce` becomes the compute dtype. With lora.rank, an empty `lora.targets` becomes
+    `Model.adaptable`.
     """
     tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
     run, problems = from_dict(tree)
@@ -1063,7 +1071,10 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
     preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
     preset["reduce"] = run.compute if run.compute in ("f32", "bf16") else "f32"
     chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
-    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen)), problems
+    adapted = run.lora
+    if adapted.rank > 0 and not adapted.targets:
+        adapted = dataclasses.replace(adapted, targets=",".join(model.adaptable))
+    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen), lora=adapted), problems
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> Any:

@@ -250,6 +250,8 @@ def compare(
             continue
         if name == "model.head_dim" and _width_of_heads(before) == before[name] and _width_of_heads(after) == after[name]:
             continue  # follows from another key, which is reported
+        if name == "lora.targets" and not (before["lora.rank"] and after["lora.rank"]):
+            continue  # not read, or lora.rank is reported
         change = f"{_shown(name, before)} -> {_shown(name, after)}" if moved else f"{_shown(name, after)} has other content"
         row = rows_for(name)[0]
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):

@@ -52,7 +52,9 @@ def print_summary(
     met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
-        parameters = f"{parameters} parameters{met}, and adapters of {count(learnt)}, the only trained parameters"
+        parameters = (
+            f"{parameters} parameters{met}, and adapters of {count(learnt)} on {run.lora.targets}, the only trained parameters"
+        )
     else:
         everything = all(jax.tree.leaves(program.trained))
         parameters += f" parameters{met}" + ("" if everything else f", of which {count(learnt)} are trained")

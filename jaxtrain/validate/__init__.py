@@ -4,6 +4,7 @@ Each check yields a `Problem` (key, value, rule, remedy) for each rule that the 
 other checks of this key yield nothing, so one mistake gives one line.
 """
 
+import difflib
 import importlib.util
 import math
 import os
@@ -21,7 +22,7 @@ from jaxtrain.models import FAMILIES
 from jaxtrain.models.rules import check_model
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8
-from jaxtrain.precision import eight_bit, matmuls, unsupported
+from jaxtrain.precision import EXPERTS, eight_bit, matmuls, unsupported
 from jaxtrain.resume import check_allow_change
 from jaxtrain.timelimit import limit_s
 from jaxtrain.validate.layout import check_layout, mesh_sizes
@@ -336,16 +337,13 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if "lora.rank" in bad:
         return
     if not run.lora.rank:
-        if run.init.base:
-            yield Problem("init.base", run.init.base, "is read for adapters only, and lora.rank is 0", "Leave it out.")
+        default = config.Lora()
+        unread = {"init.base": (run.init.base, ""), "lora.targets": (run.lora.targets, default.targets)}
+        for key, (value, usual) in unread.items():
+            if value != usual:
+                yield Problem(key, value, "is read for adapters only, and lora.rank is 0", f"Set {usual!r}, or lora.rank.")
         return
-    targets, key = parts_of(run.lora.targets), "lora.targets"
-    if not targets:
-        yield Problem(key, run.lora.targets, "names no weight", "Name some, as wq,wv, or set lora.rank to 0.")
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name in matmuls(run.model)))
-    for target in targets if run.model.family in FAMILIES else ():
-        if target not in known:
-            yield Problem(key, run.lora.targets, f"no weight for adapters has the name {target!r}", nearest(target, known))
+    yield from _targets(run)
     if run.train.freeze.strip():
         rule = "has no effect: with lora.rank above 0 only adapters are trained"
         yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
@@ -356,6 +354,25 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         if getattr(run.dtypes, name) == INT8:
             rule = "moments of adapters are too few to be worth storing in blocks"
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
+
+
+def _targets(run: RunConfig) -> Iterable[Problem]:
+    """Yield a problem if lora.targets names no weight, or a name that no weight for adapters has."""
+    key, targets, known = "lora.targets", parts_of(run.lora.targets), run.model.adaptable
+    every = "Set '', which is " + ",".join(known) + "."
+    if not targets:
+        yield Problem(key, run.lora.targets, "names no weight", every)
+    wrong = [target for target in targets if target not in known]
+    if not wrong or run.model.family not in FAMILIES:
+        return
+    meant = {target: difflib.get_close_matches(target, known, 1, 0.7) for target in wrong}
+    experts = [target for target in wrong if run.model.num_experts and f"layers.mlp.{target}" in EXPERTS]
+    rule = f"no weight for adapters has the name {', '.join(wrong)}"
+    if experts == wrong:
+        rule = f"the weights of experts take no adapters, and {', '.join(wrong)} are theirs"
+    left = [name for target in targets for name in ([target] if target in known else meant[target])]
+    gone = [target for target in wrong if not meant[target] and target not in experts]
+    yield Problem(key, run.lora.targets, rule, every if gone or not left else f"Set {','.join(dict.fromkeys(left))}.")
 
 
 def _pairs(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

@@ -63,10 +63,6 @@ def check_experts(
     if run.moe.impl == "pallas":
         yield from _pallas(run, devices)
     yield from _fp8(run, devices, ranks)
-    adapted = [t for t in parts_of(run.lora.targets) if f"layers.mlp.{t}" in EXPERTS]
-    if run.lora.rank > 0 and adapted:
-        rule = f"the weights of experts take no adapters, and {', '.join(adapted)} are theirs"
-        yield Problem("lora.targets", run.lora.targets, rule, "Name weights of attention: wq,wk,wv,wo.")
 
 
 def _pallas(run: RunConfig, devices: Devices) -> Iterable[Problem]:

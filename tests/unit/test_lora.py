@@ -13,11 +13,12 @@ import pytest
 import saved
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import config, flops, launch, lora, validate
+from jaxtrain import config, flops, launch, lora, resume, validate
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import Lora, to_dict
 from jaxtrain.hardware import Devices
 from jaxtrain.hf import peft
+from jaxtrain.models import presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter, uniform
 from jaxtrain.train.state import abstract_tensors
@@ -105,6 +106,59 @@ def test_flops_are_those_of_two_passes():
     adapters = 2 * m.num_layers * RANK * (2 * (D + N) + 2 * (D + K) + 3 * (D + F))
     attention = flops.attention(m, run.data.seq_len).causal * m.num_layers
     assert flops.training(run).causal == 2 * linear + 3 * attention + 3 * adapters
+
+
+def adapted(settings: dict[str, object]) -> set[str]:
+    """Return the names of the weights that have an adapter in the program of a run."""
+    names = abstract_tensors(helpers.program(helpers.tiny(settings)).state)
+    return {name.rpartition(".")[2].removesuffix("_a") for name in names if is_adapter(name) and name.endswith("_a")}
+
+
+EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2}
+LATENT = {"model.kv_lora_rank": 16, "model.q_lora_rank": 16, "model.num_kv_heads": 4, "model.head_dim": 0}
+LATENT |= {"model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 8, "model.v_head_dim": 8, "model.family": "deepseek_v3"}
+LATENT |= {"model.router": "sigmoid", "model.router_bias": True, "model.shared_d_ff": 32} | EXPERTS
+LATENT |= {"model.dense_layers": 1, "model.dense_d_ff": 64}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({}, "wq wk wv wo gate up down"),
+        (EXPERTS, "wq wk wv wo"),
+        (LATENT, "wq_down wq_up wkv_down wkv_up wo"),
+        (LATENT | {"model.q_lora_rank": 0}, "wq wkv_down wkv_up wo"),
+    ],
+)
+def test_a_rank_alone_adapts_all_matrices_that_can_be(settings, weights):
+    assert adapted(MODEL | LORA | settings) == {*weights.split()}
+
+
+@pytest.mark.parametrize("name", presets())
+def test_adapters_of_every_preset(name):
+    """A rank is enough. Of names that the model does not have, one problem names others, and they are accepted."""
+
+    def problems(**lora: object):
+        made = config.default_config()
+        made.model.update(presets()[name])
+        made.lora.update({"rank": 8, **lora})
+        return validate.validate_step(config.resolve(made)[0], Devices("cpu", "cpu", 1, 1e6, "test"))
+
+    assert problems() == []
+    for targets in ("wq,wk,wv,wo,gate,up,down", "gate,wo", "gate", "wq_up", "wqq,wo", "q_proj"):
+        if found := problems(targets=targets):
+            (problem,) = found
+            fix = re.match(r"Set ('[^']*'|[\w,]+)", problem.remedy)
+            assert problem.key == "lora.targets" and fix and problems(targets=fix[1].strip("',")) == []
+
+
+def test_adapters_of_an_older_version_go_on():
+    """It stored a list of all weights, with a rank of 0 too. The list of a model without experts is that of today."""
+    seven = "wq,wk,wv,wo,gate,up,down"
+    for settings in (MODEL | LORA, MODEL, MODEL | EXPERTS):
+        now = to_dict(helpers.tiny(settings))
+        old = now | {"lora": now["lora"] | {"targets": seven}}
+        assert resume.compare(old, now) == ([], [])
 
 
 def test_the_digest_is_of_every_number_and_of_nothing_else():

@@ -70,6 +70,9 @@ REFUSED = [
     ("model.head_dim=47", "model.head_dim", "model.head_dim=48"),
     ("model.vocab_size=200", "model.vocab_size", ""),
     ("dtypes.v=bf16 optimizer.beta2=0.981", "dtypes.v", ""),
+    ("lora.rank=4 lora.targets=wq,wx", "lora.targets", ""),
+    ("lora.rank=4 lora.targets=gate,up model.num_experts=4", "lora.targets", ""),
+    ("lora.targets=wq", "lora.targets", ""),
     # The mesh and what divides over it
     ("mesh.data=2 mesh.fsdp=2", "mesh", "mesh.fsdp=4"),
     ("mesh.seq=-1", "mesh", "mesh.data=1 mesh.fsdp=8"),
