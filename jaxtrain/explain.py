@@ -15,6 +15,9 @@ from jaxtrain.launch import Loaded
 OWN_RULE = Key("a rule of this config's own")
 
 
+NOT_CHECKED = "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights"
+
+
 def show(value: Any) -> str:
     """Return a value as it is written on the command line; '' for an empty string."""
     if isinstance(value, bool):

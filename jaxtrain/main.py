@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
             problems += check_lock(workdir)
     if style == "text":
         explain.text(loaded, in_use(loaded.run, devices, workdir))
+        if not problems and not bundle:
+            problems += check_start(loaded.run, workdir, devices)
 
     def refuse(found: Sequence[launch.Problem]) -> int:
         if other_size and not style:  # --explain has printed it
@@ -91,6 +94,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     if problems and (style or cluster is None or not own_process):
         return refuse(problems)
     if style:
+        print(explain.NOT_CHECKED, file=sys.stderr)
         return 0
     if certain:
         refuse(problems)  # now, because the others may not be there to be told
@@ -167,6 +171,32 @@ def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Pr
         return []
     rule = "the folder has a run with other settings, and this command has no --config"
     return [launch.Problem("--workdir", str(workdir), rule, f"Add those of the run: {shlex.join(settings)}")]
+
+
+def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> list[launch.Problem]:
+    """Return the problems for which the start of this run would refuse it, although `validate` finds none. For --explain.
+
+    They depend on the names of the model's parameters, on the user's own modules, or on the weights in init.from. A run without
+    any of these needs no check. Otherwise another process builds the program, abstractly and on as many CPUs as there are
+    devices. It writes nothing, and takes some seconds. This process imports no jax.
+    """
+    own = [run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source]
+    named = any(":" in value for value in own) or run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
+    if not named and run.sample.prompt.isprintable():
+        return []
+    asked = {"config": to_dict(run), "workdir": str(workdir), "gpus": devices.kind == "gpu"}
+    path = os.pathsep.join(filter(None, sys.path))  # the child finds the modules that this process finds
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", "jaxtrain.train.setup"],
+        input=json.dumps(asked),
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices.count)},
+        encoding="utf-8",
+        capture_output=True,
+    )
+    if child.returncode:
+        print(child.stderr, file=sys.stderr, end="")
+        return [launch.Problem("cannot start", None, "its check ended with the error above", "Report it.")]
+    return [launch.Problem(*each) for each in json.loads(child.stdout.splitlines()[-1])]
 
 
 def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:

@@ -1,9 +1,12 @@
 """Check an attempt before any file is written, and compile its steps before device memory is allocated."""
 
 import dataclasses
+import json
 import math
 import os
+import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import jax
 
 from jaxtrain import generation, hardware, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig, resolve
 from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
@@ -38,6 +41,8 @@ from jaxtrain.train.memory import (
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.services import Services
 from jaxtrain.watchdog import parse_budgets
+
+REFUSALS = (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError, OSError)  # with a remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +115,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
             generation.check_decodes(run, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
-    except (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError, OSError) as error:
+    except REFUSALS as error:
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
@@ -209,3 +214,42 @@ def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watc
         step = "{:.3g} to {:.3g} s a step expected, roofline".format(*expected.range_s) + f" {expected.step_s:.3g} s"
     services.console.say(f"planned: {step}, peak {size(expected.peak_gib)} ({expected.rates})")
     return watch
+
+
+def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
+    """Return the first problems of `check_setup` that do not depend on the contents of the data. Reads and writes no data."""
+    try:
+        import_named_parts(run)
+        checkpoints = open_checkpoints(run, workdir, Peers(0, 1))
+        program = build(run, jax.devices())
+        choose_start(drop_used_step(run, checkpoints), checkpoints, program)
+        if run.sample.max_tokens and run.data.source != "synthetic":
+            generation.check_decodes(run, program.definition)
+            tokenizer = load_tokenizer(run.data.tokenizer)
+            for prompt in samples.prompts(run.sample.prompt):
+                generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
+    except ConfigError as error:
+        return error.problems
+    except REFUSALS as error:
+        return [Problem("cannot start", None, str(error).rstrip("."), "")]
+    # The user's own modules may raise anything, and the run would end with it.
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        rule = f"the program cannot be built: {type(error).__name__}: {str(error).rstrip('.')}"
+        return [Problem("cannot start", None, rule, f"Correct {last.filename}, line {last.lineno}.")]
+    return []
+
+
+def explain_start() -> None:
+    """Read a config from stdin, as `main.check_start` writes it, and write its problems as the last line of stdout."""
+    asked = json.load(sys.stdin)
+    run, _ = resolve(asked["config"])
+    if asked["gpus"]:  # kernels that these CPUs do not have
+        attention, moe = dataclasses.replace(run.attention, impl="auto"), dataclasses.replace(run.moe, impl="auto")
+        run = dataclasses.replace(run, attention=attention, moe=moe)
+    found = start_problems(run, Path(asked["workdir"]))
+    print(f"\n{json.dumps([dataclasses.astuple(problem) for problem in found])}")
+
+
+if __name__ == "__main__":
+    explain_start()

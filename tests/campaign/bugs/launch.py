@@ -295,6 +295,13 @@ BUGS = (
         "unit/test_refusals.py -k none_in_float32",
     ),
     Bug(
+        "explain: what needs JAX is not checked",
+        "jaxtrain/main.py",
+        "            problems += check_start(loaded.run, workdir, devices)",
+        "            pass",
+        "proofs/test_explain.py",
+    ),
+    Bug(
         "config: a group's learning rate has no limit",
         "jaxtrain/optim/groups.py",
         "        if lr > 1:",
