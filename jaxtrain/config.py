@@ -89,7 +89,8 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
     found = []
     for axis, allowed in ALLOWED.items():
         other = [a for a in table[axis] if a not in allowed]
-        names = "+".join(allowed)
+        tokens = (*table["batch"], *table["sequence"], EXPERT_AXIS)
+        names = "+".join(a for a in allowed if a in tokens or axis not in ("embed", "expert_embed", "experts"))
         if other:
             rule = f"cannot be sharded over mesh axis {other[0]!r}"
             remedy = f"Set '{names}', or fewer of these axes." if allowed else "Set ''."
@@ -136,6 +137,16 @@ class Key:
         limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
         span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
+
+    def clamped(self, value: Any) -> Any:
+        """Return a value that is allowed: the nearest end of the range of a number; the first choice of a string."""
+        if isinstance(value, str):
+            return self.choices[0] if self.choices else ""
+        low = self.at_least if self.at_least is not None else SMALLEST if self.above is not None else -LARGEST
+        high = self.at_most if self.at_most is not None else self.below - 1e-7 if self.below is not None else LARGEST
+        if 0 < abs(value) < SMALLEST:
+            value = SMALLEST
+        return type(value)(min(max(value, low), high))
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
         """Return (broken rule, remedy) of a number that is not finite or outside the range, or None.
@@ -803,6 +814,11 @@ class RunConfig:
         return self.train.global_batch * self.data.seq_len
 
 
+FIT = "{fit}"  # at the beginning of a Problem's remedy: `with_fits` writes numbers there that keep all rules of the key
+# They and their multiples next to a number are tried, nearest first.
+UNITS = (*range(1, 65), *(factor << power for power in range(5, 12) for factor in (2, 3, 5, 7)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One problem of a config or a command line: the key, its value, the rule that it breaks, and the remedy."""
@@ -815,6 +831,39 @@ class Problem:
     def __str__(self) -> str:
         shown = f" = {self.value!r}" if self.value is not None else ""
         return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}")
+
+
+def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | None = None) -> list[Problem]:
+    """Return the problems, with numbers in the place of FIT: the nearest ones with which no problem of the key is left.
+
+    Numbers that bring no problem of another key are preferred. Of several such problems of a key, the first is returned.
+
+    check: returns the keys that have a problem if a key has another value; None: no numbers are named.
+    """
+    keys = {p.key for p in problems}
+    known: dict[str, list[int]] = {}
+
+    def nearest_fits(p: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
+        value, least = cast(int, p.value), declared()[p.key].at_least or 0
+        multiples = {*UNITS, *(unit * (value // unit + more) for unit in UNITS for more in (0, 1))}
+        alone: dict[bool, int] = {}  # whether it is larger -> the nearest number
+        others: dict[bool, int] = {}  # the same, with a problem of another key
+        for number in sorted(multiples - {value}, key=lambda n: abs(n - value)):
+            more = number > value
+            if number >= least and more not in alone and p.key not in (left := check(p.key, number)):
+                (others if left - keys else alone).setdefault(more, number)
+        return sorted((alone or others).values())
+
+    out: list[Problem] = []
+    for p in problems:
+        if not p.remedy.startswith(FIT):
+            out.append(p)
+        elif p.key not in known:  # otherwise the number of the first problem of this key keeps this rule too
+            known[p.key] = nearest_fits(p, check) if check else []
+            number, rest = " or ".join(map(str, known[p.key])), p.remedy.removeprefix(FIT)
+            remedy = f"Set {number}, or {rest}" if number and rest else f"Set {number}." if number else rest.capitalize()
+            out.append(dataclasses.replace(p, remedy=remedy or "Change the other settings of this rule."))
+    return out
 
 
 class ConfigError(ValueError):
@@ -885,6 +934,13 @@ def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str,
         raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
     fsdp = math.gcd(rest, max(1, node // inner))
     return asked | {"data": rest // fsdp, "fsdp": fsdp}
+
+
+def spelled_value(value: Any) -> str:
+    """Return a value as it is written on the command line; '' for an empty string."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "''"
 
 
 def public_name(field_name: str) -> str:

@@ -10,19 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.config import RULES, Key, RunConfig, declared, flatten, public_name, to_dict
+from jaxtrain.config import spelled_value as show
 from jaxtrain.launch import Loaded
 
 OWN_RULE = Key("a rule of this config's own")
 
 
 NOT_CHECKED = "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights"
-
-
-def show(value: Any) -> str:
-    """Return a value as it is written on the command line; '' for an empty string."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) or "''"
 
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:

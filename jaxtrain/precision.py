@@ -35,9 +35,7 @@ def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], l
     key, items = "fp8.exclude", [item for item in map(str.strip, run.fp8.exclude.split(",")) if item]
     if run.precision != "fp8":
         rule = f"is read only with precision = fp8, which is {run.precision}"
-        return frozenset(), [
-            Problem(key, run.fp8.exclude, rule, "Set precision to fp8, or fp8.exclude to ''.")
-        ] if items else []
+        return frozenset(), [Problem(key, run.fp8.exclude, rule, "Set '', or precision to fp8.")] if items else []
     if not weights:
         rule = "this model has no weight from param(..., dot=True)"
         return frozenset(), [

@@ -3,10 +3,11 @@
 Imports no jax.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 from jaxtrain import config, windows
-from jaxtrain.config import Model, Problem
+from jaxtrain.config import FIT, Model, Problem, with_fits
 
 # Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -28,6 +29,11 @@ def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
 
 def problems_of(m: Model) -> list[Problem]:
     """Return all problems of a model of jaxtrain's own families."""
+    check = lambda key, number: {p.key for p in _problems(dataclasses.replace(m, **{key.removeprefix("model."): number}))}  # noqa: E731
+    return with_fits(_problems(m), check)
+
+
+def _problems(m: Model) -> list[Problem]:
     keys = {name: key for name, key in config.declared().items() if name.startswith("model.")}
     values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
     found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
@@ -38,14 +44,14 @@ def problems_of(m: Model) -> list[Problem]:
 def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
     if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
         rule = f"model.num_heads = {m.num_heads} is no multiple of it"
-        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set one of {_divisors(m.num_heads)}.")
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, FIT)
     if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
         # `resolve` fills head_dim with the quotient rounded down.
         if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
             rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            yield Problem("model.d_model", m.d_model, rule, "Set a multiple of it, or model.head_dim.")
+            yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim.")
         elif m.head_dim % 2 or m.head_dim < 2:
-            remedy = "Change it, or model.d_model and model.num_heads that it comes from."
+            remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
     if letters - {windows.LOCAL, windows.GLOBAL}:
@@ -53,10 +59,10 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
     elif letters and not m.sliding_window:
         rule = "needs model.sliding_window, which is 0"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set model.sliding_window, or the pattern to ''.")
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.sliding_window.")
     elif m.local_rope_base and not m.sliding_window:
         rule = "is for layers with model.sliding_window, which is 0"
-        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set model.sliding_window, or this to 0.")
+        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set 0, or model.sliding_window.")
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
         yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
@@ -68,14 +74,10 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
         yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
 def _unread(m: Model, names: Iterable[str], needed: str) -> Iterable[Problem]:
     for name in names:
         if value := getattr(m, name):
-            yield Problem(f"model.{name}", value, f"is read only with model.{needed}, which is 0", f"Set it to 0, or {needed}.")
+            yield Problem(f"model.{name}", value, f"is read only with model.{needed}, which is 0", f"Set 0, or model.{needed}.")
 
 
 def _latent(m: Model) -> Iterable[Problem]:
@@ -86,14 +88,14 @@ def _latent(m: Model) -> Iterable[Problem]:
         return
     width = m.qk_nope_head_dim + m.qk_rope_head_dim
     if m.qk_rope_head_dim % 2:
-        yield Problem("model.qk_rope_head_dim", m.qk_rope_head_dim, "must be even: rotary turns pairs of numbers", "Set 64.")
+        yield Problem("model.qk_rope_head_dim", m.qk_rope_head_dim, "must be even: rotary turns pairs of numbers", FIT)
     elif m.head_dim != width:
         rule = f"must be qk_nope_head_dim + qk_rope_head_dim = {width} with model.kv_lora_rank"
         yield Problem("model.head_dim", m.head_dim, rule, "Set 0.")
     if m.v_head_dim > width:
         rule = f"is above the width of a key's head, {width}, which kernels do not do"
         yield Problem("model.v_head_dim", m.v_head_dim, rule, f"Set {width} or less.")
-    if m.num_kv_heads != m.num_heads:
+    if m.num_kv_heads != m.num_heads and not m.num_heads % m.num_kv_heads:
         rule = f"each of the model.num_heads = {m.num_heads} heads has keys of its own with model.kv_lora_rank"
         yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set {m.num_heads}.")
     for name in WITHOUT:
@@ -129,7 +131,7 @@ def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
         return
     if m.num_experts % m.router_groups:
         rule = f"does not divide model.num_experts = {m.num_experts}"
-        yield Problem("model.router_groups", m.router_groups, rule, "Set 1, or a divisor.")
+        yield Problem("model.router_groups", m.router_groups, rule, FIT)
     elif m.groups_per_token > m.router_groups:
         rule = f"there are only model.router_groups = {m.router_groups} groups"
         yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set 1 to {m.router_groups}.")

@@ -70,7 +70,7 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
     if not number >= 0:
         return f"{name} = {value!r} must be a number of at least 0", "lr is a factor of the schedule's, weight_decay a value."
     if wrong := NUMBER.out_of_range(number):
-        return f"{name} = {value!r} {wrong[0]}", f"{wrong[1].rstrip('.')} for {name}."
+        return f"{name} = {value!r} {wrong[0]}", f"Write {name}={1 if name == 'lr' else Optimizer().weight_decay:g}."
     chosen[name] = number
     return None
 

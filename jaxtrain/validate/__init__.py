@@ -4,9 +4,12 @@ Each check yields a `Problem` (key, value, rule, remedy) for each rule that the 
 other checks of this key yield nothing, so one mistake gives one line.
 """
 
+import dataclasses
 import difflib
+import functools
 import importlib.util
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -15,7 +18,7 @@ from typing import Any
 
 from jaxtrain import config, flops, installed
 from jaxtrain.activations import parse_tensors
-from jaxtrain.config import Problem, RunConfig, flatten, nearest, parts_of, to_dict
+from jaxtrain.config import FIT, Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.environment import overlay
 from jaxtrain.hardware import REPEATABLE, Devices
 from jaxtrain.models import FAMILIES
@@ -67,11 +70,45 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     return problems
 
 
-def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Return the problems that depend only on the config and the devices, and not on files or the environment."""
+def validate_step(run: RunConfig, devices: Devices, fits: bool = True) -> list[Problem]:
+    """Return the problems that depend only on the config and the devices, and not on files or the environment.
+
+    fits: remedies name numbers with which no problem of the key is left (config.FIT), whose search takes up to a second.
+    """
+    check = lambda key, number: {p.key for p in _problems(changed(run, {key: number}), devices)}  # noqa: E731
+    return config.with_fits(_problems(run, devices), check if fits else None)
+
+
+def changed(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a run with other values of some keys. model.head_dim follows from them, if it did before."""
+    tree, m = to_dict(run), run.model
+    latent = m.qk_nope_head_dim + m.qk_rope_head_dim
+    if m.num_heads > 0 and m.head_dim == (latent if m.kv_lora_rank else m.d_model // m.num_heads):
+        tree["model"]["head_dim"] = 0
+    for key, value in values.items():
+        *path, name = key.split(".")
+        functools.reduce(operator.getitem, path, tree)[name] = value
+    return config.resolve(tree)[0]
+
+
+def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
+    """Return the problems of single keys, and of keys beside each other. Keys with a problem by themselves count as valid ones.
+
+    If a float is too large, too small, or not read at all, the problem says the last.
+    """
     values = dict(flatten(to_dict(run)))
-    wrong = list(check_keys(values))
-    bad = {p.key for p in wrong}
+    wrong = {p.key: p for p in check_keys(values)}
+    if not wrong:
+        return _beside(run, devices, set())
+    keys = config.declared()
+    run = changed(run, {key: keys[key].clamped(values[key]) for key in wrong})
+    floats = {key for key in wrong if isinstance(values[key], float)}
+    unread = {p.key: p for p in _beside(run, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
+    found = [dataclasses.replace(unread.get(key, p), value=p.value) for key, p in wrong.items()]
+    return found + [p for p in _beside(run, devices, set(wrong)) if p.key not in wrong]
+
+
+def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     problems = list(check_layout(run, devices, bad))
     problems += check_model(run.model, bad)
     problems += _remat(run, bad)
@@ -86,7 +123,7 @@ def validate_step(run: RunConfig, devices: Devices) -> list[Problem]:
     problems += _lora(run, bad)
     problems += _pairs(run, bad)
     problems += _mtp(run, bad)
-    return wrong + [p for p in problems if p.key not in bad]
+    return problems
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
@@ -102,7 +139,8 @@ def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
         elif key.choices and value not in key.choices:
             yield _no_choice(name, value, key)
         elif wrong := key.out_of_range(value):
-            yield Problem(name, value, *wrong)
+            rule, remedy = wrong
+            yield Problem(name, value, rule, FIT if isinstance(value, int) else remedy)
 
 
 def _no_choice(name: str, value: str, key: config.Key) -> Problem:
@@ -131,15 +169,15 @@ def _importable(key: str, value: str) -> Iterable[Problem]:
 
 
 def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
-    _, problems = parse_tensors(run.remat.tensors)
-    yield from problems
     if run.remat.policy == "custom" and not run.remat.tensors.strip():
         yield Problem(
             "remat.tensors", "", "remat.policy = custom needs a list", "For example q=keep,mlp_up=offload; or policy full."
         )
     if run.remat.tensors.strip() and run.remat.policy != "custom" and "remat.policy" not in bad:
         rule = f"is read only with remat.policy = custom, which is {run.remat.policy}"
-        yield Problem("remat.tensors", run.remat.tensors, rule, "Set remat.policy to custom, or remat.tensors to ''.")
+        yield Problem("remat.tensors", run.remat.tensors, rule, "Set '', or remat.policy to custom.")
+    else:
+        yield from parse_tensors(run.remat.tensors)[1]
     if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
         rule = f"it chooses from the activations of jaxtrain's own models, and model.family is {run.model.family}"
         yield Problem("remat.policy", "auto", rule, "Set another policy.")
@@ -148,7 +186,7 @@ def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
     if not bad & {"remat.every", "model.num_layers"} and run.remat.every > run.model.num_layers:
         rule = f"there are only model.num_layers = {run.model.num_layers} layers"
-        yield Problem("remat.every", run.remat.every, rule, f"Set 1 to {run.model.num_layers}.")
+        yield Problem("remat.every", run.remat.every, rule, FIT)
 
 
 def _fp8(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -163,9 +201,12 @@ def _attention(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Prob
     if run.attention.forward == "fp8":
         yield from _attention_fp8(run, devices, bad)
     if run.attention.impl == "pallas":
-        yield from _pallas(run, devices, bad)
-    if run.attention.impl != "cudnn":
-        return
+        yield from list(_pallas(run, devices, bad))[:1]
+    if run.attention.impl == "cudnn":
+        yield from list(_cudnn(run, devices, bad))[:1]
+
+
+def _cudnn(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     other = "Set attention.impl to auto or chunked"
 
     def refuse(rule: str, remedy: str = f"{other}.") -> Problem:
@@ -233,9 +274,7 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
             yield Problem(named, value, rule, "Shorten one of them, or train longer.")
     if o.schedule != "constant" and o.lr_min > o.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
-        yield Problem(
-            "optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", "Set it to a tenth of lr, say."
-        )
+        yield Problem("optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", f"Set {o.lr / 10:g}.")
 
 
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -397,7 +436,7 @@ def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     if not m.mtp_layers:
         if run.loss.mtp_weight != (default := config.Loss().mtp_weight):
             rule = f"is read only with {key}, which is 0"
-            yield Problem("loss.mtp_weight", run.loss.mtp_weight, rule, f"Set {key} to 1, or loss.mtp_weight to {default:g}.")
+            yield Problem("loss.mtp_weight", run.loss.mtp_weight, rule, f"Set {default:g}, or {key} to 1.")
         return
     rules = (
         (run.loss.name != "cross_entropy", f"the modules have a loss of their own beside cross_entropy, not {run.loss.name}"),

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config import EXPERT_AXIS, Model, Moe, Problem, RunConfig, parts_of
+from jaxtrain.config import EXPERT_AXIS, FIT, Model, Moe, Problem, RunConfig, parts_of, spelled_value
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
 from jaxtrain.precision import EXPERTS, eight_bit, matmuls
@@ -39,7 +39,7 @@ def check_experts(
     ranks, rules = sizes[EXPERT_AXIS], dict(run.sharding.rules)
     if m.num_experts % ranks:
         rule = f"does not divide over mesh.expert = {ranks}"
-        yield Problem("model.num_experts", m.num_experts, rule, f"Make it a multiple of {ranks}, or mesh.expert a divisor.")
+        yield Problem("model.num_experts", m.num_experts, rule, f"{FIT}make mesh.expert a divisor.")
     if ranks > 1 and EXPERT_AXIS not in table["experts"]:
         rule = f"does not name it, and mesh.expert = {ranks} shards only experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
@@ -49,17 +49,9 @@ def check_experts(
     if ranks > 1 and EXPERT_AXIS not in table["batch"]:
         rule = "leaves out mesh axis 'expert': its devices must have different tokens"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")
-    for axis in ("experts", "expert_embed"):
-        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
-        if alone:
-            rule = (
-                f"mesh axis {alone[0]!r} does not shard the batch, and every device needs complete rows of its experts' weights"
-            )
-            remedy = "Name mesh axes of sharding.rules.batch and .sequence only."
-            yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
     if not m.router_bias and run.moe.bias_rate != Moe().bias_rate:
         rule = "is read only with model.router_bias"
-        yield Problem("moe.bias_rate", run.moe.bias_rate, rule, "Set model.router_bias=true, or leave it out.")
+        yield Problem("moe.bias_rate", run.moe.bias_rate, rule, f"Set {Moe().bias_rate:g}, or model.router_bias to true.")
     if run.moe.impl == "pallas":
         yield from _pallas(run, devices)
     yield from _fp8(run, devices, ranks)
@@ -98,7 +90,7 @@ def _fp8(run: RunConfig, devices: Devices, ranks: int) -> Iterable[Problem]:
 def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
     if sizes["expert"] > 1:
         rule = "shards experts, and model.num_experts = 0"
-        yield Problem("mesh.expert", run.mesh.expert, rule, "Set it to 1, or model.num_experts.")
+        yield Problem("mesh.expert", run.mesh.expert, rule, "Set 1, or model.num_experts.")
     usual = [("model", run.model, Model(), OF_MODEL)]
     usual += [("moe", run.moe, Moe(), tuple(f.name for f in dataclasses.fields(Moe)))]
     for section, given, default, names in usual:
@@ -106,4 +98,5 @@ def _without(run: RunConfig, sizes: Mapping[str, int]) -> Iterable[Problem]:
             value = getattr(given, name)
             if value != getattr(default, name):
                 rule = "is read only of a model with experts, and model.num_experts = 0"
-                yield Problem(f"{section}.{name}", value, rule, "Leave it out, or set model.num_experts.")
+                remedy = f"Set {spelled_value(getattr(default, name))}, or model.num_experts."
+                yield Problem(f"{section}.{name}", value, rule, remedy)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 
 from jaxtrain import config
-from jaxtrain.config import MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rules_in_use, wrong_rules
+from jaxtrain.config import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rules_in_use, wrong_rules
 from jaxtrain.context import make_context, ulysses_problem
 from jaxtrain.hardware import Devices
 from jaxtrain.models import FAMILIES
@@ -124,7 +124,7 @@ def _context(
     heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
     if a.ulysses and run.parallel.context != "ulysses":
         rule = f"is read only with parallel.context = ulysses, which is {run.parallel.context}"
-        yield Problem("attention.ulysses", a.ulysses, rule, "Set parallel.context to ulysses, or attention.ulysses to 0.")
+        yield Problem("attention.ulysses", a.ulysses, rule, "Set 0, or parallel.context to ulysses.")
     elif a.ulysses > 1 or (a.ulysses and ranks > 1):
         fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
         if a.ulysses not in fits:
@@ -137,7 +137,7 @@ def _context(
         rule = f"does not divide into two chunks for each of {context.ring} ranks of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
-        remedy = f"Make it a multiple of {context.divides}, or mesh.seq smaller."
+        remedy = f"{FIT}make mesh.seq smaller."
         yield Problem(
             "data.seq_len", run.data.seq_len, f"{rule} (mesh.seq = {ranks}, parallel.context = {run.parallel.context})", remedy
         )
@@ -169,10 +169,12 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
         value, parts = getattr(getattr(run, section), name), math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and parts % value == 0:
             continue  # each key/value head is replicated over several ranks
+        if axis == "kv_heads" and value == run.model.num_heads:
+            continue  # they are told of model.num_heads
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
             rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
-            remedy = f"Make it a multiple of {parts}, or set mesh sizes that divide it"
+            remedy = f"{FIT}set mesh sizes that divide it"
             less = "+".join(a for a in table[axis] if a != "stage")
             remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
             yield Problem(key, value, rule, remedy)

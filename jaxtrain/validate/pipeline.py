@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxtrain import windows
 from jaxtrain.activations import parse_tensors
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import FIT, Problem, RunConfig
 from jaxtrain.context import Context
 from jaxtrain.train.stages import arrangement
 
@@ -25,16 +25,14 @@ def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], 
     several = p.groups > 1 and p.schedule == "interleaved"
     if several and "train.grad_accum" not in bad and run.train.grad_accum % stages:
         rule = f"microbatches go through the groups of a stage in runs of mesh.stage = {stages}, of which it is no multiple"
-        yield Problem(
-            "train.grad_accum", run.train.grad_accum, rule, f"Set a multiple of {stages}, or pipeline.schedule to 1f1b."
-        )
+        yield Problem("train.grad_accum", run.train.grad_accum, rule, f"{FIT}set pipeline.schedule to 1f1b.")
     if run.train.accumulate == "layer":
         rule = f"a pipeline (mesh.stage = {stages}) has its own accumulation of gradients"
         yield Problem("train.accumulate", "layer", rule, "Set auto.")
     if run.optimizer.offload == "moments":
         rule = f"streams moments layer by layer, which mesh.stage = {stages} does not support"
         yield Problem("optimizer.offload", "moments", rule, "Set none; dtypes.m and dtypes.v make moments smaller.")
-    if "offload" in parse_tensors(run.remat.tensors)[0].values():
+    if run.remat.policy == "custom" and "offload" in parse_tensors(run.remat.tensors)[0].values():
         rule = f"saved activations of a pipeline (mesh.stage = {stages}) stay on the device"
         yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
@@ -93,9 +91,8 @@ def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
             "model.num_layers",
             run.model.num_layers,
             rule,
-            f"Set {count + run.model.dense_layers} or more, or a smaller mesh.stage.",
+            f"{FIT}set a smaller mesh.stage.",
         )
     elif "remat.every" not in bad and run.remat.policy != "none" and lying.per_group % run.remat.every:
         rule = f"does not divide the {lying.per_group} layers that a stage runs at a time ({of})"
-        fits = ", ".join(str(n) for n in range(1, lying.per_group + 1) if lying.per_group % n == 0)
-        yield Problem("remat.every", run.remat.every, rule, f"Set one of {fits}.")
+        yield Problem("remat.every", run.remat.every, rule, FIT)

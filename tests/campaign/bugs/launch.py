@@ -295,6 +295,13 @@ BUGS = (
         "unit/test_refusals.py -k none_in_float32",
     ),
     Bug(
+        "config: a remedy's number breaks another rule of its key",
+        "jaxtrain/config.py",
+        "more not in alone and p.key not in (left := check(p.key, number)):",
+        "more not in alone and (left := check(p.key, number)) is not None:",
+        "unit/test_remedies.py",
+    ),
+    Bug(
         "explain: what needs JAX is not checked",
         "jaxtrain/main.py",
         "            problems += check_start(loaded.run, workdir, devices)",
