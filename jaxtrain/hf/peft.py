@@ -130,9 +130,11 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     rank, alpha, notes = found.get("r"), found.get("lora_alpha"), []
     if type(rank) is not int or rank < 1:
         raise HuggingFaceError(f"{folder / CONFIG}: r = {rank!r}: must be a whole number above 0.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: must be a number above 0.")
     alpha = float(alpha)
+    if wrong := config.declared()["lora.alpha"].out_of_range(alpha):
+        raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: {wrong[0]}.")
     if found.get("use_rslora"):
         notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
         alpha *= math.sqrt(rank)

@@ -85,14 +85,13 @@ def moved(text: str) -> list[tuple[str, str]]:
     return [(g.pattern, g.optimizer) for g in parse(text)[0] if g.optimizer]
 
 
-def problems(optimizer: Optimizer) -> list[Problem]:
-    """Return the problems of `optimizer.groups` that do not depend on the model."""
-    text, name = optimizer.groups, optimizer.name
+def problems(text: str, optimizer: str) -> list[Problem]:
+    """Return the problems of `optimizer.groups` that do not depend on the model. optimizer: the value of optimizer.name."""
     groups, found = parse(text)
-    if groups and name not in METHODS:
-        rule = f"{name} makes its own updates, and would ignore them"
+    if groups and optimizer not in METHODS:
+        rule = f"{optimizer} makes its own updates, and would ignore them"
         return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
-    if name == "adamw" and any(g.optimizer == "muon" for g in groups):
+    if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
         rule = "optimizer=muon in a group needs optimizer.name = muon"
         found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
     return found

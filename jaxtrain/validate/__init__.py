@@ -118,7 +118,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     problems += _schedule(run, bad)
     problems += _second_moment(run, bad)
     problems += _repeatable(run, devices)
-    problems += groups.problems(run.optimizer)
+    problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(run.optimizer)
     problems += _lora(run, bad)
     problems += _pairs(run, bad)
