@@ -8,17 +8,17 @@ A draw is a command line for configs/tiny.py, in float32, on at most 8 CPU devic
 import dataclasses
 import functools
 import math
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import helpers
 import numpy as np
+from remedies import named_fix
 
 from jaxtrain import launch
-from jaxtrain.config import MESH_AXES, ConfigError, Problem, RunConfig, default_config, flatten
+from jaxtrain.config import MESH_AXES, ConfigError, Problem, RunConfig
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.models import FAMILIES, presets
@@ -29,7 +29,7 @@ from jaxtrain.train.program import build
 from jaxtrain.validate import validate_step
 
 DEVICES = 8
-ROUNDS = 8  # of fixes until a draw must be accepted
+ROUNDS = 16  # of fixes until a draw must be accepted
 STEPS = 2
 
 # Settings that say how a model is computed, and not what it learns.
@@ -179,25 +179,6 @@ def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
     return loaded.run, problems
 
 
-PRONOUNS = ("it", "its", "this", "them", "that", "other", "another", "a", "the", "both")
-KEYS = frozenset(name for name, _ in flatten(default_config()))
-
-
-def fixes(problem: Problem, value: str) -> Iterable[tuple[str, str]]:
-    """Yield each (key, text) that a remedy names, in its order. value: the text of the problem's key."""
-    key = problem.key
-    own = re.search(
-        r"^(?:Set|Make it|Write|Use)(?: one of)?(?: a (multiple) of)? ('.*?'|[\w+-]+(?:\.\d+)?)(?!\.\w)\b", problem.remedy
-    )
-    if own and own[1] and own[2].isdigit():
-        yield key, str(max(1, -(-int(value or 1) // int(own[2]))) * int(own[2]))
-    elif own and not own[1] and own[2] not in PRONOUNS:
-        yield key, own[2].strip("'")
-    named = r"\b((?:[a-z0-9_]+\.)+[a-z0-9_]+|this|it|the \w+)(?:=| to )('.*?'|[\w+-]+(?:\.\d+)?)"
-    for item in re.finditer(named, problem.remedy):
-        yield item[1] if item[1] in KEYS else key, item[2].strip("'")
-
-
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The verdict on a draw: what was `wrong`, "" if nothing was; the settings that ran, and the fixes that led to them."""
@@ -209,24 +190,21 @@ class Verdict:
 
 
 def mended(settings: dict[str, str]) -> Verdict:
-    """Apply the first fix of each problem, until there are none."""
+    """Apply the fix that the first problem names, until there are no problems."""
     done: list[str] = []
     for _ in range(ROUNDS):
         _, problems = problems_of(settings)
         if not problems:
             return Verdict("", settings, tuple(done))
-        for problem in problems:
-            for key, text in fixes(problem, settings.get(problem.key, "")):
-                after = settings | {key: text}
-                left = {(p.key, p.rule) for p in problems_of(after)[1]}
-                if (problem.key, problem.rule) not in left:
-                    break
-            else:
-                return Verdict(f"no fix works: {problem}", settings, tuple(done))
-            done.append(f"{key}={text}")
-            settings = after
-            break
-    return Verdict(f"refused after {ROUNDS} fixes: {problem}", settings, tuple(done))
+        fix = named_fix(problems[0])
+        pairs = [word.partition("=") for word in fix.split()]
+        after = settings | {key: value.strip("'") for key, _, value in pairs}
+        left = {(p.key, p.rule) for p in problems_of(after)[1]}
+        if not fix or (problems[0].key, problems[0].rule) in left:
+            return Verdict(f"no fix that works: {problems[0]}", settings, tuple(done))
+        done.append(fix)
+        settings = after
+    return Verdict(f"refused after {ROUNDS} fixes: {problems[0]}", settings, tuple(done))
 
 
 def on_one_device(settings: dict[str, str]) -> dict[str, str]:

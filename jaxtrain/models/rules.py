@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxtrain import config, windows
-from jaxtrain.config import FIT, Model, Problem, with_fits
+from jaxtrain.config import FIT, Model, Problem, spelled_value, with_fits
 
 # Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -100,7 +100,9 @@ def _latent(m: Model) -> Iterable[Problem]:
         yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set {m.num_heads}.")
     for name in WITHOUT:
         if value := getattr(m, name):
-            yield Problem(f"model.{name}", value, "latent attention is built without it", "Set it to its default.")
+            yield Problem(
+                f"model.{name}", value, "latent attention is built without it", f"Set {spelled_value(getattr(Model(), name))}."
+            )
 
 
 def _dense(m: Model) -> Iterable[Problem]:

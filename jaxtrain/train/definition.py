@@ -101,7 +101,7 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
             raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
         return jax.tree.map(is_adapter, called)
     patterns = parts_of(run.train.freeze)
-    every = f"The parameters are: {', '.join(known)}."
+    every = f"Set '', or patterns of these parameters: {', '.join(known)}."
     unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
     if unmatched:
         rule = f"no parameter is called {', '.join(unmatched)}"

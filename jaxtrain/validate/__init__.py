@@ -385,7 +385,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     yield from _targets(run)
     if run.train.freeze.strip():
         rule = "has no effect: with lora.rank above 0 only adapters are trained"
-        yield Problem("train.freeze", run.train.freeze, rule, "Set it to '', or lora.rank to 0.")
+        yield Problem("train.freeze", run.train.freeze, rule, "Set '', or lora.rank to 0.")
     if run.init.what != "weights":
         rule = "moments of the base's own weights, which are not trained with lora.rank above 0, do not exist"
         yield Problem("init.what", run.init.what, rule, "Set weights.")

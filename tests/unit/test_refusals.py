@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from remedies import named_fix
 from token_files import command, write_conversations
 
 from jaxtrain import config, environment, hardware, launch, main, sample
@@ -151,22 +152,6 @@ def problems(settings: str = "", devices: Devices = EIGHT_CPUS, workdir: object 
 
 def keys(*args: object, **how: object) -> list[str]:
     return [problem.key for problem in problems(*args, **how)]  # pyright: ignore[reportArgumentType]
-
-
-def named_fix(problem: Problem) -> str:
-    """Return the settings that a message names: KEY=VALUE, a value for its key, or a multiple of a number."""
-    remedy = problem.remedy
-    if pairs := re.findall(r"(\w+\.\w+=[^ ,;]+?)[.,;]?(?= |$)", remedy):
-        return " ".join(pairs)
-    if (other := re.match(r"Set ([\w.]+) to ([\w']+)", remedy)) and other[1] in declared():
-        return f"{other[1]}={other[2]}"
-    if whole := re.match(r"Make it a multiple of (\d+)", remedy):
-        return f"{problem.key}={problem.value + -problem.value % int(whole[1])}"
-    value = re.search(r"such as ([^ ,]*[^ ,.])", remedy)
-    value = value or re.match(r"(?:Set one of|Set|Write|Use|Did you mean) ('[^']*'|[^ ,?]*[^ ,?.])", remedy)
-    if value and value[1] in declared() and problem.key not in declared():
-        return f"{value[1]}={problem.value}"
-    return f"{problem.key}={value[1]}" if value else ""
 
 
 def mended(settings: str, fix: str) -> str:

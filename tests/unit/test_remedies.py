@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from test_refusals import EIGHT_CPUS, EIGHT_H200, TINY, named_fix
+from remedies import named_fix
+from test_refusals import EIGHT_CPUS, EIGHT_H200, TINY
 
 from jaxtrain import config, launch
 from jaxtrain.config import MESH_AXES, Problem, declared
