@@ -31,10 +31,14 @@ def run(file: Path) -> types.ModuleType:
 def beside(file: Path) -> Iterator[None]:
     """Let a config file import modules of its own folder, as a script does, and of the current folder.
 
-    Such a module comes before an installed one of its name, but not before one of Python's library. After the block it is
-    forgotten, since another config file may have its own of the same name. No __pycache__ appears.
+    Such a module comes before another of its name, but not before one of Python's library, or an installed one that is in use.
+    After the block it is forgotten, since another config file may have its own of the same name. No __pycache__ appears.
     """
     finder, written = _Finder(_folders(file)), sys.dont_write_bytecode
+    folders = {file.resolve().parent, file.absolute().parent}
+    own = {path.stem for folder in folders for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()}
+    same = [name for name in sys.modules if name.partition(".")[0] in own - sys.stdlib_module_names]
+    hidden = {name: sys.modules.pop(name) for name in same if not _is_installed(getattr(sys.modules[name], "__file__", ""))}
     sys.meta_path.insert(0, finder)
     sys.dont_write_bytecode = True
     try:
@@ -44,6 +48,7 @@ def beside(file: Path) -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in finder.found]:
             del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def where(error: BaseException, file: Path) -> str:
@@ -71,9 +76,10 @@ class _Finder:
         if path is not None or name in sys.stdlib_module_names:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, self.folders)
-        if spec is None or (spec.loader is None and importlib.machinery.PathFinder.find_spec(name)):
-            return None  # a folder without __init__.py is no package where there is one of its name
-        self.found.add(name)
+        if spec is not None and spec.loader is None:  # folders without __init__.py: a package elsewhere comes first
+            spec = importlib.machinery.PathFinder.find_spec(name, [*self.folders, *sys.path])
+        if spec is not None:
+            self.found.add(name)
         return spec
 
 
@@ -81,8 +87,10 @@ def _folders(file: Path) -> list[str]:
     return [str(folder) for folder in dict.fromkeys((file.resolve().parent, file.absolute().parent, Path.cwd()))]
 
 
-def _is_installed(file: str) -> bool:
-    """Return whether a file is part of jaxtrain, of Python's library or of an installed package."""
+def _is_installed(file: str | None) -> bool:
+    """Return whether a file is part of jaxtrain, of Python's library or of an installed package. None: a built-in module."""
+    if not file:
+        return True
     roots = os.path.dirname(__file__), os.path.dirname(os.__file__)
     return any(Path(file).is_relative_to(root) for root in roots) or bool(
         {"site-packages", "dist-packages"} & set(Path(file).parts)

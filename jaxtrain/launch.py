@@ -393,11 +393,10 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         stems = {Path(p).stem: p for p in known}
         close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
         remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
-        return (
-            None,
-            0,
-            [Problem("--config", path, "is empty" if not path else "is a folder" if file.is_dir() else "no such file", remedy)],
-        )
+        rule = "is empty" if not path else "is a folder" if file.is_dir() else "no such file"
+        if path and file.exists() and not file.is_dir():
+            rule, remedy = "is a pipe, and a restart reads the config again", "Write it to a file, and name that."
+        return None, 0, [Problem("--config", path, rule, remedy)]
     try:
         with config_file.beside(file):
             module = config_file.run(file)

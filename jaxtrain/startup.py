@@ -203,6 +203,9 @@ def ending_at_once(stderr: int = 2) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Remove the lines that match NOTES from stderr, from any thread or library. Every other line is passed on at once."""
+    if sys.stderr is None:  # closed
+        yield
+        return
     sys.stderr.flush()
     saved = os.dup(2)
     reading, writing = os.pipe()

@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         help="files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
     )
     top.may_be_empty = p.may_be_empty = ("--separator",)
-    p.add_argument("--output", type=Path, required=True, metavar="NAME.tok", help="the token file to write")
+    p.add_argument(
+        "--output", type=lambda text: Path(text).expanduser(), required=True, metavar="NAME.tok", help="the token file to write"
+    )
     p.add_argument("--tokenizer", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)")
     p.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, if it is not a well-known one")
     p.add_argument(

@@ -255,6 +255,8 @@ def find_inputs(patterns: list[str]) -> list[Path]:
         files = [p for p in matches if p.is_file()]
         if not files:
             why = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else "matches no file"
+            if matches and not matches[0].is_dir():
+                why = "is a pipe, and its rows are read in parts. Fix: write them to a file first"
             raise PrepareError(f"--input={pattern}: {why}")
         found.update(dict.fromkeys(files))
     return list(found)

@@ -35,14 +35,14 @@ class Launcher:
     host: str = "MASTER_ADDR"  # of process 0, or a list of all hosts
     port: str = "MASTER_PORT"  # "": PORT
     half: bool = True  # count or index without the other is a mistake, and not a variable with another meaning
-    unless: str = ""  # set by another launcher below this one, whose variables count
+    unless: str = ""  # all of these are set by another launcher below this one, whose variables count
 
 
 # The first whose count and index are set describes the run. A launcher that may be started by another is above it.
 SLURM = Launcher("Slurm", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_PROCID", half=False)
 LAUNCHERS = (
     # torchrun's own options, which Kubeflow sets for one torchrun on each node. One process on each node is started instead.
-    Launcher("PET_*", "PET_NNODES", "PET_NODE_RANK", host="PET_MASTER_ADDR", port="PET_MASTER_PORT", unless="LOCAL_RANK"),
+    Launcher("PET_*", "PET_NNODES", "PET_NODE_RANK", host="PET_MASTER_ADDR", port="PET_MASTER_PORT", unless="LOCAL_RANK RANK"),
     Launcher("torchrun", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),
     Launcher(
         "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -62,6 +62,8 @@ LAUNCHERS = (
     ),
     Launcher("PMIx", "", "PMIX_RANK"),
     Launcher("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", host="SKYPILOT_NODE_IPS", port=""),
+    Launcher("Horovod", "HOROVOD_SIZE", "HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_LOCAL_RANK"),
+    Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", host="LWS_LEADER_ADDRESS", port=""),
     Launcher("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
     Launcher("JAXJob", "NUM_PROCESSES", "PROCESS_ID", host="COORDINATOR_ADDRESS", port="COORDINATOR_PORT", half=False),
     Launcher("NNODES", "NNODES", "NODE_RANK"),  # of MaxText and others: one process on each node
@@ -185,17 +187,21 @@ class _Reader:
         self.wrong(f"--{field}", None, rule, remedy[field])
 
     def read_launcher(self) -> _Values | None:
-        """Return the values of the first launcher whose variables are set; None if no launcher's are.
+        """Return the values of the first launcher whose variables are set, of several processes if any is; None if none is.
 
         If no launcher has count and index, one of them alone counts where options give the rest. Else it is a problem.
         """
-        here = [each for each in LAUNCHERS if not self.text(each.unless)]
+        here = [each for each in LAUNCHERS if not each.unless or not all(map(self.environ.get, each.unless.split()))]
+        alone = None
         for each in here:
             found = (
                 self.slurm() if each is SLURM else self.values(each) if self.has(each.count) and self.has(each.index) else None
             )
-            if found is not None or self.problems:
+            if self.problems or (found is not None and found.count != 1):
                 return found
+            alone = alone or found
+        if alone is not None:
+            return alone
         halves = [each for each in here if each is not SLURM and (self.has(each.count) or self.has(each.index))]
         if set(FIELDS[:3]) & set(self.given):
             return self.values(halves[0]) if halves else None
@@ -209,7 +215,7 @@ class _Reader:
         there, absent = self.first(launcher.index), self.first(launcher.count)
         if not self.has(there):
             there, absent = absent, there
-        by_hand = "give --coordinator, --num-processes and --process-id (a run of one process: --num-processes=1)"
+        by_hand = "give --coordinator, --num-processes and --process-id (a run of one process: JAXTRAIN_NUM_PROCESSES=1)"
         if absent:
             self.wrong(there, self.environ[there], f"is set without {absent}", f"Set both, {by_hand}, or unset {there}.")
         else:
@@ -218,7 +224,8 @@ class _Reader:
 
     def values(self, launcher: Launcher) -> _Values:
         """Return the values of a launcher of which count or index is set."""
-        count = self.number(self.first(launcher.count), self.text(launcher.count), 1)
+        nodes = re.sub(r"^(\d+):\1$", r"\1", self.text(launcher.count))  # torchrun's MIN:MAX
+        count = self.number(self.first(launcher.count), nodes, 1)
         if count == 1:
             return _Values(launcher.name, None, 1, 0, None)
         index = self.number(self.first(launcher.index), self.text(launcher.index), 0)
@@ -285,6 +292,8 @@ class _Reader:
                 self.number(launcher.port, env.get(launcher.port, ""), 1, 65535, needed=True)
             return None
         port = PORT
+        if launcher.port and not env.get(launcher.port) and not is_ipv6(env[name]) and re.fullmatch(r".+:\d+", env[name]):
+            return self.address(name, env[name])
         if launcher.port:
             port = self.number(launcher.port, env.get(launcher.port, ""), 1, 65535, needed=True)
         if port is None:
@@ -359,7 +368,7 @@ class _Reader:
             return None
         if not re.fullmatch(r"[0-9]{1,10}", text) or not low <= int(text) <= high:
             rule = f"must be a whole number from {low}" + (f" to {high}" if high < 2**31 - 1 else "")
-            self.wrong(key, text, rule, f"Write {low}, for example.")
+            self.wrong(key, text, rule, f"Write {PORT if high == 65535 else low + 1}, for example.")
             return None
         return int(text)
 

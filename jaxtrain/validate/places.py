@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
     return [Problem(key, place, *why)] if why else []
 
 
+def _not_for_checkpoints(place: str) -> tuple[str, str] | None:
+    """Return (rule, remedy) if Orbax and TensorStore would read this path as another one; None if not."""
+    if "[" in place:
+        return "has a [ in its path, which Orbax reads as a pattern of file names", "Name a path without it."
+    try:
+        place.encode()
+    except UnicodeEncodeError:
+        return "is no path of UTF-8, and checkpoints cannot be saved there", "Name another place."
+    if not place.isascii() and sys.getfilesystemencoding() != "utf-8":
+        rule = f"is read in {sys.getfilesystemencoding()} by this Python program, and as UTF-8 where checkpoints are saved"
+        return rule, "Set PYTHONUTF8=1 before Python starts."
+    return None
+
+
 def writable(key: str, place: Path) -> list[Problem]:
     """Return a problem if the folder `place` cannot be created or written in. Writes nothing.
 
@@ -120,10 +135,8 @@ def writable(key: str, place: Path) -> list[Problem]:
     anywhere, so read-only mounts and the kernel's own file systems are checked as well.
     """
     place = Path(os.path.abspath(place))
-    try:
-        str(place).encode()
-    except UnicodeEncodeError:
-        return [Problem(key, str(place), "is no path of UTF-8, and checkpoints cannot be saved there", "Name another place.")]
+    if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(place))):
+        return [Problem(key, str(place), *unsaved)]
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
     if not nearest_parent.is_dir():
         return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]

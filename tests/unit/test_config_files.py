@@ -1,5 +1,6 @@
 """Config files are Python: their encoding, their modules, the helpers beside them, and where their errors arise."""
 
+import os
 import pickle
 import sys
 import typing
@@ -49,6 +50,11 @@ def test_a_config_file_imports_modules_beside_it_each_its_own(tmp_path: Path, mo
         write(tmp_path / folder / "parts" / "deep.py", f"LAYERS = {layers}")
         assert load(write(tmp_path / folder / "c.py", HELPER)).run.model.num_layers == layers
     assert sys.path == before and not {"sizes", "parts"} & set(sys.modules)
+    import sizes  # pyright: ignore[reportMissingImports]
+
+    assert load(tmp_path / "two" / "c.py").run.model.num_layers == 3  # not the module that the program has imported
+    assert sys.modules["sizes"] is sizes
+    monkeypatch.delitem(sys.modules, "sizes")
     (tmp_path / "link.py").symlink_to(tmp_path / "one" / "c.py")
     assert load(tmp_path / "link.py").run.model.num_layers == 2
     assert not [path for folder in ("one", "two") for path in (tmp_path / folder).rglob("__pycache__")]
@@ -58,10 +64,15 @@ def test_a_config_file_imports_configs_of_the_current_folder(tmp_path: Path, mon
     write(tmp_path / "lab" / "base.py", f"{BASE}{GET}    config.model.num_layers = 5\n    return config\n")
     write(tmp_path / "lab" / "mine.py", "from lab.base import get_config\n")
     write(tmp_path / "lab" / "other.py", "from configs.tiny import get_config\n")  # a preset of jaxtrain
+    write(tmp_path / "configs" / "common.py", "LAYERS = 6")
+    write(tmp_path / "lab" / "own.py", HELPER.replace("sizes", "configs.common"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(launch.REPO))
     assert load("lab/mine.py").run.model.num_layers == 5
     assert not load("lab/other.py").problems
+    assert load("lab/own.py").run.model.num_layers == 6
 
 
 def test_modules_named_as_ones_of_python_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -129,6 +140,11 @@ def test_a_colon_in_the_path_of_a_config_file(tmp_path: Path):
     for name, variant in (("x.py:y/c.py", ""), ("x.py:y/c.py", "a.py:b"), ("a:b.py", "v")):
         loaded = load(f"{write(tmp_path / name, text)}{variant and ':'}{variant}")
         assert (loaded.problems, loaded.run.sample.prompt) == ([], variant)
+
+
+def test_a_config_file_that_is_a_pipe_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "c.py")
+    assert "is a pipe" in wrong(tmp_path / "c.py")
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused():

@@ -68,6 +68,10 @@ FOUND: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({}, TORCHRUN_8 | {"LOCAL_WORLD_SIZE": "1"}, "node1:29500 4 3 None torchrun"),
     ({}, TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "node1:29501 4 3 None torchrun"),  # torchrun listens itself
     ({}, SLURM | TORCHRUN, "node1:29500 4 3 None torchrun"),
+    ({}, SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, "gpu01:61444 5 2 None Slurm"),  # left in a shell
+    ({}, PET | {"PET_NNODES": "2:2"}, "node1:5 2 1 None PET_*"),
+    ({}, PET | {"LOCAL_RANK": "0"}, "node1:5 2 1 None PET_*"),
+    ({}, without(JAXJOB, "COORDINATOR_PORT") | {"COORDINATOR_ADDRESS": "head:99"}, "head:99 2 1 None JAXJob"),
     ({"local-devices": "4,5"}, TORCHRUN_8, "node1:29500 4 3 (4, 5) torchrun"),
     ({}, NO_MASTER | HEAD, "head:1234 4 3 None torchrun and JAXTRAIN_COORDINATOR"),
     ({}, SLURM, "gpu01:61444 5 2 None Slurm"),

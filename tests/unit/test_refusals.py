@@ -123,6 +123,8 @@ REFUSED = [
     ("checkpoint.dir=gs://bucket/run#2", "checkpoint.dir", "checkpoint.dir=gs://bucket/run2"),
     ("paths.cache=/proc/cache", "paths.cache", "paths.cache="),
     ("--workdir=/proc/jaxtrain", "--workdir", "--workdir=runs/test"),
+    ("--workdir=runs/[x]", "--workdir", "--workdir=runs/test"),
+    ("checkpoint.dir=runs/[x]", "checkpoint.dir", "checkpoint.dir=runs/x"),
     # What a resumed run may change
     ("checkpoint.allow_change=model.rop_*", "checkpoint.allow_change", "checkpoint.allow_change=model.rope_*"),
     ("checkpoint.allow_change=model.d_model", "checkpoint.allow_change", "checkpoint.allow_change="),
