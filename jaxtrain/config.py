@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import difflib
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number o
 # Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
 # of them would become 0 or infinite, and weights NaN.
 SMALLEST, LARGEST = 1e-30, 1e30
+MOST = 2**31 - 1  # of a whole number: counts, positions and seeds are int32
 
 # Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
 # adds a rule for each.
@@ -138,15 +140,11 @@ class Key:
         span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
         return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
 
-    def clamped(self, value: Any) -> Any:
-        """Return a value that is allowed: the nearest end of the range of a number; the first choice of a string."""
-        if isinstance(value, str):
-            return self.choices[0] if self.choices else ""
+    def nearest(self, value: float) -> float:
+        """Return the nearest number in the range."""
         low = self.at_least if self.at_least is not None else SMALLEST if self.above is not None else -LARGEST
         high = self.at_most if self.at_most is not None else self.below - 1e-7 if self.below is not None else LARGEST
-        if 0 < abs(value) < SMALLEST:
-            value = SMALLEST
-        return type(value)(min(max(value, low), high))
+        return min(max(SMALLEST if 0 < abs(value) < SMALLEST else value, low), high)
 
     def out_of_range(self, value: Any) -> tuple[str, str] | None:
         """Return (broken rule, remedy) of a number that is not finite or outside the range, or None.
@@ -164,6 +162,8 @@ class Key:
         if self.below is not None and float32(value) >= self.below:
             rule = f"must be below {self.below:g}" + (", and in float32 it is that" if value < self.below else "")
             return rule, f"Set {self.below - 1e-7:.7f} or less."
+        if isinstance(value, int) and value > MOST:
+            return f"must be at most {MOST}, the largest int32", f"Set {MOST} or less."
         if not isinstance(value, float):
             return None
         if 0 < abs(value) < SMALLEST:
@@ -216,7 +216,7 @@ class Model:
         ),
         importable=True,
     )
-    num_layers: int = key(4, "transformer blocks", at_least=1)
+    num_layers: int = key(4, "transformer blocks", at_least=1, at_most=10_000)
     d_model: int = key(128, "width of the residual stream", at_least=1)
     num_heads: int = key(4, "query heads", at_least=1)
     num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple", at_least=1)
@@ -225,7 +225,7 @@ class Model:
     )
     d_ff: int = key(384, "width of the feed-forward block (each of gate and up)", at_least=1)
     vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary", at_least=1)
-    dense_layers: int = key(0, "in a model with experts: number of first layers without experts", at_least=0)
+    dense_layers: int = key(0, "in a model with experts: number of first layers without experts", at_least=0, at_most=1000)
     dense_d_ff: int = key(0, "width of the feed-forward block of dense_layers", at_least=0)
     kv_lora_rank: int = key(
         0,
@@ -287,7 +287,10 @@ class Model:
     )
     shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
     mtp_layers: int = key(
-        0, "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone", at_least=0
+        0,
+        "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone",
+        at_least=0,
+        at_most=100,
     )
     init_std: float = key(
         0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0, at_most=1000
@@ -717,6 +720,9 @@ def parts_of(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
+LONGEST = 4096  # characters of a path on Linux
+
+
 def split_paths(text: str, separator: str, exists: Callable[[str], bool]) -> list[str]:
     """Return the items of a list whose items contain paths. A path that exists may contain the separator.
 
@@ -724,7 +730,8 @@ def split_paths(text: str, separator: str, exists: Callable[[str], bool]) -> lis
     """
     parts, items = text.split(separator), []
     while parts:
-        joined = (number for number in range(len(parts), 1, -1) if exists(separator.join(parts[:number])))
+        most = itertools.takewhile(lambda number: len(separator.join(parts[:number])) < LONGEST, range(2, len(parts) + 1))
+        joined = (number for number in reversed([*most]) if exists(separator.join(parts[:number])))
         number = next(joined, 1)
         items.append(separator.join(parts[:number]).strip())
         del parts[:number]
@@ -845,6 +852,9 @@ def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | N
 
     def nearest_fits(p: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
         value, least = cast(int, p.value), declared()[p.key].at_least or 0
+        usual = dict(flatten(default_config()))[p.key]
+        if declared()[p.key].out_of_range(value) and p.key not in check(p.key, usual):
+            return [usual]
         multiples = {*UNITS, *(unit * (value // unit + more) for unit in UNITS for more in (0, 1))}
         alone: dict[bool, int] = {}  # whether it is larger -> the nearest number
         others: dict[bool, int] = {}  # the same, with a problem of another key
@@ -861,7 +871,9 @@ def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | N
         elif p.key not in known:  # otherwise the number of the first problem of this key keeps this rule too
             known[p.key] = nearest_fits(p, check) if check else []
             number, rest = " or ".join(map(str, known[p.key])), p.remedy.removeprefix(FIT)
-            remedy = f"Set {number}, or {rest}" if number and rest else f"Set {number}." if number else rest.capitalize()
+            remedy = (
+                f"Set {number}, or {rest}" if number and rest else f"Set {number}." if number else rest[:1].upper() + rest[1:]
+            )
             out.append(dataclasses.replace(p, remedy=remedy or "Change the other settings of this rule."))
     return out
 
@@ -1159,7 +1171,8 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
                 cut = item = f"{cut},{item}"
             problems.append(Problem(f"--config=FILE:{item}", None, rule, remedy))
             continue
-        cut = item if name in texts and not text.startswith("hf:") and not exists(item) else ""
+        is_path = name in texts and os.sep in text and not text.startswith("hf:")
+        cut = item if is_path and not exists(item) else ""
         kind = type(defaults[name])
         try:
             if kind is bool:

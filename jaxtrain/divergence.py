@@ -75,7 +75,8 @@ def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool)
         )
         fix = f"No step was applied so far, so optimizer.lr is not the cause: look at {cause}"
     else:
-        fix = "Lower optimizer.lr, or look at the losses before in metrics.jsonl" if weights else "Lower optimizer.lr"
+        fix = "Lower optimizer.lr, or look at the losses before in metrics.jsonl, and at an optimizer or loss of your own"
+        fix = fix if weights else "Lower optimizer.lr"
         fix += ", or look at the data of these steps" if not weights else ""
         fix += "" if weights or rollback else ", or set train.on_divergence=rollback to skip it"
     at = f"the newest checkpoint, step {newest}" if newest >= 0 else "step 0, since there is no checkpoint"

@@ -9,14 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config import RULES, Key, RunConfig, declared, flatten, public_name, to_dict
-from jaxtrain.config import spelled_value as show
+from jaxtrain.config import RULES, Key, RunConfig, declared, flatten, public_name, spelled_value, to_dict
 from jaxtrain.launch import Loaded
 
 OWN_RULE = Key("a rule of this config's own")
-
-
-NOT_CHECKED = "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights"
+NOT_CHECKED = (
+    "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights, logins"
+)
 
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -25,7 +24,7 @@ def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, 
     out = []
     for key, value in flatten(to_dict(loaded.run)):
         asked, now = loaded.asked.get(key, value), found.get(key, value)
-        shown = show(now) if asked == now else f"{show(asked)} -> {show(now)}"
+        shown = spelled_value(now) if asked == now else f"{spelled_value(asked)} -> {spelled_value(now)}"
         out.append((key, shown, loaded.origins.get(key, "default"), _meaning(keys.get(key, OWN_RULE))))
     return out
 
@@ -99,5 +98,5 @@ def _table(entries: list[tuple[str, Any, Key]], prefix: str) -> list[str]:
     lines = ["| key | type | default | values | meaning |", "|---|---|---|---|---|"]
     for name, default, key in entries:
         values, meaning = (words.replace("|", "\\|") for words in (key.values, key.doc))
-        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{show(default)}` | {values} | {meaning} |")
+        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{spelled_value(default)}` | {values} | {meaning} |")
     return lines

@@ -148,7 +148,7 @@ def _find_devices(environ: Mapping[str, str]) -> Devices:
     masked = environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
     if found and masked not in ("", "all"):
         rule = "chooses GPUs for JAX alone, and jaxtrain counts those of CUDA_VISIBLE_DEVICES"
-        remedy = f"Unset it, and set CUDA_VISIBLE_DEVICES={masked}."
+        remedy = "Unset it: CUDA_VISIBLE_DEVICES chooses the GPUs."
         problem = Problem("JAX_CUDA_VISIBLE_DEVICES", masked, rule, remedy)
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     if found and not _has_cuda_plugin():

@@ -20,6 +20,7 @@ import ml_collections
 
 from jaxtrain import config_file
 from jaxtrain.config import (
+    SMALLEST,
     ConfigError,
     Optimizer,
     Problem,
@@ -263,7 +264,8 @@ def fit_schedule(
     if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
         author = authors["optimizer.lr_min"]
         peak = values[author]["optimizer.lr"]
-        changes["lr_min"] = min(o.lr, float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}"))
+        lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
+        changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
         was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
         notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
     sample = run.sample

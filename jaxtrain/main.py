@@ -144,6 +144,8 @@ def start_processes(devices: hardware.Devices, cluster: distributed.Cluster | No
     if not problems:
         start_jax(devices, cluster, check)
         return
+    os.environ["JAX_PLATFORMS"] = "cpu"  # to import JAX: no device is started
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     try:
         start_jax(devices, cluster, check, TELL_S)
     except ConfigError:
@@ -176,13 +178,14 @@ def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Pr
 def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> list[launch.Problem]:
     """Return the problems for which the start of this run would refuse it, although `validate` finds none. For --explain.
 
-    They depend on the names of the model's parameters, on the user's own modules, or on the weights in init.from. A run without
-    any of these needs no check. Otherwise another process builds the program, abstractly and on as many CPUs as there are
-    devices. It writes nothing, and takes some seconds. This process imports no jax.
+    They depend on the names of the model's parameters, on the user's own modules, on XLA's options, or on the weights in
+    init.from. A run without any of these needs no check. Otherwise another process builds the program, abstractly and on as
+    many CPUs as there are devices. It writes nothing, and takes some seconds. This process imports no jax.
     """
     own = [run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source]
     named = any(":" in value for value in own) or run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
-    if not named and run.sample.prompt.isprintable():
+    named = named or run.compiler.options
+    if not named:
         return []
     asked = {"config": to_dict(run), "workdir": str(workdir), "gpus": devices.kind == "gpu"}
     path = os.pathsep.join(filter(None, sys.path))  # the child finds the modules that this process finds

@@ -61,9 +61,11 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
         without = next(file.path for file in files if file.weight is None)
         rule = "has no weight, and other files have one"
         problems.append(Problem(key, without, rule, f"Write {without}=0.5, for example, or leave out all weights."))
-    for k, file in enumerate(files):
-        if any(identity(file.path) == identity(other.path) for other in files[:k]):
+    seen: set[Path] = set()
+    for file in files:
+        if (place := identity(file.path)) in seen:
             problems.append(Problem(key, file.path, "is named twice", "Name it once, with the sum of its weights."))
+        seen.add(place)
     return files, problems
 
 

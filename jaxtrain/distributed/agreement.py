@@ -35,13 +35,13 @@ def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     state: Any = distributed.global_state
     told = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
     mine = {"who": this_process(), "kind": devices.kind, "count": devices.node, "source": devices.source, "problems": told}
+    silent, texts = 0, []
     try:
         state.client.key_value_set(f"jaxtrain/agree/{state.process_id}", json.dumps(mine))
-        texts = [
-            state.client.blocking_key_value_get(f"jaxtrain/agree/{i}", int(1000 * ANSWER_S)) for i in range(state.num_processes)
-        ]
+        for silent in range(state.num_processes):
+            texts.append(state.client.blocking_key_value_get(f"jaxtrain/agree/{silent}", int(1000 * ANSWER_S)))
     except RuntimeError as error:
-        what = f"process {state.process_id}: another process ended right after it connected, or does not answer"
+        what = f"process {state.process_id}: process {silent} has connected, and does not answer"
         raise ClusterError(f"{what}: {first_line(error)}") from error
     refused = refusal([json.loads(text) for text in texts], problems)
     if refused:
@@ -84,5 +84,5 @@ def _unequal(views: Sequence[Mapping[str, Any]], kinds: Mapping[tuple[str, int],
     elif next(iter(kinds))[0] == "cpu":
         remedy = f"Set JAX_NUM_CPU_DEVICES={least} in every process."
     else:
-        remedy = f"Set CUDA_VISIBLE_DEVICES={','.join(map(str, range(least)))} in every process."
+        remedy = f"Give every process {least}, by CUDA_VISIBLE_DEVICES."
     return Problem("devices", None, f"the processes of this run have different devices ({'; '.join(words)})", remedy)

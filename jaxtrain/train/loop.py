@@ -87,7 +87,7 @@ class Loop:
             self._release_guard()
 
     def train(self) -> None:
-        """Take all steps, and begin to save after the last step.
+        """Take all steps, and begin to save after the last step, unless no step was applied.
 
         Raises Diverged, Corrupted, CheckpointError, and exceptions of data and devices.
         """
@@ -104,7 +104,7 @@ class Loop:
                     self._times.collect_s = collector.step(self.done)
                     services.watchdog.beat()
                 self._read_metrics()
-                if self.done > 0:
+                if self.applied:
                     self.save()
         finally:
             # The newest metrics and not the state: a failed step has consumed the state.
@@ -204,7 +204,7 @@ class Loop:
                 return
             # While steps are skipped, the state is older than its step. It is saved after the next applied step.
             self._save_due = bool(self.skips.in_a_row) and done < self.run.train.steps
-            if not self._save_due:
+            if not self._save_due and self.applied:
                 self.save()
         self.saver.poll()
 

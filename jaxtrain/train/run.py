@@ -31,7 +31,7 @@ from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.distributed import PeerLost, Peers, detect
 from jaxtrain.distributed.shared import find_unshared
 from jaxtrain.distributed.words import first_line
-from jaxtrain.divergence import Diverged
+from jaxtrain.divergence import Diverged, explain
 from jaxtrain.launch import Launch, resolved_with_epochs
 from jaxtrain.ledger import Ledger
 from jaxtrain.metrics import MetricsError, NotWritten
@@ -587,6 +587,9 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         services.ledger.base("other")
         saver.finish(save_again=loop.save)
         saver.check_finite(loop.applied)
+        if not loop.applied and loop.done:
+            what = f"all {loop.done} steps were skipped"
+            raise Diverged(explain(what, saver.newest, 0, weights=False, rollback=False))
         if services.stop_requested and loop.done < steps:
             return stopped(loop.done, saver, services)
         if saver.failures:

@@ -222,6 +222,7 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
         import_named_parts(run)
         checkpoints = open_checkpoints(run, workdir, Peers(0, 1))
         program = build(run, jax.devices())
+        compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         choose_start(drop_used_step(run, checkpoints), checkpoints, program)
         if run.sample.max_tokens and run.data.source != "synthetic":
             generation.check_decodes(run, program.definition)
@@ -248,7 +249,8 @@ def explain_start() -> None:
         attention, moe = dataclasses.replace(run.attention, impl="auto"), dataclasses.replace(run.moe, impl="auto")
         run = dataclasses.replace(run, attention=attention, moe=moe)
     found = start_problems(run, Path(asked["workdir"]))
-    print(f"\n{json.dumps([dataclasses.astuple(problem) for problem in found])}")
+    print(f"\n{json.dumps([dataclasses.astuple(problem) for problem in found])}", flush=True)
+    os._exit(0)  # a user's module may print at its end
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ def changed(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
-    """Return the problems of single keys, and of keys beside each other. Keys with a problem by themselves count as valid ones.
+    """Return the problems of single keys, and of keys beside each other.
+
+    Of the latter, a key with a problem by itself has its default, and a float the nearest number that is allowed.
 
     If a float is too large, too small, or not read at all, the problem says the last.
     """
@@ -100,9 +102,9 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
     wrong = {p.key: p for p in check_keys(values)}
     if not wrong:
         return _beside(run, devices, set())
-    keys = config.declared()
-    run = changed(run, {key: keys[key].clamped(values[key]) for key in wrong})
+    usual, keys = dict(flatten(config.default_config())), config.declared()
     floats = {key for key in wrong if isinstance(values[key], float)}
+    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else usual[key] for key in wrong})
     unread = {p.key: p for p in _beside(run, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
     found = [dataclasses.replace(unread.get(key, p), value=p.value) for key, p in wrong.items()]
     return found + [p for p in _beside(run, devices, set(wrong)) if p.key not in wrong]
@@ -121,6 +123,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     problems += groups.problems(run.optimizer.groups, run.optimizer.name)
     problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(run.optimizer)
     problems += _lora(run, bad)
+    problems += _init(run)
     problems += _pairs(run, bad)
     problems += _mtp(run, bad)
     return problems
@@ -140,7 +143,7 @@ def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
             yield _no_choice(name, value, key)
         elif wrong := key.out_of_range(value):
             rule, remedy = wrong
-            yield Problem(name, value, rule, FIT if isinstance(value, int) else remedy)
+            yield Problem(name, value, rule, FIT if isinstance(value, int) and value <= config.MOST else remedy)
 
 
 def _no_choice(name: str, value: str, key: config.Key) -> Problem:
@@ -274,7 +277,12 @@ def _schedule(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
             yield Problem(named, value, rule, "Shorten one of them, or train longer.")
     if o.schedule != "constant" and o.lr_min > o.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
-        yield Problem("optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", f"Set {o.lr / 10:g}.")
+        yield Problem(
+            "optimizer.lr_min",
+            o.lr_min,
+            f"is above the peak, optimizer.lr = {o.lr:g}",
+            f"Set {o.lr / 10 if o.lr > 10 * config.SMALLEST else 0:g}.",
+        )
 
 
 def _second_moment(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
@@ -298,12 +306,14 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
         yield Problem("checkpoint.keep_best", True, rule, "Set eval.every_steps=100.")
     if "train.steps" in bad:
         return
-    if c.step > steps:
+    folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
+    if "checkpoint.step" in bad:
+        pass
+    elif c.step > steps:
         yield Problem(
             "checkpoint.step", c.step, f"is beyond the last step, train.steps = {steps}", "Set an earlier one, or -1."
         )
-    folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
-    if c.step >= 0 and not folder.is_dir():
+    elif c.step >= 0 and not folder.is_dir():
         yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
     if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
         rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
@@ -393,6 +403,11 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         if getattr(run.dtypes, name) == INT8:
             rule = "moments of adapters are too few to be worth storing in blocks"
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
+
+
+def _init(run: RunConfig) -> Iterable[Problem]:
+    if run.init.what != "weights" and not run.init.from_:
+        yield Problem("init.what", run.init.what, "is read with init.from only", "Set weights, or init.from.")
 
 
 def _targets(run: RunConfig) -> Iterable[Problem]:

@@ -76,7 +76,8 @@ def test_modules_of_the_current_folder_named_like_pythons_are_not_imported(tmp_p
     command(tmp_path, {}, "--config=c.py", "--workdir=run")
     assert (tmp_path / "run" / "samples.txt").is_file()
     (tmp_path / "mine").mkdir()
-    family = "import jaxtrain.models.families.llama\nFamily = jaxtrain.models.families.llama.Llama\n"
+    family = "from jaxtrain.models.families import llama\nfrom jaxtrain.models.transformer import build_as\n"
+    family += "class Family:\n    build = staticmethod(lambda *args: build_as(llama.STRUCTURE, *args))\n"
     (tmp_path / "mine" / "own_family.py").write_text(family)
     no_files = ("--config.data.source=synthetic", "--config.data.eval_source=")
     named = ("--config=c.py", "--config.model.family=own_family:Family", *no_files, "--explain")

@@ -117,6 +117,12 @@ def test_a_run_without_an_applied_step_does_not_blame_the_learning_rate(tmp_path
     assert "optimizer.lr is not the cause" in runs.receipt(tmp_path / "run")["reason"]
 
 
+def test_a_run_of_skipped_steps_alone_is_a_divergence(tmp_path: Path) -> None:
+    """Although it has fewer than train.max_skipped_steps. Nothing is saved, so the same command would start over."""
+    assert train(tmp_path / "run", "synthetic", loss__z_loss=1e25, train__steps=2) == 76
+    assert runs.steps(tmp_path / "run") == []
+
+
 def test_the_numbers_nearest_to_a_limit_of_float32_train(tmp_path: Path) -> None:
     """They are those that the messages name. Of each run, all steps are applied."""
     edge = {"optimizer__beta1": 0.9999999, "optimizer__beta2": 0.9999999, "optimizer__eps": 1e-30, "model__norm_eps": 1e-20}

@@ -26,6 +26,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
         ({"loss__name": "helpers:no_such_loss"}, "loss.name"),
         ({"data__source": "sources:no_such_source"}, "data.source"),
         ({"init__from": "."}, "cannot start"),
+        ({"compiler__options": "xla_cpu_enable_fast_math=maybe"}, "compiler.options"),
     ],
 )
 def test_explain_refuses_what_a_run_refuses(

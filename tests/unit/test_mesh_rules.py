@@ -44,7 +44,7 @@ RIGHT = [
     (*EXPERTS, "model.router=sigmoid", "model.router_bias=true", "moe.bias_rate=0.01"),
     (*EXPERTS, "model.shared_d_ff=128", "moe.capacity_factor=1.5"),
     ("model.num_experts=8", "mesh.expert=2", "mesh.stage=2", "mesh.tensor=2"),
-    ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6", "moe.capacity_factor=2.0"),
+    ("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6"),
     (*EXPERTS, "sharding.rules.experts=expert", "sharding.rules.expert_embed="),
     (*EXPERTS, "model.experts_per_token=1", "model.renormalize=false"),
     (*EXPERTS, "precision=fp8", "moe.capacity_factor=2.0"),
@@ -96,7 +96,6 @@ WRONG = [
     (("sharding.rules.layers=fsdp", "mesh.fsdp=8"), "sharding.rules.layers"),
     (("mesh.stage=2", "mesh.tensor=4", "sharding.rules.vocab=tensor+stage"), "sharding.rules.vocab"),
     # ---- experts
-    (("model.num_experts=8", "mesh.expert=2", "mesh.stage=4", "model.num_layers=6"), "model.num_layers"),
     (("mesh.expert=8",), "mesh.expert"),
     (("mesh.expert=8", "model.num_experts=12"), "model.num_experts"),
     ((*EXPERTS, "model.experts_per_token=9"), "model.experts_per_token"),

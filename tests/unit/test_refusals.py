@@ -124,6 +124,9 @@ REFUSED = [
     ("paths.cache=/proc/cache", "paths.cache", "paths.cache="),
     ("--workdir=/proc/jaxtrain", "--workdir", "--workdir=runs/test"),
     ("--workdir=runs/[x]", "--workdir", "--workdir=runs/test"),
+    ("checkpoint.step=-5", "checkpoint.step", ""),
+    ("data.seq_len=0", "data.seq_len", ""),
+    ("init.what=weights+optimizer", "init.what", ""),
     ("checkpoint.dir=runs/[x]", "checkpoint.dir", "checkpoint.dir=runs/x"),
     # What a resumed run may change
     ("checkpoint.allow_change=model.rop_*", "checkpoint.allow_change", "checkpoint.allow_change=model.rope_*"),
@@ -189,6 +192,20 @@ def test_numbers_that_are_none_in_float32_are_refused_and_the_named_one_is_taken
         named = re.search(r"[\d.]+(e[-+]\d+)?(?= or (more|less))", refused[1])
         assert named and declaration.out_of_range(float(named[0])) is None, (key, value, refused)
     assert len(problems(f"{key}=1e-46")) == 1
+
+
+WHOLE = [
+    key
+    for key, value in config.flatten(config.to_dict(config.RunConfig()))
+    if isinstance(value, int) and not isinstance(value, bool)
+]
+
+
+@pytest.mark.parametrize("key", WHOLE)
+def test_numbers_above_int32_are_refused(key: str):
+    for value in (2**31, 2**63, 10**30):
+        (problem,) = [problem for problem in problems(f"{key}={value}") if problem.key == key]
+        assert problem.remedy.startswith("Set ") and not problem.remedy.startswith(f"Set {value}")
 
 
 # ---- Commands: all mistakes at once, and nothing is started or written
