@@ -587,11 +587,10 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         services.ledger.base("other")
         saver.finish(save_again=loop.save)
         saver.check_finite(loop.applied)
-        if not loop.applied and loop.done:
-            what = f"all {loop.done} steps were skipped"
-            raise Diverged(explain(what, saver.newest, 0, weights=False, rollback=False))
         if services.stop_requested and loop.done < steps:
             return stopped(loop.done, saver, services)
+        if not loop.applied:
+            raise Diverged(explain(f"all {steps} steps were skipped", saver.newest, 0, weights=False, rollback=False))
         if saver.failures:
             raise CheckpointError(f"the last step could not be saved (see above). {saver.newest_in_words}")
         loop.samples.write(state.weights(loop.current), loop.done)
@@ -622,7 +621,7 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
     elif saver.failures:
         saved = f"step {done} could not be saved, and there is no checkpoint"
     else:
-        saved = "before the first step, nothing to save"
+        saved = "no step was applied, nothing to save" if done else "before the first step, nothing to save"
     name = "Ctrl-C" if why == "SIGINT" else why
     services.console.say(f"{name}: {saved}; the same command goes on from there.")
     return services.stop.exit_code_of(why), f"{why} at step {done}"
