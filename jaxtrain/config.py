@@ -162,7 +162,7 @@ class Key:
         if self.below is not None and float32(value) >= self.below:
             rule = f"must be below {self.below:g}" + (", and in float32 it is that" if value < self.below else "")
             return rule, f"Set {self.below - 1e-7:.7f} or less."
-        if isinstance(value, int) and value > MOST:
+        if isinstance(value, int) and self.at_most is None and value > MOST:
             return f"must be at most {MOST}, the largest int32", f"Set {MOST} or less."
         if not isinstance(value, float):
             return None
@@ -260,7 +260,9 @@ class Model:
     rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1)
     rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched by rope_factor", above=0)
     rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this are unchanged")
-    rope_original_len: int = key(8192, "llama3, yarn: sequence length the model was first trained with", at_least=1)
+    rope_original_len: int = key(
+        8192, "llama3, yarn: sequence length the model was first trained with", at_least=1, at_most=10**12
+    )
     rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len are unchanged", above=0)
     rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched by rope_factor", above=0)
     rope_truncate: bool = key(True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones")

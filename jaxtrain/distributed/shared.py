@@ -52,11 +52,14 @@ def find_unshared(folders: Mapping[str, Path], peers: Peers, timeout_s: float) -
 
 
 def _make(probe: Path) -> str:
-    try:
-        probe.mkdir(parents=True)
-    except OSError as error:
-        return reason(error)
-    return ""
+    why = ""
+    for _ in range(2):  # a run that ends may remove a parent that it has made
+        try:
+            probe.mkdir(parents=True)
+            return ""
+        except OSError as error:
+            why = reason(error)
+    return why
 
 
 def _look(probe: Path, index: int) -> str:

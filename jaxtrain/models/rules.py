@@ -44,12 +44,13 @@ def _problems(m: Model) -> list[Problem]:
 def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
     if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
         rule = f"model.num_heads = {m.num_heads} is no multiple of it"
-        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, FIT)
+        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"{FIT}make model.num_heads a multiple of it.")
     if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
         # `resolve` fills head_dim with the quotient rounded down.
         if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
             rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim.")
+            width = max(2, m.head_dim - m.head_dim % 2)
+            yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim={width}.")
         elif m.head_dim % 2 or m.head_dim < 2:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)

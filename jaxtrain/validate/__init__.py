@@ -406,7 +406,7 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
 
 
 def _init(run: RunConfig) -> Iterable[Problem]:
-    if run.init.what != "weights" and not run.init.from_:
+    if run.init.what != "weights" and not run.init.from_ and not run.lora.rank:
         yield Problem("init.what", run.init.what, "is read with init.from only", "Set weights, or init.from.")
 
 

@@ -13,9 +13,9 @@ import pytest
 from test_refusals import EIGHT_H200, REPO, TINY, a_plain_shell, arguments, config_file, keys, listing
 from token_files import open_batches, write_conversations, write_file
 
-from jaxtrain import config, explain, hardware, launch, main
+from jaxtrain import config, hardware, launch, main
 from jaxtrain.activations import KEPT
-from jaxtrain.config import RunConfig
+from jaxtrain.config import RunConfig, spelled_value
 from jaxtrain.data import pipeline
 from jaxtrain.hardware import Devices
 from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
@@ -80,7 +80,7 @@ def test_overrides_take_the_type_of_their_key():
 def test_every_key_can_be_overridden():
     """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
     values = dict(config.flatten(config.default_config()))
-    argv = [f"--config.{key}={'' if value == '' else explain.show(value)}" for key, value in values.items()]
+    argv = [f"--config.{key}={'' if value == '' else spelled_value(value)}" for key, value in values.items()]
     loaded = launch.load([TINY, *argv])
     assert loaded.problems == []
     assert loaded.run == config.resolve(config.default_config())[0]
