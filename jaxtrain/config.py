@@ -299,6 +299,11 @@ class Model:
     )
 
     @property
+    def outside(self) -> bool:
+        """Return whether the family is from outside the package, `package.module:name`."""
+        return ":" in self.family
+
+    @property
     def stacked_layers(self) -> int:
         """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
@@ -778,6 +783,55 @@ class Env:
     )
 
 
+OWN = "own"  # the section whose keys the user makes
+Value = bool | int | float | str
+
+
+class Own:
+    """The settings of the section `own` as attributes, for a user's own model family, loss, optimizer or data source.
+
+    `own.gamma` is the value of `config.own.gamma`, and raises AttributeError if the config does not set it. For a setting with
+    a default, `getattr(own, "gamma", 2.0)`. Two objects with equal settings are equal.
+
+    unread: the names of the settings that nobody has read yet.
+    """
+
+    def __init__(self, settings: tuple[tuple[str, Value], ...] = ()):
+        self._settings = dict(settings)
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> list[str]:
+        """Return the names of settings that nobody has read yet."""
+        return [name for name in self._settings if name not in self._read]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle before there are settings
+            raise AttributeError(name)
+        if name not in self._settings:
+            raise AttributeError(f"the config sets no own.{name}. Fix: config.{OWN}.{name} = VALUE in the config file")
+        self._read.add(name)
+        return self._settings[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and self._settings == other._settings
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._settings.items()))
+
+    def __repr__(self) -> str:
+        return f"Own({self._settings})"
+
+
+NO_SETTINGS = Own()
+
+
+@functools.lru_cache(maxsize=16)
+def own_settings(settings: tuple[tuple[str, Value], ...]) -> Own:
+    """Return the `Own` of RunConfig.own. All parts of a run share one object, which knows what each of them has read."""
+    return Own(settings)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """The resolved config of a run. Made by `resolve`; frozen."""
@@ -811,6 +865,7 @@ class RunConfig:
     compiler: Compiler = Compiler()
     paths: Paths = Paths()
     env: Env = Env()
+    own: tuple[tuple[str, Value], ...] = key((), "settings of your own family, loss, optimizer or data source")
 
     @property
     def compute(self) -> str:
@@ -1028,7 +1083,7 @@ def to_dict(run: Any) -> dict[str, Any]:
             value = getattr(section, f.name)
             if dataclasses.is_dataclass(value):
                 value = plain(value)
-            elif f.name == "rules":
+            elif f.name in ("rules", OWN):
                 value = dict(value)
             out[public_name(f.name)] = value
         return out
@@ -1058,7 +1113,7 @@ def declared() -> Mapping[str, Key]:
                 walk(value, name + ".")
             elif f.name == "rules":
                 out.update({f"{name}.{axis}": Key(line) for axis, line in RULE_DOCS.items()})
-            else:
+            elif f.name != OWN:
                 out[name] = f.metadata["key"]
 
     walk(RunConfig(), "")
@@ -1097,6 +1152,8 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
                     value = default
             elif f.name == "rules":
                 value = build_rules(value, f"{prefix}{name}.")
+            elif f.name == OWN:
+                value = tuple(sorted(build_own(value)))
             else:
                 value = check(prefix + name, value, default)
             made[f.name] = value
@@ -1107,6 +1164,23 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         for axis, onto in dict(value).items():
             rules[axis] = check(prefix + axis, onto, "")
         return tuple(rules.items())
+
+    def build_own(value: Any) -> Iterator[tuple[str, Value]]:
+        if not isinstance(value, Mapping | tuple):
+            problems.append(Problem(OWN, value, "is a section", f"Set its keys, as {OWN}.KEY."))
+            return
+        for name, setting in dict(value).items():
+            key = f"{OWN}.{name}"
+            if not str(name).isidentifier() or name.startswith("_") or hasattr(Own, name):
+                rule = "cannot be an attribute of the object that your own parts receive"
+                problems.append(Problem(key, setting, rule, f"Use letters, digits and _, as {OWN}.gamma, and not {name}."))
+            elif not isinstance(setting, Value):
+                rule = f"must be true or false, a number or text, not {type(setting).__name__}"
+                problems.append(Problem(key, None, rule, "Set one key for each value."))
+            elif isinstance(setting, float) and not math.isfinite(setting):
+                problems.append(Problem(key, setting, "must be a finite number", "Set one."))
+            else:
+                yield name, setting
 
     def check(name: str, value: Any, default: Any) -> Any:
         kind = type(default)

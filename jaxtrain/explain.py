@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config import RULES, Key, RunConfig, declared, flatten, public_name, spelled_value, to_dict
+from jaxtrain.config import OWN, RULES, Key, RunConfig, declared, flatten, public_name, spelled_value, to_dict
 from jaxtrain.launch import Loaded
 
-OWN_RULE = Key("a rule of this config's own")
+# Section -> the meaning of its keys without a declaration.
+OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
 NOT_CHECKED = (
     "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights, logins"
 )
@@ -25,7 +26,8 @@ def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, 
     for key, value in flatten(to_dict(loaded.run)):
         asked, now = loaded.asked.get(key, value), found.get(key, value)
         shown = spelled_value(now) if asked == now else f"{spelled_value(asked)} -> {spelled_value(now)}"
-        out.append((key, shown, loaded.origins.get(key, "default"), _meaning(keys.get(key, OWN_RULE))))
+        meaning = _meaning(keys.get(key) or OTHERS[key.partition(".")[0]])
+        out.append((key, shown, loaded.origins.get(key, "default"), meaning))
     return out
 
 
@@ -79,7 +81,7 @@ def markdown() -> str:
         "",
     ]
     default = RunConfig()
-    top = [f for f in dataclasses.fields(default) if not dataclasses.is_dataclass(f.default)]
+    top = [f for f in dataclasses.fields(default) if not dataclasses.is_dataclass(f.default) and f.name != OWN]
     out += ["## top level", "", *_table([(f.name, f.default, f.metadata["key"]) for f in top], ""), ""]
     for f in dataclasses.fields(default):
         if not dataclasses.is_dataclass(f.default):
@@ -91,6 +93,7 @@ def markdown() -> str:
         if f.name == "sharding":
             entries += [(f"rules.{axis}", onto, declared()[f"sharding.rules.{axis}"]) for axis, onto in RULES.items()]
         out += [*_table(entries, f"{f.name}."), ""]
+    out += [f"## {OWN}", "", "Keys that a config file adds for [parts of your own](extending.md#settings-of-your-own).", ""]
     return "\n".join(out)
 
 

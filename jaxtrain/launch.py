@@ -20,6 +20,7 @@ import ml_collections
 
 from jaxtrain import config_file
 from jaxtrain.config import (
+    OWN,
     SMALLEST,
     ConfigError,
     Optimizer,
@@ -160,6 +161,7 @@ def load(
         for key, value in flatten(to_dict(run))
     }
     launch = dataclasses.replace(launch, notes=tuple(notes), gpus=gpus)
+    problems = _with_own_settings(problems, run)
     return Loaded(run, problems, origins, asked, launch, options | dict.fromkeys(switches, "") | given, file_read)
 
 
@@ -219,7 +221,7 @@ def resolved_with_epochs(
     run, wrong, notes = resolve_epochs(run)
     if run.train.steps != before["train.steps"]:
         run, notes = fit_schedule(run, dict.fromkeys(before, "file") | {"train.steps": BY_EPOCHS}, {"file": before})
-    return run, problems + wrong, notes
+    return run, _with_own_settings(problems + wrong, run), notes
 
 
 def fit_schedule(
@@ -441,7 +443,10 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
     for name in path:
         section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
-        return [_explain_refusal(Problem(key, shown, "no such key", nearest_key(key, known)))]
+        remedy = nearest_key(key, known)
+        if path == [OWN] and not section:
+            remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
+        return [_explain_refusal(Problem(key, shown, "no such key", remedy))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):
         keys = [k for k in known if k.startswith(f"{key}.")]
@@ -484,6 +489,22 @@ def _explain_refusal(problem: Problem) -> Problem:
     if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem
+
+
+def _with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
+    """Return the problems. Those of unknown keys beside a user's own family, loss, optimizer or source name the section own."""
+    parts = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
+    own = [section for section, name in parts.items() if ":" in name]
+
+    def explained(p: Problem) -> Problem:
+        section, _, name = p.key.rpartition(".")
+        if p.rule != "no such key" or section not in own:
+            return p
+        return dataclasses.replace(
+            p, remedy=f"{p.remedy} A setting of {parts[section]} is config.{OWN}.{name} in the config file."
+        )
+
+    return [explained(p) for p in problems]
 
 
 def report(problems: Sequence[Problem]) -> int:

@@ -131,6 +131,7 @@ TABLE = (
     ),
     Row(("loss.name", "loss.z_loss", "loss.beta", "loss.label_smoothing"), "ask", "losses before and after do not compare"),
     Row(("loss.mtp_weight",), "ask", "part of the recipe"),
+    Row(("own.*",), "ask", "your own model family, loss, optimizer or data source reads it"),
     Row(
         ("moe.capacity_factor", "moe.balance_loss", "moe.sequence_balance_loss", "moe.z_loss", "moe.bias_rate"),
         "ask",
@@ -326,7 +327,7 @@ def check_allow_change(allow_change: str) -> list[Problem]:
     known = list(config.declared())
     problems: list[Problem] = []
     for name in filter(None, (part.strip() for part in allow_change.split(","))):
-        matched = _matching([name], known)
+        matched = [name] if name.startswith(f"{config.OWN}.") else _matching([name], known)
         never = [k for k in matched if rows_for(k)[0].change == "never"]
         if not matched:
             problems.append(Problem("checkpoint.allow_change", name, "no such key", config.nearest(name, known)))

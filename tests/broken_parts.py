@@ -81,11 +81,11 @@ def half_gradient(hidden, head, batch, spec):
 # ---- Optimizers
 
 
-def restless(optimizer, dtypes, axes):
+def restless(optimizer, dtypes, axes, own):
     return optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.sign(g + 1e-9), updates))
 
 
-def whole_moments(optimizer, dtypes, axes):
+def whole_moments(optimizer, dtypes, axes, own):
     """Return an optimizer whose moments are named m0, m1, ..., so that no name shows the moment's parameter."""
     return optax.GradientTransformation(
         lambda params: {f"m{i}": jnp.zeros_like(p) for i, p in enumerate(jax.tree.leaves(params))},
@@ -97,7 +97,7 @@ def whole_moments(optimizer, dtypes, axes):
 
 
 class _Source:
-    def __init__(self, data, split, global_batch):
+    def __init__(self, data, split, global_batch, own):
         self.inner = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
 
     def __getattr__(self, name):

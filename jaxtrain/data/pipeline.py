@@ -650,17 +650,19 @@ def open_source(
     data_dir: Path | str,
     seed: int | None = None,
     seq_len: int | None = None,
+    own: config.Own = config.NO_SETTINGS,
 ) -> Batches:
     """Return the batches of one split of a source. The token files of stdlib are made if they do not exist.
 
     With `data.max_segments` = 0, `Batches.max_segments` follows from the documents in the files, up to config.MOST_DOCUMENTS.
 
     Args:
-      source: stdlib, synthetic, token files, or `package.module:name`, which is called as `name(data, split, global_batch)`
-        and must return an object with the interface of `Batches`. "": `data.source`.
+      source: stdlib, synthetic, token files, or `package.module:name`, which is called as `name(data, split, global_batch,
+        own)` and must return an object with the interface of `Batches`. "": `data.source`.
       split: train | validation.
       data_dir: the folder of stdlib's token files.
       seed, seq_len: replace the values in `data`; None: those values.
+      own: the settings of the config's section `own`, for a user's own source.
 
     Raises:
       config.ConfigError: the source cannot be opened, or it is "" although `data.source` is token files.
@@ -677,7 +679,7 @@ def open_source(
     asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
         module, _, name = source.partition(":")
-        return getattr(importlib.import_module(module), name)(data, split, global_batch)
+        return getattr(importlib.import_module(module), name)(data, split, global_batch, own)
     common: dict[str, Any] = {
         "global_batch": global_batch,
         "seq_len": seq_len,

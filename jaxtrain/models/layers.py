@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import Moe
+from jaxtrain.config import NO_SETTINGS, Moe, Own
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
@@ -32,6 +32,7 @@ class Context:
     structure: Structure = Structure()
     lora: Lora = Lora()
     moe: Moe = Moe()
+    own: Own = NO_SETTINGS  # settings of a user's own family
 
 
 class RMSNorm(nnx.Module):

@@ -226,19 +226,21 @@ def make_optimizer(
     axes: Any,
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
+    own: config.Own = config.NO_SETTINGS,
 ) -> optax.GradientTransformation:
     """Return the optimizer that `optimizer.name` names: adamw, muon, or the result of a user's own function.
 
-    `package.module:name` names the user's function, which is called with (optimizer, dtypes, axes).
+    `package.module:name` names the user's function, which is called with (optimizer, dtypes, axes, own).
 
     Args:
       axes: logical axes of the parameters.
       placement: the parameters' placement, for an optimizer that needs complete matrices; None: all are on one device.
       numerics: the run's dtypes, for Muon's matmuls.
+      own: the settings of the config's section `own`, for the user's function.
     """
     if optimizer.name == "adamw":
         return adamw(optimizer, dtypes, axes)
     if optimizer.name == "muon":
         return muon(optimizer, dtypes, axes, placement, numerics)
     module, _, attribute = optimizer.name.partition(":")
-    return getattr(importlib.import_module(module), attribute)(optimizer, dtypes, axes)
+    return getattr(importlib.import_module(module), attribute)(optimizer, dtypes, axes, own)

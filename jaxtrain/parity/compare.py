@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import RunConfig
+from jaxtrain.config import RunConfig, own_settings
 from jaxtrain.data import pipeline
 from jaxtrain.train import compiler
 from jaxtrain.train.batch import place_batch
@@ -129,8 +129,8 @@ def take_steps(
 
 def open_rows(run: RunConfig) -> Any:
     """Return the source of a run's training batches."""
-    folder = Path(run.paths.data).expanduser()
-    return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    how: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
+    return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
 
 
 def compile_step(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxtrain import precision
-from jaxtrain.config import ConfigError, Problem, RunConfig, parts_of
+from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, parts_of
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
@@ -51,6 +51,7 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
         make_zero(run, placement, numerics),
         lora=lora_of(run),
         moe=run.moe,
+        own=own_settings(run.own),
     )
     # A family from outside the package builds its own module.
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)

@@ -19,7 +19,7 @@ import jax
 
 from jaxtrain import config, lora, models, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, own_settings
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -248,12 +248,13 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
-    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, data_dir=folder)
+    how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own)}
+    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
     if not run.eval.every_steps:
         return train, {}
     rows = run.train.global_batch // run.train.grad_accum
     return train, {
-        name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, data_dir=folder)
+        name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, **how)
         for name, source in pipeline.parse_sets(run.data.eval_source)[0].items()
     }
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config import NO_SETTINGS, Own
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.kernels.numerics import Numerics
@@ -42,6 +43,7 @@ class LossSpec:
     documents: int = 0  # for a loss of pairs: most documents in a row
     beta: float = 0.1  # see `dpo`
     label_smoothing: float = 0.0
+    own: Own = NO_SETTINGS  # settings of a user's own loss
 
     def whole_head(self, head_VD: Any) -> jax.Array:
         """Return the head, gathered over all devices, (V, D) in the compute dtype."""

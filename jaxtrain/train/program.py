@@ -13,7 +13,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ConfigError, Problem, RunConfig, parts_of
+from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, parts_of
 from jaxtrain.context import Context
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import grouped
@@ -154,7 +154,7 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
     head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
     of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
     how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
-    spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs)
+    spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs, own_settings(run.own))
     return Objective(placement, find_loss(run.loss.name), spec, balance, run.model.mtp_layers, run.loss.mtp_weight)
 
 
@@ -193,7 +193,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     check_offload(run, learnt)
     offload = run.optimizer.offload == "moments"
     how = (run.optimizer, run.dtypes, learnt, placement, numerics)
-    tx = make_optimizer(*how)
+    tx = make_optimizer(*how, own_settings(run.own))
     rounding = Rounding(run.train.seed, stage_layout.order if stage_layout else None)
     update = streamed(*how, rounding) if offload else at_once(tx, rounding)
 

@@ -15,7 +15,7 @@ import jax
 
 from jaxtrain import generation, hardware, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, Problem, RunConfig, resolve
+from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, resolve
 from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
@@ -176,6 +176,8 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     if run.eval.every_steps:
         evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
     seconds = time.perf_counter() - began
+    for name in own_settings(run.own).unread:
+        console.warn(f"own.{name}: this run's own family, loss, optimizer and data source do not read it")
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")

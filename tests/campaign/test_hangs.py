@@ -84,7 +84,7 @@ from jaxtrain.train.loss import cross_entropy
 HOW = os.environ.get("HANGS", "")
 
 
-def source(data, split, global_batch):
+def source(data, split, global_batch, own):
     if HOW == "save":  # a file system on which nothing reaches the disk any more
         here, sync = threading.current_thread, os.fsync
         os.fsync = lambda handle: time.sleep(1000) if here().name.startswith("checkpoint") else sync(handle)

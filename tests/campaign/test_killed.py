@@ -58,7 +58,7 @@ class Source:
         return self.batches.batch(step, rows)
 
 
-def source(data, split, global_batch):
+def source(data, split, global_batch, own):
     os.fsync = sync
     return Source(pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir=""), split)
 """
