@@ -2,7 +2,8 @@
 
 The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
 fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
-step then decides whether a choice fits. `ranks` is the number of devices over which experts are sharded. Imports no jax.
+step then decides whether a choice fits. No formula knows the activations of a family from outside the package, whose further
+choices are the policies of OTHERS in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
 """
 
 import functools
@@ -18,6 +19,8 @@ from jaxtrain.train.stages import Arrangement, Schedule
 
 # Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
 MARGIN = 0.03
+
+OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next one, which saves fewer activations
 
 # Activations that are saved or not saved together. Latents are of multi-head latent attention only.
 GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
@@ -151,8 +154,11 @@ def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], 
 def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
     """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
 
-    Returns None if even full recomputation does not save `excess_gib` less.
+    Returns None if even full recomputation does not save `excess_gib` less. For a family from outside the package, returns the
+    next policy of OTHERS.
     """
+    if run.model.outside:
+        return Remat(OTHERS[run.remat.policy])
     now = bytes_kept(run, kept(run.remat), axes, packed_stats)
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 
@@ -160,4 +166,7 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
 def words(run: RunConfig) -> str:
     """Return a line for the log: the activations that the chosen remat policy saves."""
     names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
-    return f"remat.policy=auto keeps {', '.join(names)}" if names else "remat.policy=auto saves only each layer's input"
+    if not names:
+        return "remat.policy=auto saves only each layer's input"
+    of_own = f", as far as the layers of {run.model.family} name them (checkpoint_name)" if run.model.outside else ""
+    return f"remat.policy=auto keeps {', '.join(names)}{of_own}"

@@ -181,9 +181,6 @@ def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem("remat.tensors", run.remat.tensors, rule, "Set '', or remat.policy to custom.")
     else:
         yield from parse_tensors(run.remat.tensors)[1]
-    if run.remat.policy == "auto" and run.model.family not in FAMILIES and "model.family" not in bad:
-        rule = f"it chooses from the activations of jaxtrain's own models, and model.family is {run.model.family}"
-        yield Problem("remat.policy", "auto", rule, "Set another policy.")
     if run.remat.policy == "auto" and run.remat.every > 1:
         rule = "layers share checkpoints, and remat.policy = auto decides for single layers"
         yield Problem("remat.every", run.remat.every, rule, "Set it to 1, or another remat.policy.")
