@@ -23,7 +23,7 @@ The first layers without experts (model.dense_layers) have 2 * 3 D times their o
 for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes padding of buffers.
 These FLOPs are in HFU only (`beyond`).
 
-A family from outside the package may state its own forward FLOPs (`stated`). Otherwise these formulas apply to it too.
+A family from outside the package may have other layers: train/model_flops.py counts or asks.
 
 Multi-head latent attention has a latent of width R for keys and values, and for queries a latent of width Q or none. Heads of
 queries and keys have width H = P + r, of which r are rotated. Heads of values have width W. Then
@@ -41,8 +41,7 @@ A module of multi-token prediction (model.mtp_layers) is one more layer, one mor
 
 import dataclasses
 import fnmatch
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxtrain import windows
 from jaxtrain.activations import kept
@@ -160,19 +159,8 @@ def attention(model: Model, seq_len: int) -> Flops:
     return Flops(per_position * causal, per_position * seq_len)
 
 
-def stated(model: Model) -> Callable[[Model, int], Flops] | None:
-    """Return the function `flops` of a family from outside the package, `package.module:name`, if it has one."""
-    module, given, name = model.family.partition(":")
-    return getattr(getattr(importlib.import_module(module), name), "flops", None) if given else None
-
-
 def forward(model: Model, seq_len: int) -> Flops:
-    """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction.
-
-    A family from outside the package may state its FLOPs; otherwise they follow from the formulas of the module's docstring.
-    """
-    if own := stated(model):
-        return own(model, seq_len)
+    """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction."""
     linear = layers(model) + heads(model)
     return Flops(linear, linear) + attention(model, seq_len) * model.step_layers
 
@@ -241,11 +229,9 @@ def training(run: RunConfig) -> Flops:
     A weight has three matmuls in a step, one of which computes its gradient; a frozen weight has two. With adapters, a step has
     the FLOPs of two forward passes of the base's weights, and of three of attention and of the adapters. Gradients of
     activations below the lowest trained layer are counted although they are not needed, as usual for the input of the first
-    layer. For a family that states its FLOPs, all weights count as trained.
+    layer.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
-    if stated(m):
-        return everything
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
     saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
@@ -274,15 +260,12 @@ def head(run: RunConfig) -> float:
     return one * (1 + wanted + weight + m.mtp_layers * (1 + passes_mtp(run) + weight))
 
 
-def beyond(run: RunConfig) -> Flops | None:
+def beyond(run: RunConfig) -> Flops:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
     These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
-    beyond an even load. A capacity below 1 drops tokens, so the result may be negative. Return None for a family that states
-    its FLOPs.
+    beyond an even load. A capacity below 1 drops tokens, so the result may be negative.
     """
-    if stated(run.model):
-        return None
     back = differentiates_layers(run)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs

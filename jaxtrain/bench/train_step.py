@@ -315,7 +315,10 @@ def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
 
 def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
     """Return tokens/s, TFLOP/s, MFU and HFU of a step that takes `step_s` seconds on `count` devices."""
-    per_token, recomputed = flops.training(run), flops.beyond(run)
+    from jaxtrain.train.model_flops import model_flops
+
+    model = model_flops(run)
+    per_token, recomputed = model.training, model.recomputed
     tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
     each = tokens_per_s / count
     return {

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 
-from jaxtrain import flops, installed
+from jaxtrain import installed
 from jaxtrain.config import RunConfig
 from jaxtrain.models.attention import kind_shares
 from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
@@ -13,6 +13,7 @@ from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
 from jaxtrain.train import auto_remat
+from jaxtrain.train.model_flops import model_flops
 from jaxtrain.train.program import Program
 
 
@@ -95,6 +96,7 @@ def read_plan(
         hints=(),
         warnings=(
             *compiled.chosen.warnings(),
+            *filter(None, [model_flops(run).note]),
             *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
             *warnings.program_warnings(run, program, module, found.values(), moved, timed.step_ms),
             *warnings.fp8_warnings(run, program, matmuls),
@@ -110,9 +112,10 @@ def read_plan(
 
 
 def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
-    per_token = flops.training(run)
+    found = model_flops(run)
+    per_token = found.training
     how = run, topology.total, program.kernel.name, program.context
-    by_rank = program.context.size > 1 and not flops.stated(run.model)
+    by_rank = program.context.size > 1 and found.by_formula
     return Flops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
@@ -126,10 +129,11 @@ def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline
 def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # In the bubble a stage runs the same kernels, and their results are discarded.
     how = run, topology.total, program.kernel.name, program.context
-    with_bubble = roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE))
-    useful = roofline.expected_flops(*how) / with_bubble if with_bubble else 1.0
+    stages = program.placement.size(pipeline_moe.STAGE)
+    with_bubble = roofline.expected_flops(*how, stages=stages)
+    useful = roofline.expected_flops(*how) / with_bubble if with_bubble else 1 - pipeline_moe.schedule_of(run, stages).bubble
     step_s = timed.step_ms / 1e3
-    per_token = flops.training(run)
+    per_token = model_flops(run).training
     # FLOPs of one GPU at its peak during a step. Under fp8 the peak is that of bfloat16, since its steps have matmuls in both.
     most = topology.gpu.peak(run.compute) * 1e12 * step_s
     each = tokens / topology.total

@@ -102,9 +102,9 @@ SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     """Return the kind of published runs that are comparable with a run: "bf16 dense" or "fp8 dense"; "" if none is.
 
-    A comparable run trains all weights of a dense model with AdamW over data and fsdp axes. Its attention is cuDNN's in 16
-    bits, without sliding windows. It offloads nothing to host memory. Its GPUs, their number and its sequence length are within
-    COMPARED_GPUS, SIZES and LONGEST.
+    A comparable run trains all weights of a dense model of jaxtrain's families with AdamW over data and fsdp axes. Its
+    attention is cuDNN's in 16 bits, without sliding windows. It offloads nothing to host memory. Its GPUs, their number and its
+    sequence length are within COMPARED_GPUS, SIZES and LONGEST.
 
     Args:
         gpus: number of GPUs on all nodes.
@@ -113,7 +113,7 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     least, most = SIZES.get(run.precision, (1, 0))
     on_device = run.optimizer.offload == "none" and "=offload" not in run.remat.tensors
     all_weights = not (run.lora.rank or run.train.freeze) and run.optimizer.name == "adamw"
-    dense = not (run.model.num_experts or run.model.sliding_window)
+    dense = not (run.model.outside or run.model.num_experts or run.model.sliding_window)
     data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
     sixteen = attention == "cudnn" and run.attention.forward == "compute"
     alike = gpu.name in COMPARED_GPUS and sixteen and run.data.seq_len <= LONGEST and least <= gpus <= most

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain import flops, hardware, throughput
+from jaxtrain import hardware, throughput
 from jaxtrain.config import RunConfig
 from jaxtrain.monitor import MfuAlert, Monitor
 from jaxtrain.plan.expect import Watch
@@ -16,6 +16,7 @@ from jaxtrain.progress import Console
 from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 from jaxtrain.train import guard, step
 from jaxtrain.train.batch import HostBatch
+from jaxtrain.train.model_flops import model_flops
 from jaxtrain.train.services import Services
 
 
@@ -122,7 +123,9 @@ class StepLog:
 
 def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
     """Return the object that computes tokens/s and MFU from step times. MFU is null if the device's peak rate is unknown."""
-    per_token, recomputed = flops.training(run), flops.beyond(run)
+    model = model_flops(run)
+    if model.note:
+        console.say(model.note)
     device = jax.devices()[0]
     peak = run.log.peak_tflops
     if not peak and device.platform == "gpu":
@@ -138,8 +141,8 @@ def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
     return throughput.Throughput(
         tokens_per_step=run.train.global_batch * run.data.seq_len,
         num_devices=jax.device_count(),
-        flops_causal=per_token.causal,
-        flops_full=per_token.full,
-        flops_hardware=(per_token + recomputed).causal if recomputed else None,
+        flops_causal=model.training.causal,
+        flops_full=model.training.full,
+        flops_hardware=(model.training + model.recomputed).causal if model.recomputed else None,
         peak_flops=peak * 1e12 if peak else None,
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import sys
+import types
 
 import helpers
 import jax
@@ -15,11 +16,11 @@ import numpy as np
 import pytest
 from ledger import REPO
 
-from jaxtrain import flops
 from jaxtrain.config import ConfigError
 from jaxtrain.generation import Sampler
 from jaxtrain.parity import compare
 from jaxtrain.sharding import LayoutError
+from jaxtrain.train.model_flops import model_flops
 from jaxtrain.train.step_log import measure_rates
 
 sys.path.append(str(REPO / "recipes"))  # a user sets PYTHONPATH to this folder
@@ -160,14 +161,16 @@ def test_counts_are_those_of_its_own_layers():
         if path[-1].key.startswith(("w", "gate", "up", "down"))
     )
     weights += shapes["head"].size
-    found, seq_len, family = flops.training(run), run.data.seq_len, TINY
-    assert flops.forward(run.model, seq_len) == family.flops(run.model, seq_len)
+    found, seq_len, family = model_flops(run), run.data.seq_len, TINY
+    assert found.training == family.flops(run.model, seq_len) * 3
     states = 6 * family.value_heads * family.key_dim * family.value_dim
     softmax = 4 * run.model.num_heads * run.model.head_dim * seq_len
-    assert found.full == pytest.approx(3 * (2 * weights + states + softmax))
-    assert found.causal == pytest.approx(3 * (2 * weights + states + softmax / 2))
-    assert flops.beyond(run) is None
-    rates = measure_rates(dataclasses.replace(run, log=dataclasses.replace(run.log, peak_tflops=1.0)), console=None)
+    assert found.training.full == pytest.approx(3 * (2 * weights + states + softmax))
+    assert found.training.causal == pytest.approx(3 * (2 * weights + states + softmax / 2))
+    assert found.recomputed is None
+    rates = measure_rates(
+        dataclasses.replace(run, log=dataclasses.replace(run.log, peak_tflops=1.0)), types.SimpleNamespace(say=str)
+    )
     for _ in range(4):
         rates.start_step()
     line = rates.line()

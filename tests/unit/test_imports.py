@@ -29,8 +29,8 @@ LAYERS = {
     """,
     "the step": """
         data.* optim.* train.loss train.guard stacks train.state snapshot stored_form train.balance train.pipeline
-        train.gradients train.step train.batch train.batch_feed train.kernel train.definition train.program train.compiler
-        digests
+        train.gradients train.step train.batch train.batch_feed train.kernel train.definition train.model_flops
+        train.program train.compiler digests
     """,
     "around the step": """
         checkpoint.storage checkpoint.files checkpoint.arrays checkpoint.steps checkpoint.manager checkpoint

@@ -28,6 +28,7 @@ from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
 from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.train.kernel import attention_specs
+from jaxtrain.train.model_flops import model_flops
 from jaxtrain.train.stages import Arrangement
 
 GIB = 2**30
@@ -356,16 +357,16 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
       context: how the kernel shards a sequence (`Program.context`).
       stages: number of pipeline stages. FLOPs of the bubble and of padding layers count.
 
-    Returns 0 for a model family that states its own FLOPs, since the FLOPs that remat recomputes are unknown.
+    Returns 0 for a model family whose FLOPs do not follow from the config, since those that remat recomputes are unknown.
 
     Raises ValueError for an unknown kernel.
     """
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
-    recomputed = flops.beyond(run)
-    if recomputed is None:
+    known = model_flops(run)
+    if not known.by_formula or known.recomputed is None:
         return 0.0
-    everything = flops.training(run) + recomputed
+    everything = known.training + known.recomputed
     one = flops.attention(run.model, run.data.seq_len)
     # `flops.training` counts the backward pass as twice the forward pass. Attention is counted below.
     back = flops.differentiates_layers(run)
