@@ -9,9 +9,11 @@ from compile_options import EIGHT_CPUS
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # another checkout's compile cache would be tested instead of this code
 os.environ.update({} if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu" else EIGHT_CPUS)  # only tests/gpu uses a GPU
 
+import contextlib
 import faulthandler
 import gc
 import importlib
+import json
 import math
 import signal
 import subprocess
@@ -172,12 +174,16 @@ def own_part(text: str) -> tuple[str, str]:
 def own_key(text: str) -> tuple[str, Any]:
     """Return (key, value) of --part-config, with the value in the key's type.
 
-    Also accepts new sharding rules, for logical axes that only the part has.
+    Also accepts what only the part has: sharding rules of new logical axes, and settings of the section `own`.
     """
     from jaxtrain import config, launch
 
     key, given, value = text.partition("=")
     known = dict(config.flatten(config.default_config()))
+    if given and key.startswith(f"{config.OWN}."):
+        with contextlib.suppress(ValueError):
+            return key, json.loads(value)
+        return key, value
     if not given or (key not in known and not key.startswith("sharding.rules.")):
         raise pytest.UsageError(f"--part-config={text}: must be KEY=VALUE. {launch.nearest_key(key, list(known))}")
     try:

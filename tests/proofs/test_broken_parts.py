@@ -40,6 +40,15 @@ def test_an_axis_of_ones_own_needs_only_its_rule():
     contract.test_family_builds(part, run_with(*part, **rule))
 
 
+def test_a_setting_of_ones_own_has_the_type_of_its_text():
+    given = ("own.gain=1.5", "own.layers=2", "own.gated=true", "own.kind=focal")
+    settings = dict(map(conftest.own_key, given))
+    assert settings == {"own.gain": 1.5, "own.layers": 2, "own.gated": True, "own.kind": "focal"}
+    assert run_with("optimizer.name", "restless", **settings).own == tuple(
+        sorted((key.removeprefix("own."), value) for key, value in settings.items())
+    )
+
+
 @pytest.mark.parametrize(
     "option",
     [

@@ -13,7 +13,7 @@ from jaxtrain import flops, launch
 from jaxtrain.activations import KEPT, kept
 from jaxtrain.config import Remat
 from jaxtrain.train import auto_remat
-from jaxtrain.train.memory import less_saved
+from jaxtrain.train.memory import compile_to_fit, less_saved, taken_gib
 from jaxtrain.train.stages import Schedule
 
 WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
@@ -96,3 +96,21 @@ def test_what_keeps_nothing_is_not_made_smaller():
     full = less_saved(r, program, 10.0, 1.0)
     assert full is not None and full.remat == Remat("full")
     assert less_saved(full, program, 10.0, 1.0) is None
+
+
+def test_a_family_of_the_users_own_saves_less_until_its_compiled_step_fits():
+    r = helpers.tiny({"remat.policy": "auto", "model.family": "helpers:WiderFamily", "model.num_layers": 6})
+    program, policies, sizes = helpers.program(r), [], []
+
+    def taken(compiled) -> float:
+        sizes.append(taken_gib(compiled))
+        return sizes[-1]
+
+    for usable in (math.inf, 0.0):
+        found, _, _ = compile_to_fit(r, program, {}, usable, taken=taken)
+        policies.append(found.remat.policy)
+    assert policies == ["auto", "full"]
+    auto, attention, full = dict.fromkeys(sizes)
+    assert auto > attention > full
+    between, _, _ = compile_to_fit(r, program, {}, (auto + attention) / 2 / (1 - auto_remat.MARGIN))
+    assert between.remat.policy == "attention"

@@ -150,6 +150,8 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
         for section in sections:
             if dataclasses.is_dataclass(place[section]):
                 place[section] = config.to_dict(place[section])
+            elif isinstance(place[section], tuple):  # config.OWN
+                place[section] = dict(place[section])
             place = place[section]
         place[name] = value
     changed, problems = config.from_dict(tree)
