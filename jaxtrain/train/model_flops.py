@@ -70,7 +70,7 @@ def model_flops(run: RunConfig) -> ModelFlops:
     if abs(apart) <= APART and not unknown:
         return formula
     note = (
-        f"FLOPs are counted in the matmuls of {name}: {counted.causal:.3g} a token (causal), {abs(apart):.1%} "
+        f"FLOPs are counted in the matmuls of {name}: {counted.causal / 1e9:.3g} GFLOP a token (causal), {abs(apart):.1%} "
         f"{'more' if apart > 0 else 'fewer'} than by the formula for these keys"
     )
     if unknown:
