@@ -3,6 +3,8 @@
 import copy
 import pickle
 
+import helpers
+import jax
 import pytest
 
 from jaxtrain import config, launch, resume
@@ -85,6 +87,15 @@ def test_parts_receive_attributes_and_what_nobody_reads_is_known():
     same = Own((("gamma", 2.0), ("gated", False)))
     assert own == same and hash(own) == hash(same) and own != Own((("gamma", 1.0), ("gated", False)))
     assert copy.deepcopy(own) == pickle.loads(pickle.dumps(own)) == own
+
+
+def test_a_program_hands_them_to_family_loss_and_optimizer():
+    parts = {"model.family": "own_lab:Family", "loss.name": "own_lab:focal", "optimizer.name": "own_lab:slow_adamw"}
+    settings = {"gain": 1.5, "gamma": 2.5, "slow": 0.5, "unknown": 1}
+    run = helpers.tiny({**parts, "own": settings})
+    program = helpers.program(run)
+    jax.eval_shape(program.train_step, program.state, program.batch)
+    assert own_settings(run.own).unread == ["unknown"]
 
 
 @pytest.mark.parametrize(("before", "after"), [({"gamma": 2.0}, {"gamma": 3.0}), ({}, {"gamma": 3.0}), ({"gamma": 2.0}, {})])
