@@ -251,3 +251,32 @@ def test_every_saving_is_found():
     assert more["mesh.tensor=2"] == {"mesh.fsdp": -1, "mesh.tensor": 1} and "dtypes.grads=bf16" in more
     eight = of(file="configs/llama3_8b.py")
     assert eight["remat.policy=auto"]["remat.policy"] == "none" and eight["train.grad_accum=32"] == {"train.grad_accum": 16}
+
+
+# ---- Runs without a formula
+
+
+@pytest.mark.parametrize("setting", ["lora.rank=8", "train.freeze=layers.mlp.*", "model.family=helpers:WiderFamily"])
+@pytest.mark.parametrize("objective", ["speed", "fit"])
+def test_a_run_without_a_formula_has_no_figures_before_a_compile(inline, monkeypatch, setting, objective):
+    """Such a run has nothing in place of the formula's zeros, and no best setting that was not compiled."""
+    run = tiny(setting)
+    ranked = search.rank(run, "made", TWO, objective, space.training_check(TWO), RATES)
+    assert ranked.no_formula and setting in ranked.no_formula and ranked.best is None
+    tree = json.loads(json.dumps(search_report.to_json(ranked)))
+    assert tree["no_formula"] and tree["formula"] == [] and tree["too_big"] is None and tree["best"] is None
+    shown = printed(lambda console: search_report.show_ranked(ranked, console))
+    assert setting in shown and "formula ms" not in shown and "GiB" not in shown
+    assert search_report.hints(ranked) == ("no setting was found that fits",)
+
+    plans = {"made_plans:above": lambda r, machine, rates=None: made(r, machine, 1.0 + len(inline), 10.0)}
+    monkeypatch.setattr(parallel.pkgutil, "resolve_name", plans.get, raising=False)
+    found = search.search(run, "made", TWO, objective, plan_one="made_plans:above", most=3, jobs=1)
+    assert found.best and found.best.fits
+    assert all(c["formula"] is None and c["taken_gib"] == 10.0 for c in search_report.to_json(found)["tried"])
+
+
+def test_a_run_with_a_formula_says_nothing_of_its_lack():
+    ranked = search.rank(tiny(), "made", TWO, "speed", space.training_check(TWO), RATES)
+    tree = search_report.to_json(ranked)
+    assert tree["no_formula"] == "" and tree["formula"][0]["formula"]["step_ms"] > 0 and tree["too_big"] >= 0

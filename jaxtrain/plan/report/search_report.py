@@ -32,7 +32,7 @@ ROUNDED = {
     "dtypes.v": "the second moment is rounded each step",
     "dtypes.grads": "gradients are rounded at each sum over microbatches",
 }
-FORMAT = 3  # version of the JSON of a search
+FORMAT = 4  # version of the JSON of a search
 
 
 @contextlib.contextmanager
@@ -80,7 +80,13 @@ def show_ranked(found: SearchResult, console: Console) -> None:
     """Print the best settings by formula, before anything is compiled."""
     kinds = {"speed": "layouts", "fit": "ways to make it fit"}
     could = f"{len(found.candidates):,} {kinds[found.objective]} that may fit, {found.too_big:,} that cannot by formula"
+    if found.no_formula:
+        could = f"{len(found.candidates):,} legal {kinds[found.objective]}, none of them ruled out or estimated"
     say(console, f"{found.name} on {found.topology.name}: {could}", "bold")
+    if found.no_formula:
+        say(console, f"There is no formula of memory and time for {found.no_formula}: all are compiled in the order listed.")
+        _show_table(f"The first {len(found.shown)} to compile", found, found.shown, console)
+        return
     _show_table(f"The best {len(found.shown)} by formula, not compiled", found, found.shown, console)
     say(console, "The formula leaves latencies out, so it orders small models poorly.", "dim")
 
@@ -93,12 +99,13 @@ def show(found: SearchResult, console: Console) -> None:
         order = "Of these the first has the least time on links, then the fewest mesh axes, then the shortest step."
         say(console, f"{equal} are equal: their steps differ by {percent(ERROR)} at most, the error of the estimate. {order}")
     left = len(found.candidates) - len(found.tried)
-    say(console, f"{ENDINGS[found.ended]}; {left:,} settings were not compiled; {found.seconds:.0f} s")
+    ending = "complete: every setting was compiled" if found.no_formula and found.ended == "complete" else ENDINGS[found.ended]
+    say(console, f"{ending}; {left:,} settings were not compiled; {found.seconds:.0f} s")
     show_best(found, console)
 
 
 def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], console: Console) -> None:
-    """Print a table with a row for each setting: figures of its plan, or of the formula if nothing is compiled."""
+    """Print a table with a row for each setting: the figures of its plan, or of the formula, if there is one."""
     if not some:
         return
     compiled = any(c.outcome for c in some)
@@ -115,9 +122,10 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
         Column("seq/GPU", [f"{n:g}" for n in each], each),
         labels("accum", [r.train.grad_accum for r in runs]),
         Column("gather", gathers),
-        numbers("roofline ms" if compiled else "formula ms", steps, total=False),
-        numbers("GiB", sizes, total=False),
     ]
+    if compiled or not found.no_formula:
+        columns.append(numbers("roofline ms" if compiled else "formula ms", steps, total=False))
+        columns.append(numbers("GiB", sizes, total=False))
     if compiled:
         columns.append(Column("expected ms", [span(c.plan.time.expected_step_ms) for c in some if c.plan], steps))
         notes = [f"{c.verdict}: {', '.join(filter(None, (c.reason, note)))}" for c, note in zip(some, own, strict=True)]
@@ -131,14 +139,18 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
 def show_best(found: SearchResult, console: Console) -> None:
     """Print the overrides of the best setting, and whether the setting is compiled or only estimated by formula."""
     best = found.best
+    unknown = 0 if not found.no_formula or found.ended == "complete" else len(found.candidates) - len(found.tried)
     if best is None:
-        none = "no setting was found that fits" if found.tried else "no setting probably fits by formula"
+        none = "no setting was found that fits" if found.tried or found.no_formula else "no setting probably fits by formula"
+        none += f", and nothing is known of {unknown:,} that were not compiled" if unknown else ""
         none = none if found.candidates else "no setting is legal and small enough by formula"
         say(console, f"{none}: {size(found.usable_gib)} are usable on each GPU", "bold red")
         return
     source = "compiled" if best.fits else "by formula, not compiled"
     before = found.shown.index(best) if best in found.shown else 0
-    if best.fits and before and found.ended in ("budget", "interrupted"):
+    if unknown and found.objective == "speed":
+        source = f"the best of {len(found.tried)} compiled; nothing is known of the {unknown:,} others"
+    elif best.fits and before and found.ended in ("budget", "interrupted"):
         source = f"the best of those compiled; {before} of the best by formula were not compiled: raise --budget"
     fits = "fits" if best.fits else "probably fits"
     title = {"speed": "the best layout", "fit": f"this {fits}"}[found.objective]
@@ -220,7 +232,8 @@ def to_json(found: SearchResult) -> dict[str, Any]:
 
     def data(c: Candidate) -> dict[str, Any]:
         out: dict[str, Any] = {"changes": list(c.changes), "verdict": c.verdict, "reason": c.reason}
-        out["formula"] = {"step_ms": c.bound.step_s * 1e3, "gib": c.bound.likely_gib, "least_gib": c.bound.memory_gib}
+        figures = {"step_ms": c.bound.step_s * 1e3, "gib": c.bound.likely_gib, "least_gib": c.bound.memory_gib}
+        out["formula"] = None if found.no_formula else figures
         if c.plan:
             t, m = c.plan.time, c.plan.memory
             out |= {"fits": c.plan.fits, "peak_gib": m.peak_gib, "taken_gib": m.taken_gib}
@@ -237,10 +250,11 @@ def to_json(found: SearchResult) -> dict[str, Any]:
         "best": best and data(best),
         "compiled": bool(best and best.fits),
         "paste": paste(best) if best else "",
-        "formula": [data(c) for c in found.shown],
+        "no_formula": found.no_formula,
+        "formula": [] if found.no_formula else [data(c) for c in found.shown],
         "tried": [data(c) for c in found.tried],
         "settings": len(found.candidates),
-        "too_big": found.too_big,
+        "too_big": None if found.no_formula else found.too_big,
         "usable_gib": found.usable_gib,
         "ended": found.ended,
         "seconds": found.seconds,

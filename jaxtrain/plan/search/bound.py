@@ -94,7 +94,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     All figures are 0 for a user's own model family, and for a run that trains only some weights. The memory and time of a
     user's own optimizer or loss count as 0.
     """
-    if not _has_formula(run):
+    if no_formula(run):
         return Bound(0.0, 0.0)
     layout = least = Layout(run, mesh_sizes(run, topology), topology.gpus)
     state = _state_bytes(layout)
@@ -117,8 +117,13 @@ def least_remat(run: RunConfig, topology: Topology) -> Remat:
     return min(fitting, key=lambda choice: choice[:2], default=(0.0, (), Remat("full")))[-1]
 
 
-def _has_formula(run: RunConfig) -> bool:
-    return run.model.family in FAMILIES and not run.lora.rank and not run.train.freeze
+def no_formula(run: RunConfig) -> str:
+    """Return the setting for which a run has no formula, in words; "" if the run has one."""
+    if run.model.family not in FAMILIES:
+        return f"a family of your own (model.family={run.model.family})"
+    if run.lora.rank:
+        return f"adapters (lora.rank={run.lora.rank})"
+    return f"frozen weights (train.freeze={run.train.freeze})" if run.train.freeze.strip() else ""
 
 
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
@@ -126,7 +131,7 @@ def least_state_gib(run: RunConfig, topology: Topology) -> float:
 
     Return 0 for a run without a formula (see `bound`).
     """
-    if not _has_formula(run):
+    if no_formula(run):
         return 0.0
     return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
 

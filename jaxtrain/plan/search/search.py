@@ -18,7 +18,7 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
 from jaxtrain.plan.search import MOST
-from jaxtrain.plan.search.bound import ABOVE, Bound, bound, least_state_gib, mesh_sizes
+from jaxtrain.plan.search.bound import ABOVE, Bound, bound, least_state_gib, mesh_sizes, no_formula
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_each
 from jaxtrain.plan.search.space import (
@@ -77,6 +77,8 @@ class SearchResult:
     Attributes:
         candidates: settings whose lower bound of memory fits, best first by formula. Each is checked before it is shown or
             compiled.
+        no_formula: the setting for which the run has no formula (bound.no_formula). Then all settings are candidates, those
+            with the cheapest changes or the fewest mesh axes first; "" if there is a formula.
         too_big: number of settings whose lower bound of memory does not fit.
         shown: the first SHOWN legal candidates.
         tried: compiled settings; best first after the search.
@@ -91,6 +93,7 @@ class SearchResult:
     usable_gib: float
     most: int
     candidates: list[Candidate]
+    no_formula: str = ""
     too_big: int = 0
     shown: tuple[Candidate, ...] = ()
     tried: list[Candidate] = dataclasses.field(default_factory=list)
@@ -122,6 +125,8 @@ class SearchResult:
     def best(self) -> Candidate | None:
         """Return the best compiled setting that fits; else the first that probably fits by formula; else None."""
         compiled = next((c for c in self.tried if c.fits), None)
+        if self.no_formula:
+            return compiled
         return compiled or next((c for c in self.shown if c.outcome is None and c.bound.likely_gib <= self.usable_gib), None)
 
 
@@ -130,7 +135,7 @@ def rank(
 ) -> SearchResult:
     """Order all settings by formula; compile nothing. After Ctrl-C, return the settings that have been evaluated."""
     usable = topology.usable_gib(run.train.memory_fraction)
-    found = SearchResult(name, topology, run, objective, usable, most, [])
+    found = SearchResult(name, topology, run, objective, usable, most, [], no_formula(run))
     try:
         if objective == "fit":
             settings = fitting_space(run, topology, check)

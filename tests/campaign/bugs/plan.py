@@ -256,6 +256,13 @@ BUGS = (
         "unit/test_search.py -k ten_are_shown",
     ),
     Bug(
+        "search: zeros of a run without a formula count as an estimate that fits",
+        SEARCH,
+        "if self.no_formula:\n            return compiled",
+        "if not self.run:\n            return compiled",
+        "unit/test_search.py -k without_a_formula",
+    ),
+    Bug(
         "search: it ends at the first plan that fits",
         SEARCH,
         'if found.objective == "fit" or not fitting:',
