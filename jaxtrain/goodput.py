@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.progress import duration
+from jaxtrain.durations import duration
 
 # Cause -> its meaning. "other" is the end of the process, after the last step.
 MEANING = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxtrain import streams
+from jaxtrain.durations import duration
 from jaxtrain.metrics import naming
 
 if TYPE_CHECKING:
@@ -238,14 +239,3 @@ def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float |
     if seconds_left is not None:
         parts.append(f"left {duration(seconds_left)}")
     return "  ".join(parts)
-
-
-def duration(seconds: float | None) -> str:
-    """Return '42s', '3m20s', '5h07m', '2d04h'; '-' for None."""
-    if seconds is None:
-        return "-"
-    whole = max(0, round(seconds))
-    for big, small, big_name, small_name in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
-        if whole >= big:
-            return f"{whole // big}{big_name}{whole % big // small:02d}{small_name}"
-    return f"{whole}s"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxtrain.config import Problem
+from jaxtrain.durations import duration
 from jaxtrain.runtime.variables import LAUNCHED, NOTE
 
 END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
@@ -88,5 +89,5 @@ class TimeLimit:
         while not self._over.wait(LOOK_S):
             left = self._end - time.monotonic()
             if left <= min(LEAST_S + 2 * self._save_s(), MOST * self._whole):
-                self._ask(f"{WHY}, {max(left, 0.0):.0f} s before it")
+                self._ask(f"{WHY}, {duration(left)} before it")
                 return

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Problem, nearest
+from jaxtrain.durations import duration
 
 LOGGER = logging.getLogger("jaxtrain")
 KEY = "train.timeouts"
@@ -112,7 +113,7 @@ class _Activity:
     def cause(self) -> str:
         """Return the sentence of cause.txt for a budget that is used up."""
         began = f"{self.what} has not finished after" if self.what else CAUSES[self.name]
-        return f"{began} {self.budget:g} s ({KEY}: {self.name}={self.budget:g})"
+        return f"{began} {duration(self.budget)} ({KEY}: {self.name}={self.budget:g})"
 
     def fields(self, now: float) -> dict[str, Any]:
         """Return the activity's fields in report.json; times in seconds."""

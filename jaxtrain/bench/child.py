@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import ConfigError
+from jaxtrain.durations import duration
 from jaxtrain.launch import REPO
 from jaxtrain.metrics import write_atomic
 from jaxtrain.startup import missing_part
@@ -77,7 +78,7 @@ def run_case(
         code, output = run_program(command, log, environ=environ, limit_s=limit_s, killed_s=killed_s)
         answer = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
     if answer.get("verdict", LATE) == LATE:  # the case ended before its final answer
-        late = {"verdict": LATE, "why": f"not done after {limit_s:.0f} s"} if code is None and limit_s else None
+        late = {"verdict": LATE, "why": f"not done after {duration(limit_s)}"} if code is None and limit_s else None
         answer |= late or {"verdict": FAILED, "why": f"exit code {code}: {last_lines(output)}"}
     return answer | {"seconds": time.perf_counter() - began}
 

@@ -16,6 +16,7 @@ from jaxtrain.bench import report
 from jaxtrain.bench.child import FAILED, LATE, OK, error_line, run_case, save_partial
 from jaxtrain.bench.report import Folder, number
 from jaxtrain.bench.train_step import one_device, start_devices
+from jaxtrain.durations import duration
 from jaxtrain.page.numbers import percent
 from jaxtrain.page.sections import Table
 
@@ -116,7 +117,7 @@ def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> 
             if answer["verdict"] != OK:
                 rows.append({"kind": kind, "what": "", "verdict": answer["verdict"], "why": answer["why"]})
             found += rows
-            report.print_line(console, f"{kind}: {len(rows)} rows in {answer['seconds']:.0f} s", "dim")
+            report.print_line(console, f"{kind}: {len(rows)} rows in {duration(answer['seconds'])}", "dim")
             folder.write("Kernels", report.markdown(make_table("Kernels", found)), kernels=found)
     finally:
         if found:

@@ -20,6 +20,7 @@ from jaxtrain.bench.child import error_line, last_lines, run_program
 from jaxtrain.bench.report import Folder
 from jaxtrain.bench.train_step import DATA
 from jaxtrain.command_line import INTERRUPTED
+from jaxtrain.durations import duration
 from jaxtrain.page.sections import Table
 
 GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
@@ -128,10 +129,12 @@ def run_parts(
             limit = min(part.most_s, budget_s - (started - began))
             function = part.act.func if isinstance(part.act, functools.partial) else part.act
             about = (function.__doc__ or part.name).splitlines()[0]
-            text = f"part {i} of {len(parts)}: {part.name}: {about} At most {minutes(limit)}; {minutes(started - began)} gone."
+            text = (
+                f"part {i} of {len(parts)}: {part.name}: {about} At most {duration(limit)}; {duration(started - began)} gone."
+            )
             report.print_line(console, text, "dim")
             if limit < part.need_s:
-                outcome = Outcome(OUT, f"{max(0.0, limit):.0f} s were left, and it needs {part.need_s:.0f}")
+                outcome = Outcome(OUT, f"{duration(limit)} were left, and it needs {duration(part.need_s)}")
             else:
                 with console.status(part.name):
                     outcome = _act(part, node, limit)
@@ -168,11 +171,6 @@ def _act(part: Part, node: Node, limit_s: float) -> Outcome:
         return Outcome(BAD, f"{error_line(error)} ({log})")
 
 
-def minutes(seconds: float) -> str:
-    """Return seconds as minutes:seconds."""
-    return f"{max(0, int(seconds)) // 60}:{max(0, int(seconds)) % 60:02d}"
-
-
 def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the verdict on all parts in one line."""
     failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
@@ -184,5 +182,5 @@ def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
 
 def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table of parts."""
-    rows = [[name, p["verdict"], minutes(p["seconds"]), minutes(p["budget_s"]), p["found"]] for name, p in done.items()]
+    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in done.items()]
     return report.make_table("Parts", ("part", "", "took", "of at most", "result"), rows, text=2)

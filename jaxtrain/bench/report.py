@@ -14,6 +14,7 @@ from rich.text import Text
 from jaxtrain import hardware, launch
 from jaxtrain.bench.child import OK
 from jaxtrain.command_line import INTERRUPTED
+from jaxtrain.durations import duration
 from jaxtrain.installed import versions
 from jaxtrain.metrics import write_atomic
 from jaxtrain.page import sections
@@ -98,7 +99,7 @@ def step_details(name: str, r: Mapping[str, Any]) -> Table:
             ["model", f"{r['parameters']:,} parameters, precision {r['precision']}, remat.policy {r['remat']}"],
             ["batch", f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data"],
             ["attention", f"{r['attention']} ({r['attention_reason']})"],
-            ["compile", f"{r['compile_s']:.1f} s"],
+            ["compile", duration(r["compile_s"])],
         ]
     if r.get("remat_auto"):
         rows.append(["kept", r["remat_auto"]])

@@ -40,6 +40,7 @@ from jaxtrain.data.readers import Cut, Input, PrepareError
 from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
 from jaxtrain.data.template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
+from jaxtrain.durations import duration
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
@@ -541,7 +542,7 @@ class Progress:
         if self.total:
             of = f" of {self.total / 1e6:,.0f}"
         if self.total and done:
-            left = f", {datetime.timedelta(seconds=round((self.total - read) * seconds / done))} left"
+            left = f", {duration((self.total - read) * seconds / done)} left"
         made = f"{tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:,.2f} M tokens/s"
         print(f"prepare: {read / 1e6:,.0f}{of} MB, {made}{left}", file=sys.stderr, flush=True)
 

@@ -32,6 +32,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
+from jaxtrain.durations import duration
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import TIED, Entry, entries, match
 from jaxtrain.kernels.numerics import DTYPES
@@ -343,4 +344,4 @@ def counted(count: int, noun: str) -> str:
 
 def rate(size: int, seconds: float) -> str:
     """Return a size, time and rate, such as "16.1 GB in 59.5 s, 269.9 MB/s". size: bytes."""
-    return f"{decimal(size)} in {seconds:.1f} s, {decimal(int(size / seconds))}/s"
+    return f"{decimal(size)} in {duration(seconds)}, {decimal(int(size / seconds))}/s"

@@ -22,6 +22,7 @@ from typing import Any
 
 import pynvml
 
+from jaxtrain.durations import duration
 from jaxtrain.hardware import InvisibleGpu, visible_handles
 from jaxtrain.monitor.alerts import Episodes, GpuAlerts, MfuAlert
 from jaxtrain.monitor.card import Card, Lost, Sample, mean, rate_gb_s
@@ -136,7 +137,7 @@ class Monitor:
             silence.see(
                 "silent",
                 asked and silent > SILENT_S,
-                f"the driver has not answered for {silent:.0f} s: a GPU may hang. Look for Xid errors in dmesg.",
+                f"the driver has not answered for {duration(silent)}: a GPU may hang. Look for Xid errors in dmesg.",
                 "the driver answers again",
             )
             for text in silence.take():

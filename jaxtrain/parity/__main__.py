@@ -15,6 +15,7 @@ from jaxtrain import environment, hardware
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.distributed.words import first_line
+from jaxtrain.durations import duration
 from jaxtrain.metrics import write_output
 from jaxtrain.parity import layouts as named
 from jaxtrain.parity.layouts import Layout
@@ -209,7 +210,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
             return None, f"{type(error).__name__}: {first_line(error)}", time.perf_counter() - began
         seconds = time.perf_counter() - began
         if not console.is_terminal:
-            console.print(f"{done} of {total}: {name}: {seconds:.1f} s", markup=False, highlight=False)
+            console.print(f"{done} of {total}: {name}: {duration(seconds)}", markup=False, highlight=False)
         return trained, "", seconds
 
     base, failed, seconds = attempt(reference.name, reference, first)

@@ -11,12 +11,12 @@ from html import escape
 from typing import Any, NamedTuple
 
 from jaxtrain import goodput
+from jaxtrain.durations import duration, unit_of
 from jaxtrain.goodput import Goodput
 from jaxtrain.page.charts import COLUMNS, Curve, LineChart, draw, is_number, ticks
 from jaxtrain.page.html import paragraph
 from jaxtrain.page.numbers import percent
 from jaxtrain.page.sections import Column, Drawing, Section, Table
-from jaxtrain.progress import duration
 from jaxtrain.report.run import Run
 
 MANY = 8  # most runs on a page, equal to the number of colours
@@ -25,7 +25,6 @@ LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this f
 SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
 UNIT = 2**40  # losses are summed as integers, in units of 1/UNIT nat
 STRETCHES, HEIGHT = 240, 60  # intervals of equal length in the strip of the wall time, and its height in px
-TIMES = (("days", 86_400, 2 * 86_400), ("h", 3_600, 5_400), ("min", 60, 120), ("s", 1, 0))  # unit, seconds, least time
 COLOURS = {
     "step": "var(--c1)",
     "startup": "var(--c3)",
@@ -77,7 +76,7 @@ class Charts:
     def __init__(self, runs: Sequence[Run]):
         self.runs = runs
         ends = [run.positions([run.last_step])[2][0] for run in runs]
-        unit, self._seconds = next((unit, size) for unit, size, least in TIMES if max(ends) >= least)
+        unit, self._seconds = unit_of(max(ends))
         self.axes = ("step", "tokens", f"time, {unit}")
 
     def show(self, *charts: LineChart) -> Drawing:
@@ -249,7 +248,7 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
 def wall_time_strip(g: Goodput) -> str:
     """Return the strip of the wall time as SVG: equal intervals with the share of each cause. Lines mark new attempts."""
-    unit, size = next((unit, size) for unit, size, least in TIMES if g.wall_s >= least)
+    unit, size = unit_of(g.wall_s)
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
     begins: dict[int, float] = {}

@@ -10,11 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxtrain.config import flatten
+from jaxtrain.durations import duration
 from jaxtrain.page.charts import controls
 from jaxtrain.page.html import document, folded, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
-from jaxtrain.progress import duration
 from jaxtrain.receipt.format import rows
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, wall_time

@@ -13,9 +13,9 @@ from typing import Any
 
 from jaxtrain import goodput, metrics
 from jaxtrain import samples as sample_files
+from jaxtrain.durations import duration
 from jaxtrain.goodput import Goodput
 from jaxtrain.page.sections import data_frame
-from jaxtrain.progress import duration
 from jaxtrain.receipt import format as receipts
 
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of these files is a run

@@ -21,6 +21,7 @@ from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.distributed import Peers
+from jaxtrain.durations import duration
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.launch import Launch
@@ -180,7 +181,7 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
         console.warn(f"own.{name}: this run's own family, loss, optimizer and data source do not read it")
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
-    console.say(f"compiled in {seconds:.1f} s; per device: {by_class}")
+    console.say(f"compiled in {duration(seconds)}; per device: {by_class}")
     options = compiler.remove_run_options(setup.options.options)  # the receipt has no options that differ in every run
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:

@@ -11,6 +11,8 @@ import statistics
 import time
 from pathlib import Path
 
+from jaxtrain.durations import duration
+
 
 def process_age_s() -> float:
     """Return the seconds since this process was started; 0.0 on a system without /proc."""
@@ -40,8 +42,8 @@ class StartTimes:
     @property
     def words(self) -> str:
         """Return a line for the log with all parts, in order."""
-        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.parts.items())
-        return f"first step {sum(self.parts.values()):.1f} s after the process began: {parts}"
+        parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self.parts.items())
+        return f"first step {duration(sum(self.parts.values()))} after the process began: {parts}"
 
 
 class GarbageCollector:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtrain.commands import spelled
+from jaxtrain.durations import duration
 from jaxtrain.page.numbers import percent, rough, size
 from jaxtrain.page.sections import Column, Listing, Section, Table, labels, numbers, print_sections, say
 from jaxtrain.plan.report.live import live
@@ -81,7 +82,7 @@ def show_ranked(found: SearchResult, console: Console) -> None:
     kinds = {"speed": "layouts", "fit": "ways to make it fit"}
     could = f"{len(found.candidates):,} {kinds[found.objective]} that may fit, {found.too_big:,} that cannot by formula"
     if found.no_formula:
-        could = f"{len(found.candidates):,} legal {kinds[found.objective]}, none of them ruled out or estimated"
+        could = f"{len(found.candidates):,} legal {kinds[found.objective]}"
     say(console, f"{found.name} on {found.topology.name}: {could}", "bold")
     if found.no_formula:
         say(console, f"There is no formula of memory and time for {found.no_formula}: all are compiled in the order listed.")
@@ -100,7 +101,7 @@ def show(found: SearchResult, console: Console) -> None:
         say(console, f"{equal} are equal: their steps differ by {percent(ERROR)} at most, the error of the estimate. {order}")
     left = len(found.candidates) - len(found.tried)
     ending = "complete: every setting was compiled" if found.no_formula and found.ended == "complete" else ENDINGS[found.ended]
-    say(console, f"{ending}; {left:,} settings were not compiled; {found.seconds:.0f} s")
+    say(console, f"{ending}; {left:,} settings were not compiled; {duration(found.seconds)}")
     show_best(found, console)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
+from jaxtrain.durations import duration
 from jaxtrain.page.charts import stacked
 from jaxtrain.page.html import plural
 from jaxtrain.page.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
@@ -17,7 +18,6 @@ from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compi
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 
-SECONDS_PER_DAY = 86_400
 TRILLION = 1e12
 SMALL = 0.002  # of the peak; smaller classes of memory share a row
 ROWS = 5  # collectives on a terminal
@@ -357,17 +357,28 @@ def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
     step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
     rows = []
     for name, tokens, count in works:
-        days = [tokens / plan.tokens_per_step * ms / 1e3 / SECONDS_PER_DAY for ms in step_times]
-        hours = [day * 24 * device_count(plan) for day in days]
-        rows.append((name, f"{rough(tokens / 1e9)} B", count, " to ".join(map(rough, days)), " to ".join(map(rough, hours))))
+        seconds = [tokens / plan.tokens_per_step * ms / 1e3 for ms in step_times]
+        hours = [each / 3600 * device_count(plan) for each in seconds]
+        rows.append((name, token_count(tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
     kinds = ("", "number", "number", "number", "number")
-    headings = ("", "tokens", "steps", "days", "GPU-hours")
+    headings = ("", "tokens", "steps", "time", "GPU-hours")
     cells = list(zip(*rows, strict=True))
     source = "expected" if plan.time.expected_step_ms else "by the roofline"
     return Table(
         f"Time to train on {plural(device_count(plan), 'GPU')}, {source}",
         [Column(heading, texts, kind=kind) for heading, texts, kind in zip(headings, cells, kinds, strict=True)],
     )
+
+
+def token_count(number: float) -> str:
+    """Return a number of tokens as text with its unit: '262 k', '1.43 M', '1,000 B'."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if number >= s), (1e3, "k"))
+    return f"{rough(number / scale)} {unit}"
+
+
+def rough_hours(hours: float) -> str:
+    """Return GPU-hours to three digits, but no digit below a hundredth."""
+    return rough(hours) if hours >= 1 else number(hours, 2)
 
 
 def host_waits(plan: Plan) -> str:
@@ -537,4 +548,4 @@ def compiler(plan: Plan) -> str:
     """Return compiler versions, options and compile time."""
     versions = ", ".join(f"{name} {v}" for name, v in plan.versions.items())
     options = " ".join(f"{name}={v}" for name, v in plan.options.items()) or "none"
-    return f"compiled in {number(plan.compile_s, 0)} s by {versions}; compiler options: {options}"
+    return f"compiled in {duration(plan.compile_s)} by {versions}; compiler options: {options}"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.durations import duration
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"
@@ -73,7 +74,7 @@ class Child:
         code = self._process.poll()
         if code is None:
             late = time.monotonic() - self._began > self._timeout_s
-            return Outcome(None, "out of time", f"not planned within {self._timeout_s:g} s") if late else None
+            return Outcome(None, "out of time", f"not planned within {duration(self._timeout_s)}") if late else None
         if (result := self._folder / "outcome").exists():
             return pickle.loads(result.read_bytes())
         if code == -signal.SIGKILL:
@@ -196,7 +197,7 @@ def plan_many(
 
     Other arguments: see `plan_each`.
     """
-    stopped = Outcome(None, "stopped", f"the budget of {budget_s:g} s was spent")
+    stopped = Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent")
     todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)
     deadline = time.monotonic() + (budget_s or float("inf"))
     how = {"jobs": jobs, "deadline": deadline, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}

@@ -1,0 +1,34 @@
+"""Durations as people say them."""
+
+import math
+
+import pytest
+
+from jaxtrain.durations import duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ((0.0,), "0 s"),
+        ((0.01,), "<0.1 s"),
+        ((5.4,), "5.4 s"),
+        ((9.97,), "10 s"),
+        ((119.0,), "119 s"),
+        ((125.0,), "2.1 min"),
+        ((2340.0,), "39 min"),
+        ((5400.0,), "1.5 h"),
+        ((15_120.0,), "4.2 h"),
+        ((1_036_800.0,), "12 days"),
+        ((864_000_000.0,), "10,000 days"),
+        ((2340.0, 3660.0), "39 to 61 min"),
+        ((7_000.0, 180_000.0), "0.1 to 2.1 days"),
+        ((40.0, 40.2), "40 s"),
+        ((-3.0,), "0 s"),
+        ((None,), "-"),
+        ((math.inf,), "-"),
+        ((1.0, math.inf), "-"),
+    ],
+)
+def test_a_duration_has_the_unit_and_the_digits_that_people_say(seconds, text):
+    assert duration(*seconds) == text
