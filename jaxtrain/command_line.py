@@ -363,18 +363,22 @@ def run_command(
         return 0
     parsed = command.parse(argv)
     problems = parsed.problems + (check(parsed) if check else [])
+    given = parsed.loaded.launch if parsed.loaded else None
     if problems:
-        return launch.report(problems)
-    return run_action(lambda: act(parsed), errors)
+        return launch.report(problems, given)
+    return run_action(lambda: act(parsed), errors, given)
 
 
-def run_action(act: Callable[[], int], errors: tuple[type[Exception], ...] = ()) -> int:
-    """Do the work of a command and return its exit code; arguments and codes are those of `run_command`."""
+def run_action(act: Callable[[], int], errors: tuple[type[Exception], ...] = (), given: launch.Launch | None = None) -> int:
+    """Do the work of a command and return its exit code; arguments and codes are those of `run_command`.
+
+    given: the command line with its config, for launch.report; None: the command takes no config.
+    """
     try:
         with interruptible():
             return act()
     except ConfigError as error:
-        return launch.report(error.problems)
+        return launch.report(error.problems, given)
     except errors as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED

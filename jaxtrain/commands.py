@@ -5,6 +5,7 @@ import os
 import sys
 
 PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # run.sh sets it to its own path as the user typed it
+CONFIG = "--config=FILE"  # in a command that the remedy of a Problem names: config and overrides of the user's command line
 TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands.txt")
 OF_RUN_SH = ("test", "lint", "setup", "notebooks", "docs", "help")
 OTHER_WORDS = {"train": "main", "evaluate": "lm_eval", "generate": "sample", "benchmark": "bench", "check": "preflight"}
@@ -21,6 +22,12 @@ def spelled(text: str) -> str:
     """Return a text with `./run.sh COMMAND` in place of `python -m jaxtrain.COMMAND` if run.sh started this process."""
     prefix = os.environ.get(PREFIX)
     return text.replace("python -m jaxtrain.", prefix + " ") if prefix else text
+
+
+def training(arguments: str) -> str:
+    """Return the command that trains with these arguments: `./run.sh ARGUMENTS` if run.sh started this process."""
+    prefix = os.environ.get(PREFIX)
+    return " ".join([prefix or "python -m jaxtrain.main", *filter(None, [arguments])])
 
 
 def main(argv: "list[str]") -> int:

@@ -36,7 +36,7 @@ TABLES: Mapping[int, Table] = {
     | {
         "CUDA_DEVICE_MAX_CONNECTIONS": (
             None,
-            "NVIDIA's JAX images set 1 on Hopper; whether it pays here is not measured: jaxtrain.bench --suite=node compares",
+            "NVIDIA's JAX images set 1 on Hopper; whether it pays is not measured: the command bench --suite=node compares",
         ),
         "NCCL_MNNVL_ENABLE": (None, "NVLink ends at the node (HGX): with 1 NCCL looks for links between nodes and fails"),
     },

@@ -11,6 +11,7 @@ import fractions
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import ml_collections
 
 from jaxtrain import config_file
+from jaxtrain.commands import CONFIG
 from jaxtrain.config import (
     OWN,
     SMALLEST,
@@ -507,8 +509,24 @@ def _with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]
     return [explained(p) for p in problems]
 
 
-def report(problems: Sequence[Problem]) -> int:
-    """Write all problems to stderr, one a line, and return the exit code for a wrong command or config."""
+def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
+    """Return problems whose remedies name commands with this command line's config and overrides in the place of CONFIG.
+
+    Overrides with a problem of their own are left out.
+    """
+    wrong = {problem.key for problem in problems}
+    right = [(key, value) for key, value in launch.overrides if key not in wrong]
+    given = shlex.join(dataclasses.replace(launch, overrides=tuple(right)).config_argv)
+    command = re.compile(rf"(python -m jaxtrain\.[\w .-]+){CONFIG}")
+    return [dataclasses.replace(p, remedy=command.sub(lambda found: found[1] + given, p.remedy)) for p in problems]
+
+
+def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:
+    """Write all problems to stderr, one a line, and return the exit code for a wrong command or config.
+
+    launch: the command line, which commands in the remedies repeat (`with_config`); None: it has no config.
+    """
+    problems = with_config(problems, launch) if launch else problems
     lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     print(*lines, f"{count}; nothing was started and nothing written", sep="\n", file=sys.stderr)

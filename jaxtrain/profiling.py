@@ -1,5 +1,6 @@
 """Traces of a few steps, and the compiled program's text, in WORKDIR/profile."""
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -122,7 +123,7 @@ class Tracer:
             return
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  time of a step: {spelled('python -m jaxtrain.profile')} {self.workdir}   "
+            f"  time of a step: {spelled('python -m jaxtrain.profile')} {shlex.quote(str(self.workdir))}   "
             "(or open the .trace.json.gz in its folder at https://ui.perfetto.dev)"
         )
 

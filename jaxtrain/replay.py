@@ -12,6 +12,7 @@ import dataclasses
 import importlib.metadata
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -93,7 +94,7 @@ def write(
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
         raise ReplayError(f"step {bad.step} cannot be stored for a replay: {error}") from error
-    return spelled(f"kept for a replay: python -m jaxtrain.main --replay={folder}")
+    return spelled(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from jaxtrain.commands import CONFIG
+
 # Setting of jaxtrain -> names of other trainers, as docs/coming_from.md has them, without dashes. A test compares the two.
 PEERS = {
     "precision": "training.mixed_precision_param model.converters dtype quantization fp8_format fp8_recipe",
@@ -237,8 +239,10 @@ PEERS = {
     "--config=configs/llama3_8b.py": "model_name",
     "--workdir": "checkpoint.folder job.dump_folder dump_folder base_output_directory run_name save load output_dir",
     "python -m jaxtrain.hf export": "checkpoint.last_save_in_hf save_pretrained",
-    "python -m jaxtrain.plan": "memory_estimation.enable compile_topology compiled_trainstep_file comms_logger",
-    "python -m jaxtrain.plan --search": "autotuning",
+    f"python -m jaxtrain.plan {CONFIG} --topology=h200:8": (
+        "memory_estimation.enable compile_topology compiled_trainstep_file comms_logger"
+    ),
+    f"python -m jaxtrain.plan --search {CONFIG} --topology=h200:8": "autotuning",
 }
 # Setting of jaxtrain -> short names of no particular trainer, and names of other trainers for the batch of one device.
 COMMON = {

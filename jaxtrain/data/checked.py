@@ -7,6 +7,7 @@ file's size and modification time with their values when the file was opened.
 
 import mmap
 import os
+import shlex
 import weakref
 import zlib
 from pathlib import Path
@@ -27,7 +28,9 @@ def remedy(path: Path) -> str:
     """Return the sentence of an error message that explains how to replace the unusable file `path`."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
-    return spelled("Copy it again from an intact copy, or make it again with: python -m jaxtrain.data prepare")
+    return spelled(
+        "Copy it again from an intact copy, or repeat the python -m jaxtrain.data prepare that made it, with --force"
+    )
 
 
 class OpenFile:
@@ -107,7 +110,7 @@ class Blocks:
             end = self._new.find(0, first, last)
             end = min(last if end < 0 else end, first + SPAN // self.block_bytes)
             if bad := self._differing(first, end):
-                see = spelled(f"List all damage with: python -m jaxtrain.data verify {self.file.path}")
+                see = spelled(f"List all damage with: python -m jaxtrain.data verify {shlex.quote(str(self.file.path))}")
                 fix = f"No data of this read has been used. {see}. {remedy(self.file.path)}"
                 raise self.file.refuse(f"{self.name(bad[0], bad[0] + 1)} does not match its checksum", fix)
             self._new[first:end] = bytes(end - first)

@@ -374,7 +374,9 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
             continue
         except (TokenFileError, OSError) as e:
             if Path(path).suffix == ".tok":
-                problems.append(config.Problem(key, path, str(e), "Check it with: python -m jaxtrain.data verify FILE"))
+                problems.append(
+                    config.Problem(key, path, str(e), f"Check it with: python -m jaxtrain.data verify {shlex.quote(path)}")
+                )
             else:
                 note = "with --chat for conversations" if form == "text" else "without --chat for plain texts"
                 fix = f"Make one: {prepare_command(data.tokenizer, path, FORMS[form])} ({note})."
@@ -590,7 +592,7 @@ def open_rows(file: TokenFile, data: config.Data, key: str, seq_len: int, seed: 
     try:
         windows = open_windows(file, seq_len, data.most_documents if data.masks_documents else None, seed, data.packing)
     except TokenFileError as e:
-        remedy = f"Check it with: python -m jaxtrain.data verify {file.path}"
+        remedy = f"Check it with: python -m jaxtrain.data verify {shlex.quote(str(file.path))}"
         raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
     if not windows.windows:
         rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"

@@ -1,6 +1,7 @@
 """Warnings about the GPUs of a run: one when a condition, such as throttling, begins, and one when it ends."""
 
 import collections
+import os
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -151,7 +152,7 @@ class MfuAlert:
             return (
                 f"MFU is {reached:.0%} of the lowest expected, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
-                f"GPUs; {spelled('python -m jaxtrain.profile')} shows where a step's time goes."
+                f"GPUs. kill -USR2 {os.getpid()} records a trace; {spelled('python -m jaxtrain.profile RUN')} divides its time."
             )
         if self._low and reached >= self.BACK * self._part:
             self._low = False

@@ -225,7 +225,7 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     if wrong:
         rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        of = "its config.json (`python -m jaxtrain.hf config`)" if source.hugging_face else "that run (its config.json)"
+        of = f"its config.json (python -m jaxtrain.hf config {path})" if source.hugging_face else "that run (its config.json)"
         raise ConfigError([config.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
     return tuple(
         f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxtrain import config, flops, installed
 from jaxtrain.activations import parse_tensors
+from jaxtrain.commands import CONFIG
 from jaxtrain.config import FIT, Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.environment import overlay
 from jaxtrain.hardware import REPEATABLE, Devices
@@ -360,7 +361,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
             "devices",
             f"{devices.count} cpu",
             rule,
-            "Plan it with python -m jaxtrain.plan --topology=h200:8, or run --config=configs/tiny.py.",
+            f"Plan it with python -m jaxtrain.plan {CONFIG} --topology=h200:8, or run --config=configs/tiny.py.",
         )
 
 

@@ -103,7 +103,7 @@ def test_the_table_holds_the_names_of_the_page():
     table: dict[str, set[str]] = {}
     for setting, names in PEERS.items():
         for name in names.split():
-            table.setdefault(name, set()).add(setting.partition("=")[0])
+            table.setdefault(name, set()).add(setting.partition("=")[0].removesuffix(" --config"))
     assert not {name for name in page if name not in table and name not in KEYS and not name.endswith(".py")}
     assert not {name: table[name] - page.get(name, set()) for name in table if table[name] - page.get(name, set())}
     assert not [name for name in INDEX if name in KEYS and name not in page]

@@ -1,6 +1,7 @@
 """The report of a search: the ten best settings by formula, each plan when it is done, and the overrides to paste."""
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -165,7 +166,7 @@ def show_best(found: SearchResult, console: Console) -> None:
 
 def paste(candidate: Candidate) -> str:
     """Return a setting as overrides of the config."""
-    return " ".join(f"--config.{change}" for change in candidate.changes)
+    return shlex.join(f"--config.{change}" for change in candidate.changes)
 
 
 def _costs(candidate: Candidate) -> list[str]:
@@ -193,10 +194,16 @@ def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: To
     lines = []
     for machine, c, where in found:
         changed = {change.partition("=")[0] for change in c.changes}
-        mine = [f"--config.{o}" for o in overrides if o.partition("=")[0] not in changed]
+        mine = [shlex.quote(f"--config.{o}") for o in overrides if o.partition("=")[0] not in changed]
         title = f"probably fits {where}: about {size(c.bound.likely_gib)} on each GPU by formula"
         print_sections([Section(title, [Listing([f"costs accuracy: {cost}" for cost in _costs(c)]), ""])], console)
-        words = [spelled("python -m jaxtrain.plan"), f"--config={name}", *mine, f"--topology={machine.name}", paste(c)]
+        words = [
+            spelled("python -m jaxtrain.plan"),
+            shlex.quote(f"--config={name}"),
+            *mine,
+            f"--topology={machine.name}",
+            paste(c),
+        ]
         lines.append(" ".join(filter(None, words)))
         console.print(Text(lines[-1]), soft_wrap=True)
     if not found:

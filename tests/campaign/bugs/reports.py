@@ -11,6 +11,13 @@ LINES, MEASURE, TRACER = "jaxtrain/page/charts.py", "jaxtrain/profile/measure.py
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
 
 BUGS = (
+    Bug(
+        "durations: the unit begins at one of it",
+        "jaxtrain/durations.py",
+        "if seconds >= least or not least)",
+        "if seconds >= size or not least)",
+        "unit/test_durations.py",
+    ),
     # Metrics, rates, samples
     Bug("metrics: a rewind drops the restored step", METRICS, '["step"] <= step:', '["step"] < step:', UNIT["metrics"]),
     Bug("metrics: a rewind keeps later samples", METRICS, "if sample.step <= step]", "]", "proofs/test_watching.py -k drops"),
