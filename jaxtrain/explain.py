@@ -1,6 +1,7 @@
 """All keys of a config on one page: as text with values and origins, or as the markdown of docs/config.md."""
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.commands import spelled
 from jaxtrain.config import OWN, RULES, Key, RunConfig, declared, flatten, public_name, spelled_value, to_dict
 from jaxtrain.launch import Loaded
 
 # Section -> the meaning of its keys without a declaration.
 OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
-NOT_CHECKED = (
-    "not checked: memory of the devices (python -m jaxtrain.plan does), free disk space, contents of data and weights, logins"
-)
 
 
 def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -55,7 +54,14 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
     # All lines are one write, so that `--explain | head` does not close the pipe between two writes.
-    print("\n".join([title, *padded, *loaded.launch.notes]), flush=True)  # before the problems, which come last
+    print("\n".join([title, *padded, *loaded.launch.notes]), flush=True)
+
+
+def not_checked(loaded: Loaded, on_gpus: bool) -> str:
+    """Return a line with the facts that --explain has not checked, and the command that plans the memory of this config."""
+    machine = [] if on_gpus else ["--topology=h200:8"]
+    plan = f"{spelled('python -m jaxtrain.plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
+    return f"not checked: memory of the devices ({plan} does), free disk space, contents of data and weights, logins"
 
 
 def markdown() -> str:

@@ -81,20 +81,19 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
         problems += [p for p in wrong if p.key not in reported]
         if not style and (cluster is None or cluster.process_id == 0):
             problems += check_lock(workdir)
-    if style == "text":
-        explain.text(loaded, in_use(loaded.run, devices, workdir))
-        if not problems and not bundle:
-            problems += check_start(loaded.run, workdir, devices)
+    if style == "text" and not problems and not bundle:
+        problems += check_start(loaded.run, workdir, devices)
 
     def refuse(found: Sequence[launch.Problem]) -> int:
-        if other_size and not style:  # --explain has printed it
+        if other_size:
             print(other_size, file=sys.stderr)
-        return launch.report(found)
+        return launch.report(found, loaded.launch)
 
     if problems and (style or cluster is None or not own_process):
         return refuse(problems)
     if style:
-        print(explain.NOT_CHECKED, file=sys.stderr)
+        explain.text(loaded, in_use(loaded.run, devices, workdir))
+        print(explain.not_checked(loaded, devices.kind == "gpu"), file=sys.stderr)
         return 0
     if certain:
         refuse(problems)  # now, because the others may not be there to be told
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     except KeyboardInterrupt:  # Ctrl-C in a Python program that calls `main`, before or after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
-    code = launch.report(result.error.problems) if isinstance(result.error, ConfigError) else result.exit_code
+    code = launch.report(result.error.problems, loaded.launch) if isinstance(result.error, ConfigError) else result.exit_code
     if not alone:
         distributed.leave(code)  # Python's own exit waits for the other processes, for minutes if one of them has failed
     return code

@@ -14,7 +14,11 @@ MUON = {"optimizer__name": "muon", "model__tied_head": True}
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return re.findall(r"^error: .*", capsys.readouterr().err, re.MULTILINE)
+    """Return the errors on stderr. With errors, nothing may be on stdout."""
+    said = capsys.readouterr()
+    errors = re.findall(r"^error: .*", said.err, re.MULTILINE)
+    assert not (errors and said.out)
+    return errors
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,12 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     for key, words in expected.items():
         assert " ".join(rows[key]).startswith(words), key
     assert set(rows) == {key for key, _ in config.flatten(config.to_dict(RunConfig()))}
-    assert main.main([TINY, "--config.mesh.seq=3", "--explain"]) == 2
-    assert "model.d_model" in capsys.readouterr().out, "a table also with problems"
+    # an unknown key, an unknown option, an unknown variant, and a problem of validate
+    wrong = ("--config.train.stps=3", "--confg=x", f"{TINY}:none", "--config.mesh.seq=3")
+    for argument, style in [*((a, "--explain") for a in wrong), *((a, "--explain=markdown") for a in wrong[:3])]:
+        assert main.main([TINY, argument, style]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("error: ") == 1, "the error, and no table of another config"
     assert listing(tmp_path) == []
 
 

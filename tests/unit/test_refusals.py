@@ -22,6 +22,7 @@ from jaxtrain.config import Problem, declared
 from jaxtrain.data import pipeline, prepare
 from jaxtrain.hardware import Devices
 from jaxtrain.hf import __main__ as hf
+from jaxtrain.plan import __main__ as plan
 from jaxtrain.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -246,6 +247,20 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_written(no_jax, tmp_path, 
     assert {*told(capsys)} == {"--config", "model.dpeth", "argument 'stray'", "--steps"}
     assert main.main([TINY, "--explain=html"]) == 2
     assert listing(tmp_path, REPO / "configs") == before
+
+
+@pytest.mark.parametrize("asked", ["model.vocab_size=128264", "memory_estimation.enable=true"])
+def test_a_command_that_a_fix_names_repeats_config_and_overrides(asked, no_jax, capsys, monkeypatch):
+    """Typed as it is, it plans the refused config. An override with a mistake of its own is left out."""
+    monkeypatch.delenv("JAXTRAIN_COMMAND_PREFIX", raising=False)
+    right = [f"--config={REPO}/configs/llama3_70b.py:f32", "--config.sample.prompt=a 'b' c", "--config.model.num_layers=800"]
+    assert main.main([*right, f"--config.{asked}", "--config.train.stps=3"]) == 2
+    named = re.findall(r"python -m jaxtrain\.plan (.*? --topology=[\w:]+)", capsys.readouterr().err)
+    assert len(named) == (2 if asked.startswith("memory") else 1)
+    expected = launch.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
+    for words in named:
+        parsed = plan.COMMAND.parse(shlex.split(words))
+        assert parsed.problems == [] and parsed.config.run == expected
 
 
 @pytest.mark.parametrize(

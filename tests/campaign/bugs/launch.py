@@ -302,10 +302,31 @@ BUGS = (
         "unit/test_remedies.py",
     ),
     Bug(
+        "refusals: a command that a fix names plans the default config",
+        "jaxtrain/launch.py",
+        "problems = with_config(problems, launch) if launch else problems",
+        "problems = list(problems)",
+        "unit/test_refusals.py -k repeats_config",
+    ),
+    Bug(
+        "refusals: a command that a fix names repeats the mistake",
+        "jaxtrain/launch.py",
+        "for key, value in launch.overrides if key not in wrong]",
+        "for key, value in launch.overrides]",
+        "unit/test_refusals.py -k repeats_config",
+    ),
+    Bug(
+        "explain: a config with errors is printed",
+        "jaxtrain/main.py",
+        "    if problems and (style or cluster is None or not own_process):",
+        "    if problems and not style and (cluster is None or not own_process):",
+        "unit/test_config.py -k explain",
+    ),
+    Bug(
         "explain: what needs JAX is not checked",
         "jaxtrain/main.py",
-        "            problems += check_start(loaded.run, workdir, devices)",
-        "            pass",
+        "        problems += check_start(loaded.run, workdir, devices)",
+        "        pass",
         "proofs/test_explain.py",
     ),
     Bug(
