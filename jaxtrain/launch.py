@@ -229,11 +229,12 @@ def resolved_with_epochs(
 def fit_schedule(
     run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
 ) -> tuple[RunConfig, list[str]]:
-    """Shorten warm-up and decay to fit train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
+    """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
 
-    With `--config.train.steps=20`, a file that warms up for 50 of 700 steps warms up for 1: the same fraction of the run.
-    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps. lr_min
-    changes only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
+    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run.
+    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps; of a constant schedule, whose
+    rates do not depend on the length of the run, and of steps of the file itself, only if they are too long. lr_min changes
+    only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
     its origin ranks below that of sample.max_tokens. Otherwise `validate` reports the contradiction.
 
     Args:
@@ -251,11 +252,17 @@ def fit_schedule(
     o, steps = run.optimizer, run.train.steps
     changes: dict[str, Any] = {}
     notes: list[str] = []
-    if steps > 0 and length(o, steps) > steps:
-        decays = o.schedule != "constant"
-        lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
-        movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-        before = {n: values[authors[f"optimizer.{n}"]]["train.steps"] for n in movable}
+    decays = o.schedule != "constant"
+    lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
+    movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
+    # The run in which a length has its fraction: that of the file, unless a default is too long for it.
+    file_steps = values["file"]["train.steps"]
+    before = {
+        n: file_steps if v <= file_steps else values[authors[f"optimizer.{n}"]]["train.steps"] for n, v in movable.items()
+    }
+    if length(o, steps) <= steps:
+        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n]}
+    if steps > 0 and movable:
         fitted = {n: max(1, v * steps // max(steps, before[n])) for n, v in movable.items()}
         room = steps - (length(o, steps) - sum(movable.values()))
         if sum(fitted.values()) > room:

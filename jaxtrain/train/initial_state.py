@@ -23,6 +23,7 @@ from jaxtrain.config import ConfigError, RunConfig, own_settings
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.optim.optimizer import make_schedule
 from jaxtrain.position import Position
 from jaxtrain.shapes import MTP
 from jaxtrain.timelimit import launch_time
@@ -46,6 +47,7 @@ class Start:
     damaged: Mapping[int, str] = types.MappingProxyType({})  # newer steps that cannot be restored, with the reason
 
 
+RATE_APART = 0.1  # part of a learning rate: larger changes on resume are told
 NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face folder."
 
 
@@ -138,6 +140,7 @@ def choose_start(
         )
     if problems:
         raise ConfigError(problems)
+    notes += changed_rate(config.resolve(meta["config"])[0], run, at)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
@@ -146,6 +149,20 @@ def choose_start(
         _, base = check_base(run, program, lora.base_on_resume(meta, run.init))
         adapters = meta["base"].get("adapters", "")
     return Start(at, True, cast, place, tuple(notes), meta["data"], base, adapters, reasons)
+
+
+def changed_rate(was: RunConfig, run: RunConfig, done: int) -> list[str]:
+    """Return a note if the learning rate after `done` steps is not what it would have been without the changes of the config.
+
+    Differences of up to RATE_APART are left out, and so is a run without a further step.
+    """
+    if done >= run.train.steps or (was.optimizer, was.train.steps) == (run.optimizer, run.train.steps):
+        return []
+    before, now = (float(make_schedule(each.optimizer, each.train.steps)(done)) for each in (was, run))
+    if abs(now - before) <= RATE_APART * before:
+        return []
+    times = f", {now / before:.3g} times" if before else ""
+    return [f"the learning rate of step {done + 1}: {before:.3g} -> {now:.3g}{times}"]
 
 
 def begin_adapters(run: RunConfig, program: Program, beginning: Position) -> Start:

@@ -119,12 +119,15 @@ def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: s
 def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert main.main([TINY, "--config.train.steps=77", "--config.model.sliding_window=16", "--explain"]) == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[1:]}
+    *lines, note = capsys.readouterr().out.splitlines()[1:]
+    assert note.startswith("optimizer.warmup_steps: 50 ")
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
     expected = {
         "train.steps": "77 command line",
         "model.d_model": "128 file",  # the file sets it to its default
         "model.head_dim": "0 -> 32 derived",
-        "optimizer.decay_steps": "0 -> 27 default",
+        "optimizer.warmup_steps": "50 -> 5 derived",
+        "optimizer.decay_steps": "0 -> 72 default",
         "model.norm_eps": "1e-05 default",
         "checkpoint.dir": "'' -> runs/tiny/checkpoints default",
     }
@@ -156,6 +159,12 @@ def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     ("settings", "fitted", "noted"),
     [
         ("train.steps=20", {"warmup_steps": 1}, ["optimizer.warmup_steps"]),
+        ("train.steps=60", {"warmup_steps": 4}, ["optimizer.warmup_steps"]),
+        ("train.steps=60 optimizer.warmup_steps=50", {"warmup_steps": 50}, []),
+        ("train.steps=60 optimizer.schedule=constant", {"warmup_steps": 50}, []),
+        ("train.steps=20 optimizer.schedule=constant", {"warmup_steps": 1}, ["optimizer.warmup_steps"]),
+        ("train.steps=700", {"warmup_steps": 50}, []),
+        ("train.steps=7000", {"warmup_steps": 50}, []),
         ("train.steps=4 optimizer.schedule=wsd", {"warmup_steps": 1}, ["optimizer.warmup_steps"]),
         ("train.steps=40 optimizer.decay_steps=38", {"warmup_steps": 2, "decay_steps": 38}, ["optimizer.warmup_steps"]),
         ("optimizer.lr=1e-5", {"lr_min": 2.5e-7}, ["optimizer.lr_min"]),
@@ -167,6 +176,24 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted
     assert [note.partition(":")[0] for note in loaded.launch.notes] == noted
     assert keys(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "steps", "fitted"),
+    [
+        ("train.steps = 700", 60, {"warmup_steps": 8}),  # the default of 100 steps
+        ("train.steps = 50", 30, {"warmup_steps": 3}),  # the default is too long for the file, and had 100 of 1000 steps
+        ("train.steps = 500", 800, {"warmup_steps": 100}),
+        ("optimizer.warmup_steps = 0", 60, {"warmup_steps": 0}),
+        ("optimizer.schedule = 'wsd'; config.optimizer.decay_steps = 200", 500, {"warmup_steps": 50, "decay_steps": 100}),
+        ("optimizer.schedule = 'linear'; config.optimizer.decay_steps = 800", 500, {"warmup_steps": 50, "decay_steps": 400}),
+    ],
+)
+def test_a_shorter_run_keeps_the_fractions_of_the_file(tmp_path, body, steps, fitted):
+    loaded = launch.load([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
+    assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted and loaded.problems == []
+    same = launch.load([config_file(tmp_path, f"config.{body}")]).run.optimizer
+    assert len(loaded.launch.notes) == sum(value != getattr(same, name) for name, value in fitted.items()) or steps == 30
 
 
 def test_samples_that_a_file_wants_are_left_out_without_tokens(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,3 +167,39 @@ def test_configs_of_other_versions_and_own_axes():
     new["sharding"]["rules"]["channels"] = "tensor"
     notes, problems = resume.compare(tree(), new)
     assert not problems and "sharding.rules.channels" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "done", "rates"),
+    [
+        # A short try, and then the whole run: (1e-3 at its end, its peak).
+        (
+            {"train.steps": 60, "optimizer.warmup_steps": 4},
+            {"train.steps": 700, "optimizer.warmup_steps": 50},
+            60,
+            (1e-3, 1e-2),
+        ),
+        ({"optimizer.lr": 1e-2}, {"optimizer.lr": 5e-3}, 300, (1e-2, 5e-3)),
+        ({"optimizer.lr": 1e-2}, {"optimizer.lr": 1.05e-2}, 300, None),
+        ({"train.steps": 700}, {"train.steps": 1400}, 30, None),  # still in the warm-up
+        ({}, {"optimizer.schedule": "cosine"}, 690, (1e-2, 1e-3)),
+        ({"optimizer.warmup_steps": 50}, {"optimizer.warmup_steps": 100}, 49, (1e-2, 5e-3)),
+        ({"train.steps": 60}, {"train.steps": 60, "optimizer.lr": 1.0}, 60, None),  # no further step
+        ({"optimizer.schedule": "linear", "optimizer.lr_min": 0.0, "train.steps": 60}, {"train.steps": 700}, 60, (0.0, 1e-2)),
+    ],
+)
+def test_a_resumed_run_says_how_the_rate_of_its_next_step_changes(before, after, done, rates):
+    def run(changes: dict[str, object]) -> config.RunConfig:
+        tree = config.to_dict(config.RunConfig())
+        usual = {"train.steps": 700, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant", "optimizer.lr": 1e-2}
+        for key, value in (usual | {"optimizer.lr_min": 1e-3} | changes).items():
+            section, name = key.split(".")
+            tree[section][name] = value
+        return config.resolve(tree)[0]
+
+    was = {"optimizer.schedule": "cosine"} if before.get("train.steps") == 60 else {}
+    notes = initial_state.changed_rate(run(was | before), run(was | after), done)
+    assert len(notes) == (rates is not None)
+    if rates:
+        told = [float(number) for number in re.findall(r"[:>] ([\d.e-]+)", notes[0])]
+        assert told == pytest.approx(list(rates), rel=0.03) and f"step {done + 1}" in notes[0]

@@ -302,6 +302,20 @@ BUGS = (
         "unit/test_remedies.py",
     ),
     Bug(
+        "schedule: a short try keeps the warm-up of the whole run",
+        "jaxtrain/launch.py",
+        'if decays and authors["train.steps"] != "file" and steps < before[n]}',
+        'if not decays and authors["train.steps"] != "file" and steps < before[n]}',
+        "unit/test_config.py -k shorter_run",
+    ),
+    Bug(
+        "schedule: steps of the file shorten its default warm-up",
+        "jaxtrain/launch.py",
+        "n: file_steps if v <= file_steps else values",
+        "n: file_steps if v > file_steps else values",
+        "unit/test_config.py -k shorter_run",
+    ),
+    Bug(
         "refusals: a command that a fix names plans the default config",
         "jaxtrain/launch.py",
         "problems = with_config(problems, launch) if launch else problems",
