@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from rich.filesize import decimal
 from jaxtrain import environment, goodput, hardware, installed, metrics, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.checkpoint.storage import free_bytes
+from jaxtrain.commands import spelled, training
 from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.corruption import Corrupted
 from jaxtrain.data import text_format
@@ -66,7 +68,7 @@ from jaxtrain.watchdog import Watchdog, parse_budgets
 if TYPE_CHECKING:
     from etils import epath
 
-DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG = 0, 1, 2, 75, 76, 124  # exit codes
+DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG, INTERRUPTED = 0, 1, 2, 75, 76, 124, 130  # exit codes
 AGREE_S = 600.0  # timeout of processes that wait for each other at the start
 
 
@@ -450,6 +452,8 @@ def open_services(
                 console.warn(str(error))
             if (spent := ledger.close(ending.code, ending.reason)) is not None:
                 console.say(goodput.words(spent))
+                if line := next_command(setup, ending, overlay, own_process):
+                    console.say(line)
     except BaseException as error:
         ending.reason = f"{type(error).__name__}: {first_line(error)}"
         raise
@@ -467,6 +471,18 @@ def open_services(
                 if ending.error is None:  # otherwise this is the same disk
                     ending.failed(FAILED, error)
                     print(f"error: {error}", file=sys.stderr)
+
+
+def next_command(setup: Setup, ending: Ending, overlay: environment.Overlay, own_process: bool) -> str:
+    """Return a line with the command to type after this run: the same one if it was stopped, else that of its report.
+
+    Return "" for a run without a step. The command of several processes is that of their launcher, which is not known here.
+    """
+    argv, stopped = setup.launch.argv, ending.error is None and ending.code in (AGAIN, INTERRUPTED)
+    if stopped and own_process and ending.peers.count == 1:
+        devices = overlay.inherited.get("JAX_NUM_CPU_DEVICES")
+        return f"resume: {f'JAX_NUM_CPU_DEVICES={devices} ' if devices else ''}{training(shlex.join(argv))}"
+    return f"report: {spelled('python -m jaxtrain.report')} {shlex.quote(str(setup.workdir))}" if ending.step else ""
 
 
 def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:

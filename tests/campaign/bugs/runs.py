@@ -4,6 +4,20 @@ from bugs import Bug
 
 BUGS = (
     Bug(
+        "resume: a lower learning rate of the next step is not told",
+        "jaxtrain/train/initial_state.py",
+        "if abs(now - before) <= RATE_APART * before:",
+        "if now - before <= RATE_APART * before:",
+        "unit/test_resume_rules.py -k rate_of_its_next_step",
+    ),
+    Bug(
+        "end of a run: one that is done names its own command",
+        "jaxtrain/train/run.py",
+        "    if stopped and own_process and ending.peers.count == 1:",
+        "    if own_process and ending.peers.count == 1:",
+        "unit/test_next_command.py",
+    ),
+    Bug(
         "schedule rule: a warm-up as long as the run is refused",
         "jaxtrain/validate/__init__.py",
         "if o.warmup_steps > steps:",
