@@ -192,6 +192,10 @@ class Watchdog:
                 if self._phases:
                     self._phases[-1].resume(time.monotonic())
 
+    def budget(self, name: str) -> float:
+        """Return the seconds of a budget; 0: not watched."""
+        return self._budgets[name]
+
     def beat(self) -> None:
         """Reset the budget of the innermost phase, which made progress."""
         with self._lock:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain import config, lora, models, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
@@ -158,7 +159,7 @@ def changed_rate(was: RunConfig, run: RunConfig, done: int) -> list[str]:
     """
     if done >= run.train.steps or (was.optimizer, was.train.steps) == (run.optimizer, run.train.steps):
         return []
-    before, now = (float(make_schedule(each.optimizer, each.train.steps)(done)) for each in (was, run))
+    before, now = (float(jnp.asarray(make_schedule(each.optimizer, each.train.steps)(done))) for each in (was, run))
     if abs(now - before) <= RATE_APART * before:
         return []
     times = f", {now / before:.3g} times" if before else ""

@@ -16,6 +16,7 @@ from jaxtrain import digests, position, replay
 from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
 from jaxtrain.corruption import Verifier
 from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch, explain
+from jaxtrain.durations import duration
 from jaxtrain.position import Positioned
 from jaxtrain.profiling import Tracer
 from jaxtrain.replay import ReplayError
@@ -28,7 +29,7 @@ from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Compiled, Setup
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
-from jaxtrain.train.timing import GarbageCollector, SlowSteps, StartTimes
+from jaxtrain.train.timing import GarbageCollector, Patience, SlowSteps, StartTimes
 
 ROLLBACKS = 3  # most rollbacks to one checkpoint. If steps are skipped after them too, the data is not the cause.
 AGREE_S = 5400.0  # timeout of processes that wait for each other: one may compile a step that others found in their caches
@@ -71,6 +72,7 @@ class Loop:
         )
         self._verifier = Verifier(self.program.state, self.program.placement.mesh, services.console.say)
         self._slow_steps = SlowSteps()
+        self._first_step = Patience(lambda seconds: services.console.say(self._slow_start("step", seconds)))
         self._times = StepTimes()
         self._recent: list[tuple[int, float, float]] = []  # the last steps: number, loss, time read
         self._kept_bundle = self._save_due = False
@@ -107,6 +109,7 @@ class Loop:
                 if self.applied:
                     self.save()
         finally:
+            self._first_step.end()
             # The newest metrics and not the state: a failed step has consumed the state.
             self._tracer.close(self.metrics.on_device)
             self.feed.close()
@@ -157,6 +160,8 @@ class Loop:
 
         The metrics of the step before are read only if this step is computed twice (train.sdc_check_every).
         """
+        if self._start_times is not None:
+            self._first_step.begin()
         every = self.run.train.sdc_check_every
         if every and (self.done + 1) % every == 0:
             self.log.rates.exclude()
@@ -223,7 +228,8 @@ class Loop:
         if self._start_times is not None:
             self._start_times.end("data")  # its reading has begun
         if evaluates:
-            self._evaluate(finish=False)
+            with Patience(lambda seconds: self.services.console.say(self._slow_start("evaluation", seconds))):
+                self._evaluate(finish=False)
         if samples:
             self.samples.write(state.weights(self.current), done)
         if self._start_times is not None:
@@ -278,12 +284,36 @@ class Loop:
 
     def _end_start(self, times: StartTimes) -> None:
         """Report the times of the start, and prepare the first save during the next steps."""
+        self._first_step.end()
         times.end("step")
         self.services.console.say(times.words)
         self.services.receipt.update(start_s=times.parts)
         self._start_times = None
         if self.run.checkpoint.every_steps or self.run.checkpoint.keep_best:  # no step waits for a save at the end
             self.saver.prepare()
+
+    def _slow_start(self, what: str, seconds: float) -> str:
+        """Return a line on a first step or evaluation ("step", "evaluation") that has run for so many seconds."""
+        run, devices = self.run, jax.devices()
+        name, tokens, lower = (
+            f"step {self.start.step + 1}",
+            run.tokens_per_step,
+            f"train.global_batch ({run.train.global_batch})",
+        )
+        if what == "evaluation":
+            name, tokens = (
+                "the evaluation before the first step",
+                run.eval.sequences * run.data.seq_len * len(self.setup.held_out),
+            )
+            lower = f"eval.sequences ({run.eval.sequences})"
+        compiling = duration(self._start_times.parts.get("compile")) if self._start_times is not None else "-"
+        text = f"{name} has run for {duration(seconds)}: {tokens:,} tokens on {len(devices)} x {devices[0].device_kind}"
+        text += f"; compiling took {compiling}"
+        if devices[0].platform == "cpu":
+            text += f". A lower data.seq_len ({run.data.seq_len}) or {lower} takes less time"
+        if limit := self.services.watchdog.budget("step"):
+            text += f". After {duration(limit)} the watchdog takes it for a hang, and never with --config.train.timeouts=step=0"
+        return text
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that the watchdog reports at a hang."""

@@ -8,7 +8,9 @@ import collections
 import gc
 import os
 import statistics
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxtrain.durations import duration
@@ -44,6 +46,46 @@ class StartTimes:
         """Return a line for the log with all parts, in order."""
         parts = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self.parts.items())
         return f"first step {duration(sum(self.parts.values()))} after the process began: {parts}"
+
+
+class Patience:
+    """Tells, from a thread of its own, that something still runs: after FIRST_S seconds, then every AGAIN_S. A context manager.
+
+    tell: called with the seconds since `begin`.
+    """
+
+    FIRST_S = 60.0
+    AGAIN_S = 300.0
+
+    def __init__(self, tell: Callable[[float], None]):
+        self._tell = tell
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start to wait, unless this was done before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, name="slow start", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Tell nothing from here on."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> "Patience":
+        self.begin()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def _wait(self) -> None:
+        began, pause = time.monotonic(), self.FIRST_S
+        while not self._over.wait(pause):
+            self._tell(time.monotonic() - began)
+            pause = self.AGAIN_S
 
 
 class GarbageCollector:

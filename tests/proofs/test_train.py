@@ -24,6 +24,7 @@ from jaxtrain.hf import exporting
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.train import initial_state, saver, setup
 from jaxtrain.train import run as train
+from jaxtrain.train.timing import Patience
 
 
 def run(workdir: Path, **overrides: Any) -> int:
@@ -69,6 +70,20 @@ def test_a_receipt_has_the_facts_of_the_run(plain: Plain) -> None:
     assert receipt["memory_gib"]["optimizer state"] > receipt["memory_gib"]["parameters"] > 0
     assert not (plain.workdir / "samples.txt").exists()
     assert plain.seen == ["reserve", "free memory", "steps"], "pinning takes minutes, beside compiling"
+
+
+def test_a_slow_first_step_says_what_would_make_it_faster(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does a slow evaluation before it. Each line has the tokens and the settings to lower, of this run on CPUs."""
+    monkeypatch.setattr(Patience, "FIRST_S", 0.0)
+    assert run(tmp_path / "run", train__steps=2) == 0
+    quick, slow = ((folder / "log.txt").read_text().splitlines() for folder in (plain.workdir, tmp_path / "run"))
+    for setting in ("train.global_batch (", "eval.sequences ("):
+        assert not [line for line in quick if setting in line]
+        (told,) = [line for line in slow if setting in line]
+        assert "data.seq_len (" in told and " tokens on 8 x cpu" in told
+    assert [line for line in slow if "step 1 " in line and "train.global_batch (" in line]
 
 
 def test_checkpoints_tell_what_they_hold(plain: Plain) -> None:

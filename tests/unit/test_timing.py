@@ -2,11 +2,12 @@
 
 import gc
 import re
+import threading
 from typing import Any
 
 import pytest
 
-from jaxtrain.train.timing import GarbageCollector, SlowSteps
+from jaxtrain.train.timing import GarbageCollector, Patience, SlowSteps
 
 
 def note(slow_steps: SlowSteps, step: int, wall_s: float, **spent: Any) -> list[str]:
@@ -84,3 +85,25 @@ def test_the_collector_runs_only_when_called(monkeypatch: pytest.MonkeyPatch):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_slow_start_is_told_after_a_while_again_later_and_never_after_its_end(monkeypatch: pytest.MonkeyPatch):
+    told: list[float] = []
+    twice = threading.Event()
+
+    def tell(seconds: float) -> None:
+        told.append(seconds)
+        if len(told) == 2:
+            twice.set()
+
+    monkeypatch.setattr(Patience, "FIRST_S", 0.01)
+    monkeypatch.setattr(Patience, "AGAIN_S", 0.05)
+    with Patience(tell) as patience:
+        patience.begin()  # a second call changes nothing
+        assert twice.wait(30)
+    count = len(told)
+    assert 0.01 <= told[0] <= told[1] - 0.05 and not patience._thread.is_alive()
+    monkeypatch.setattr(Patience, "FIRST_S", 60.0)
+    with Patience(tell):
+        pass
+    assert len(told) == count

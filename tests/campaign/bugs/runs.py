@@ -4,6 +4,20 @@ from bugs import Bug
 
 BUGS = (
     Bug(
+        "start: a slow first step is silent",
+        "jaxtrain/train/loop.py",
+        "            self._first_step.begin()",
+        "            pass",
+        "proofs/test_train.py -k slow_first",
+    ),
+    Bug(
+        "start: a step that has ended is told as slow",
+        "jaxtrain/train/timing.py",
+        "        self._over.set()",
+        "        pass",
+        "unit/test_timing.py -k slow_start",
+    ),
+    Bug(
         "resume: a lower learning rate of the next step is not told",
         "jaxtrain/train/initial_state.py",
         "if abs(now - before) <= RATE_APART * before:",
