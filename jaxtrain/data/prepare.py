@@ -19,12 +19,13 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -568,7 +569,7 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
                 result = before or next(made)
                 bad += result["bad"]
                 notes.update(result["notes"])
-                for line in result["lines"][: SHOWN - shown]:
+                for line in described_lines(result["lines"][: SHOWN - shown]):
                     say(line)
                 shown = min(SHOWN, shown + len(result["lines"]))
                 if bad and not skip_bad_lines:
@@ -583,6 +584,15 @@ def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad
     for line in described_notes(notes):
         say(line)
     return bad
+
+
+def described_lines(lines: Sequence[str]) -> list[str]:
+    """Return bad lines, "PLACE:NUMBER: REASON", with their reasons. Lines of one place with the same reason are one entry."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        place, number, reason = re.split(r":(\d+): ", line, maxsplit=1)
+        numbers.setdefault((place, reason), []).append(number)
+    return [f"{place}:{', '.join(found)}: {reason}" for (place, reason), found in numbers.items()]
 
 
 def described_notes(notes: collections.Counter[str]) -> list[str]:

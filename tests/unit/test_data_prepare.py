@@ -56,6 +56,16 @@ def test_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
     assert [line.rpartition(": ")[0] for line in said] == [f"{tmp_path}/a.txt:41"]
 
 
+def test_bad_lines_with_one_reason_are_told_once(tmp_path):
+    """The reason, and its hint, stand beside the numbers of its lines; 20 lines are named in all."""
+    talk = json.dumps({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]})
+    (tmp_path / "a.jsonl").write_text("\n".join([*[talk] * 3, '{"text": 1}', *[talk] * 30]))
+    code, out = command(tmp_path, "prepare", "--input=a.jsonl", "--output=a.tok")
+    told = re.findall(r"a.jsonl:([\d, ]+): ", out)
+    assert code == 2 and [[int(n) for n in lines.split(", ")] for lines in told] == [[1, 2, 3, *range(5, 21)], [4]]
+    assert out.count("--chat") == 1 and "34" in out.splitlines()[-1]
+
+
 def test_bad_lines_are_named_counted_and_stop(tmp_path):
     lines = [b'{"text": "one"}', b'{"text": 3}', b"", b"not json", b'{"x": "y"}', b"\xff", b"[1]", b'{"text": "\\ud800"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, b'{"text": "two"}']))

@@ -4,6 +4,13 @@ from bugs import Bug
 
 BUGS = (
     Bug(
+        "prepare: a hint stands beside each of many bad lines",
+        "jaxtrain/data/prepare.py",
+        "numbers.setdefault((place, reason), []).append(number)",
+        "numbers.setdefault((place, reason + ' ' * len(numbers)), []).append(number)",
+        "unit/test_data_prepare.py -k one_reason",
+    ),
+    Bug(
         "data: the first token of a document does not count, and the one before it does",
         "jaxtrain/data/windows.py",
         "weights_RT[row, column - 1] = 0  #",
