@@ -28,10 +28,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.api import evaluate, generate, load, open_run, parity, plan, search, shardings, train
+    from jaxtrain.api import evaluate, generate, load, load_weights, open_run, parity, plan, search, shardings, train
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "generate", "load", "open_run", "parity", "plan", "search", "shardings", "train"]
+__all__ = ["evaluate", "generate", "load", "load_weights", "open_run", "parity", "plan", "search", "shardings", "train"]
 MODULES = ("parity", "plan", "train")  # functions of the API with the name of a module (callable_module.py)
 
 

@@ -15,6 +15,8 @@ from jaxtrain import launch
 from jaxtrain.config import ConfigError, Problem, RunConfig, flatten
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxtrain.parity.report import Result as ParityResult
     from jaxtrain.plan.result import Plan
     from jaxtrain.plan.search.search import SearchResult
@@ -263,6 +265,43 @@ def generate(
     return continue_text(loaded.sampler, loaded.params, known, ask, stops=text.stops)
 
 
+def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = "") -> "dict[str, np.ndarray]":
+    """Return the weights of a model as arrays on the host, by jaxtrain's names. Host memory must have room for all of them.
+
+    The names are those of checkpoints. Each layer has its own arrays, counted from 0 in its stack, whatever the mesh, the
+    stages or the stacking of the run: `embed.embedding` and `head` (V, D), `layers.0.attention.wq` and `wo` (D, N, H), `wk` and
+    `wv` (D, K, H), `layers.0.mlp.gate`, `up` and `down` (D, F), or with experts (E, D, F), `final_norm.scale` (D,), for
+    vocabulary V, width D, N heads, K key/value heads of width H, feed-forward width F and E experts. A model with
+    model.tied_head has no `head`. Adapters (`lora.rank`) are merged into the weights of their base.
+
+    A model of your own needs its module, on PYTHONPATH, for adapters alone: without them, nothing is built.
+
+    Args:
+        model: a run's folder (its newest step, or the best one with checkpoint.keep_best), a checkpoint such as
+            `runs/tiny/checkpoints/500`, or a Hugging Face folder, also of `hf export --raw`.
+        dtype: dtype of all arrays, f32 or bf16 (ml_dtypes.bfloat16); "": each as it is stored, for adapters in their base.
+        base: for a run with adapters, the folder of the base model if it was moved.
+
+    Raises:
+        CheckpointError, HuggingFaceError: the weights cannot be read.
+        ValueError: another dtype.
+    """
+    import numpy as np
+
+    from jaxtrain.hf.importing import open_origin
+    from jaxtrain.hf.names import PREFIX
+    from jaxtrain.hf.weights import open_weights
+    from jaxtrain.kernels.numerics import DTYPES
+
+    if dtype not in ("", "f32", "bf16"):
+        raise ValueError(f"dtype = {dtype!r}: must be f32, bf16, or '' for that of the stored arrays. Fix: dtype='f32'.")
+    source = open_origin(os.fspath(model))
+    source.announce()
+    weights = open_weights(source, base, wide=dtype == "f32", announce=lambda origin: origin.announce())
+    wanted = {name: DTYPES[dtype] if dtype else a.dtype for name, a in weights.stored.items()}
+    return {name.removeprefix(PREFIX): np.array(x, wanted[name]) for name, x in weights.read(list(wanted))}
+
+
 def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":
     """Train the same few steps on several layouts, and compare losses, gradients and weights with the first layout.
 
@@ -325,4 +364,4 @@ def _check_machine(run: RunConfig, topology: Any) -> None:
         raise ConfigError(list(problems))
 
 
-__all__ = ["evaluate", "generate", "load", "open_run", "parity", "plan", "search", "shardings", "train"]
+__all__ = ["evaluate", "generate", "load", "load_weights", "open_run", "parity", "plan", "search", "shardings", "train"]

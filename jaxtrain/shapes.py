@@ -69,3 +69,14 @@ EXPERT_METRICS = (
     "dropped_tokens",  # fraction of all expert choices that a capacity dropped
     "expert_load_max",  # the largest load of any expert of any layer, over an even load
 )
+
+# Names of parameters that are no matrices, for any axes.
+VECTORS = (
+    *("scale", "bq", "bk", "bv", "bo", "sinks"),
+    *("router_bias", "router_logit_bias", "gate_bias", "up_bias", "down_bias"),
+)
+
+
+def is_vector(name: str) -> bool:
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink."""
+    return name.rpartition(".")[2] in VECTORS

@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
-import importlib.util
 import math
 import os
 import re
@@ -26,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import config, installed
+from jaxtrain import config, installed, own_parts
 from jaxtrain.config import split_paths
 from jaxtrain.data import stdlib, synthetic, text_format
 from jaxtrain.data import tokenizer as tokenizers
@@ -485,13 +483,7 @@ def check(
         elif source == "synthetic":
             vocab = synthetic.VOCAB
         elif is_custom(source):
-            module = source.partition(":")[0]
-            try:
-                found = importlib.util.find_spec(module)
-            except (ImportError, ValueError):
-                found = None
-            if found is None:
-                problems.append(config.Problem(key, source, f"no module {module}", "Is it installed, or on PYTHONPATH?"))
+            problems += filter(None, [own_parts.not_found(key, source)])
         else:
             try:
                 schedule = data.source_schedule if key == "data.source" else ""
@@ -680,8 +672,7 @@ def open_source(
     seq_len = data.seq_len if seq_len is None else seq_len
     asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
-        module, _, name = source.partition(":")
-        return getattr(importlib.import_module(module), name)(data, split, global_batch, own)
+        return own_parts.load(key, source)(data, split, global_batch, own)
     common: dict[str, Any] = {
         "global_batch": global_batch,
         "seq_len": seq_len,

@@ -19,7 +19,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
 from jaxtrain.config import Model
-from jaxtrain.hf.folder import locate, open_folder
+from jaxtrain.hf.folder import is_raw, locate, open_folder
 from jaxtrain.models import presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.startup import start_jax
@@ -93,6 +93,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--shard-size", type=size, default="5GB", metavar="SIZE", help="largest size of a safetensors file (default 5GB)"
     )
+    text = "jaxtrain's own names and settings, for a model of any family"
+    p.add_argument("--raw", action="store_true", help=text)
     p.add_argument("--tokenizer", default="", metavar="DIR", help="the tokenizer's folder, if it was moved")
     p.add_argument("--base", **base)
     p.add_argument("--force", action="store_true", help="replace an existing folder")
@@ -139,9 +141,12 @@ def parser() -> argparse.ArgumentParser:
 
 def run_import(args: argparse.Namespace) -> int:
     """Import a Hugging Face folder. Return the exit code."""
-    from jaxtrain.hf.importing import import_folder
+    from jaxtrain.hf.importing import import_folder, origin_of
+    from jaxtrain.hf.model import check_built
 
-    import_folder(open_folder(args.folder, dict(args.set)), args.out, args.dtype, say)
+    folder = open_folder(args.folder, dict(args.set))
+    check_built(origin_of(folder))
+    import_folder(folder, args.out, args.dtype, say)
     return 0
 
 
@@ -159,7 +164,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Export a checkpoint as a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.exporting import export
 
-    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "force")}
+    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "force", "raw")}
     export(args.checkpoint, args.out, **how, say=say)
     return 0
 
@@ -213,6 +218,9 @@ def run_check(args: argparse.Namespace) -> int:
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
+    if is_raw(locate(args.folder)):
+        rule = "has jaxtrain's own names, which transformers does not read"
+        raise HuggingFaceError(f"{args.folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
     source = open_origin(args.checkpoint)
     source.announce(say)
     vocab = source.run().model.vocab_size

@@ -1,45 +1,39 @@
 """Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
 
 import dataclasses
-import functools
 import math
 import os
+import shlex
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from jax.sharding import SingleDeviceSharding
 
-from jaxtrain import config, lora, windows
+from jaxtrain import config, windows
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import progress_bar
+from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
-from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, has_model, model_of, write_json
-from jaxtrain.hf.importing import Origin, check_space, counted, open_origin, rate
-from jaxtrain.hf.model import placed, read_params
-from jaxtrain.hf.names import PREFIX, Entry, entries
+from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, has_model, is_matrix, model_of, write_json
+from jaxtrain.hf.importing import check_space, counted, open_origin, rate
+from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
+from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.models import family
-from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.models.lora import A, B, adapter_of
-from jaxtrain.models.module import is_vector
-from jaxtrain.shapes import MTP
-from jaxtrain.train.state import TrainState, named_leaves
+from jaxtrain.models import FAMILIES, family
+from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
+from jaxtrain.shapes import is_vector
 
-AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
+SHOWN = 8  # tensors named one by one
 YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]
-Reader = Callable[[Sequence[Entry]], Iterator[tuple[Entry, np.ndarray]]]
 
 
 # ---- config.json
@@ -54,7 +48,7 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], position
         special: bos_token_id, eos_token_id and pad_token_id.
         positions: the longest sequence that the models before this run were trained with, in tokens.
     """
-    layout = family(run.model.family).FORMAT
+    layout = format_of(run.model.family)
     stored = DTYPES[dtype].name
     out = {
         "architectures": [layout.architecture],
@@ -66,6 +60,8 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], position
         **special,
         "use_cache": True,
     }
+    if run.model.family not in FAMILIES:
+        out |= {FAMILY: run.model.family, **own_of(run)}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
         again, model = in_force(model_of(out)), in_force(run.model)
@@ -77,6 +73,24 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], position
             rule = f"checkpoints of {layout.architecture} hold {getattr(again, key)!r} only"
             raise HuggingFaceError(f"model.{key} = {getattr(run.model, key)!r}: {rule}. {fix}.")
     return out
+
+
+def raw_json(run: RunConfig, special: Mapping[str, Any], positions: int = 0) -> dict[str, Any]:
+    """Return config.json of a folder with jaxtrain's own names. Arguments are those of `config_json`."""
+    model = dataclasses.asdict(run.model)
+    return {
+        "model_type": RAW,
+        "model": model,
+        **own_of(run),
+        "max_position_embeddings": max(run.data.seq_len, positions),
+        **special,
+    }
+
+
+def own_of(run: RunConfig) -> dict[str, Any]:
+    """Return the key of config.json with the section `own` of a config; {} without settings there."""
+    own = config.to_dict(run).get("own")
+    return {OWN: own} if own else {}
 
 
 def in_force(m: config.Model) -> config.Model:
@@ -112,6 +126,7 @@ def export(
     tokenizer: str = "",
     base: str = "",
     force: bool = False,
+    raw: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
     """Write a checkpoint as config.json, generation_config.json, safetensors files and the tokenizer's files to a folder.
@@ -121,12 +136,14 @@ def export(
     Args:
         path: a run's folder, or one of its checkpoints.
         out: the folder to write.
-        dtype: dtype of the tensors: f32 | bf16 | auto, which is bf16 if all stored matrices are bfloat16, else f32.
+        dtype: dtype of the tensors: f32 | bf16 | auto, which is bf16 if all stored matrices are bfloat16, else f32. With `raw`,
+            auto keeps every tensor's dtype, and bf16 rounds matrices alone.
         shard_size: largest size of a safetensors file, such as 5GB. The tensors of one file must fit into host memory.
         tokenizer: folder or tokenizer.json of the tokenizer; "": the run's tokenizer.
         base: for a run with adapters, the folder of their base model, if it was moved; "": its path in the checkpoint.
         force: replace an existing folder after the new one is complete. If the process is killed meanwhile, the old folder may
             have the name OUT.replaced.
+        raw: write all tensors with jaxtrain's names and axes, for a model of any family.
         say: called with each line of the report.
 
     Raises:
@@ -135,34 +152,29 @@ def export(
     source = open_origin(path)
     source.announce(say)
     run = source.run()
-    wanted = entries(run.model)
-    if base and not run.lora.rank:
-        raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
+    if not raw and getattr(family(run.model.family), "FORMAT", None) is None:
+        fix = shlex.join(["hf", "export", path, f"--out={out}", "--raw"])
+        rule = "has no FORMAT, and so no names in Hugging Face's checkpoints"
+        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule}. Fix: {spelled(f'python -m jaxtrain.{fix}')}.")
+    wanted = {} if raw else entries(run.model)
     if out.name in ("", ".."):  # the finished folder could not be renamed to such a name
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
     if out.exists() and not force:
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
     if out.exists() and (not has_model(out) or (out / "checkpoints").exists()):
         raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
-    stored = {name: a for name, a in source.stored.items() if name.startswith(PREFIX)}
-    if run.lora.rank:
-        there = base or lora.base_path(source.meta)
-        try:
-            of_base = open_origin(there)
-            stored = {name: a for name, a in of_base.stored.items() if name.startswith(PREFIX)}
-        except (CheckpointError, HuggingFaceError) as error:
-            raise lora.gone(there, error) from error
-        of_base.announce(say)
-        # Adapters are trained without the base's modules of multi-token prediction.
-        stored = {name: a for name, a in stored.items() if not name.startswith(f"{PREFIX}{MTP}.")}
-    missing = sorted(wanted.keys() - stored.keys())
-    left = sorted(stored.keys() - wanted.keys())
-    if missing or left:
-        rule = f"{missing[0]} is not in it" if missing else f"{left[0]} has no name in Hugging Face's {run.model.family}"
-        raise HuggingFaceError(f"{source.name}: {rule}.")
+    weights = open_weights(source, base, wide=dtype == "f32", announce=lambda origin: origin.announce(say))
+    stored = weights.stored
+    if raw:
+        wanted = as_stored({name.removeprefix(PREFIX): a for name, a in stored.items()}, exact=lambda name: False)
+    check_complete(wanted, stored, source.name, run.model.family)
     # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
-    matrices = {str(stored[name].dtype) for name in wanted if not is_vector(name)}
-    chosen = dtype if dtype != "auto" else ("bf16" if matrices == {"bfloat16"} else "f32")
+    matrices = {name for name in wanted if (is_matrix(name, stored[name].shape) if raw else not is_vector(name))}
+    whole = {str(stored[name].dtype) for name in matrices} != {"bfloat16"}
+    chosen = dtype if dtype != "auto" else ("f32" if whole else "bf16")
+    dtypes = {name: DTYPES["f32" if entry.how.exact else chosen] for name, entry in wanted.items()}
+    if raw:
+        dtypes = {name: a.dtype if dtype == "auto" or name not in matrices else DTYPES[dtype] for name, a in stored.items()}
     spec = tokenizer or run.data.tokenizer
     bare = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_here(spec)  # and never had one
     try:
@@ -172,8 +184,8 @@ def export(
     if known and (lost := source.text().lost(known)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
     special = text.ids_to_write(known.bos if known else ())
-    described = config_json(run, chosen, special, source.positions)
-    size = sum(math.prod(e.shape) * (1 + len(e.copies)) for e in wanted.values()) * DTYPES[chosen].itemsize
+    described = raw_json(run, special, source.positions) if raw else config_json(run, chosen, special, source.positions)
+    size = sum(math.prod(e.shape) * (1 + len(e.copies)) * dtypes[name].itemsize for name, e in wanted.items())
     check_space(out, size)
 
     place = out.resolve()  # the target of a symbolic link is replaced
@@ -181,15 +193,9 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     started = time.perf_counter()
-    wider = sorted({str(a.dtype) for a in stored.values()} - {"bfloat16"})
-    read = (
-        merged(source, run, base, wide=chosen == "f32" or bool(wider))
-        if run.lora.rank
-        else functools.partial(read_in_batches, source)
-    )
     try:
         with progress_bar(size) as progress:
-            files = write_tensors(read, wanted, partial, DTYPES[chosen], shard_size, progress)
+            files = write_tensors(weights.read, wanted, partial, dtypes, shard_size, progress)
     except (CheckpointError, HuggingFaceError):
         shutil.rmtree(partial)
         raise
@@ -208,25 +214,47 @@ def export(
     os.rename(partial, place)
     if replaced.exists():
         shutil.rmtree(replaced)
-    rounded = f", rounded from {' and '.join(wider)}" if chosen == "bf16" and wider else ""
+    wider = sorted({str(a.dtype) for name, a in stored.items() if a.dtype != dtypes[name] == DTYPES["bf16"]})
+    rounded = f", rounded from {' and '.join(wider)}" if wider else ""
     tensors = counted(len({name for e in wanted.values() for name in e.theirs}), "tensor")
-    architecture = described["architectures"][0]
+    what = f"{run.model.family} with jaxtrain's names" if raw else described["architectures"][0]
+    kinds = " and ".join(sorted({str(dtype) for dtype in dtypes.values()})) if raw else chosen
     if known and text.template:
         say(f"chat template: {text.template_name}")
-    say(f"{out}: {architecture}, {tensors} as {chosen}{rounded}, {counted(files, 'file')}, {rate(size, seconds)}")
+    say(f"{out}: {what}, {tensors} as {kinds}{rounded}, {counted(files, 'file')}, {rate(size, seconds)}")
+
+
+def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], where: str, family: str) -> None:
+    """Raise HuggingFaceError unless a family's names and shapes in `wanted` are those of all tensors in `stored`."""
+
+    def called(names: Collection[str]) -> str:
+        shown = [name.removeprefix(PREFIX) for name in sorted(names)[:SHOWN]]
+        return ", ".join(shown) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
+
+    if missing := wanted.keys() - stored.keys():
+        raise HuggingFaceError(f"{where}: it has no {called(missing)}.")
+    if left := stored.keys() - wanted.keys():
+        fix = "Fix: --raw, which writes every tensor with jaxtrain's names"
+        raise HuggingFaceError(f"{where}: the FORMAT of model.family = {family!r} has no name for {called(left)}. {fix}.")
+    for name, entry in wanted.items():
+        if (shape := tuple(stored[name].shape)) != entry.shape:
+            rule = f"{called([name])} is {list(shape)}, and {list(entry.shape)} by the FORMAT of model.family = {family!r}"
+            raise HuggingFaceError(f"{where}: {rule} ({entry.how.ours!r}).")
 
 
 def write_tensors(
-    read: Reader,
+    read: Read,
     wanted: dict[str, Entry],
     out: Path,
-    dtype: np.dtype[Any],
+    dtypes: Mapping[str, np.dtype[Any]],
     shard_size: str | int,
     progress: Callable[[str, int], None],
 ) -> int:
     """Write the safetensors files and, if there are several, their index. Return the number of files.
 
     The tensors of one file must fit into host memory. An array of experts whose tensors are in two files is read twice.
+
+    dtypes: of the tensors in the files, by jaxtrain's name.
     """
     places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
@@ -234,14 +262,14 @@ def write_tensors(
             places.setdefault(name, []).append(entry)
     split = huggingface_hub.split_state_dict_into_shards_factory(
         places,
-        get_storage_size=lambda of_name: math.prod(of_name[0].their_shape) * (4 if of_name[0].how.exact else dtype.itemsize),
+        get_storage_size=lambda of_name: math.prod(of_name[0].their_shape) * dtypes[of_name[0].ours].itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_size,
     )
     for file, names in split.filename_to_tensors.items():
         arrays = {}
-        for entry, x in read(list({entry.ours: entry for name in names for entry in places[name]}.values())):
-            converted = x.astype(np.float32 if entry.how.exact else dtype, copy=False)
+        for ours, x in read(list(dict.fromkeys(entry.ours for name in names for entry in places[name]))):
+            entry, converted = wanted[ours], x.astype(dtypes[ours], copy=False)
             for at, name in enumerate(entry.theirs):
                 if split.tensor_to_filename[name] == file:
                     arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
@@ -254,42 +282,3 @@ def write_tensors(
     if split.is_sharded:
         write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     return len(split.filename_to_tensors)
-
-
-def merged(source: Origin, run: RunConfig, base: str, wide: bool) -> Reader:
-    """Return a reader of a run's weights with its adapters merged into the base.
-
-    Base and adapters must fit into device memory. wide: read both in float32.
-    """
-    run = dataclasses.replace(run, precision="f32") if wide else run
-    params = read_params(source, run, *placed(run), base)
-    leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
-    places = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
-    places |= {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
-
-    def read(wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-        for entry in wanted:
-            names = [entry.ours, *(adapter_of(entry.ours, half) for half in (A, B))]
-            found = {name: places[name] for name in names if name in places}
-            tensors = {name: np.asarray(x if at is None else x[at]) for name, (x, at) in found.items()}
-            for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
-                yield entry, np.asarray(x)
-
-    return read
-
-
-def read_in_batches(source: Origin, wanted: Sequence[Entry]) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Yield (entry, array in its stored dtype) of all wanted tensors. Each batch but the last has at least AT_ONCE bytes."""
-    try:
-        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
-        host = SingleDeviceSharding(jax.local_devices()[0])
-    batch: list[Entry] = []
-    for entry in wanted:
-        batch.append(entry)
-        held = sum(math.prod(e.shape) * source.stored[e.ours].dtype.itemsize for e in batch)
-        if held >= AT_ONCE or entry is wanted[-1]:
-            tensors = source.read({e.ours: source.stored[e.ours].update(sharding=host) for e in batch})
-            for e in batch:
-                yield e, np.asarray(tensors.pop(e.ours))
-            batch = []

@@ -24,8 +24,9 @@ from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.models import FAMILIES, family, hugging_face, rules
-from jaxtrain.models.hugging_face import HuggingFaceError, Settings
+from jaxtrain.models import hugging_face, rules
+from jaxtrain.models.hugging_face import OWN, RAW, HuggingFaceError, Settings, family_of, format_of
+from jaxtrain.shapes import is_vector
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -125,15 +126,26 @@ class Folder:
         return tuple(out)
 
     @property
+    def raw(self) -> bool:
+        """Return whether the tensors have jaxtrain's own names and axes, as `hf export --raw` writes them."""
+        return self.settings.get("model_type") == RAW
+
+    def keeps_f32(self, name: str) -> bool:
+        """Return whether a tensor of a raw folder is float32 for any dtype of the matrices: no matrix, and float32 there."""
+        return self.tensors[name].dtype == DTYPES["F32"] and not is_matrix(name, self.tensors[name].shape)
+
+    @property
     def bytes(self) -> int:
         """Return the sum of `Stored.bytes` over all tensors."""
         return sum(stored.bytes for stored in self.tensors.values())
 
     def run(self, dtype: str = "auto") -> RunConfig:
         """Return the config of a run with this model and tokenizer. dtype: f32 | bf16 | auto (`self.dtype` of all tensors)."""
-        dtype = self.dtype(self.tensors) if dtype == "auto" else dtype
+        if dtype == "auto":
+            dtype = self.dtype(name for name in self.tensors if not (self.raw and self.keeps_f32(name)))
         tree = config.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
+        tree |= {"own": self.settings[OWN]} if OWN in self.settings else {}
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute())  # also without a tokenizer.json: text is refused then
@@ -189,6 +201,11 @@ def bytes_of(name: str, stored: Stored) -> np.ndarray:
     return data
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor, by jaxtrain's name, is a matrix: those have dtypes.params, and norms and biases float32."""
+    return len(shape) > 1 and not is_vector(name)
+
+
 def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return the tensors of a folder, with each pair of MXFP4 blocks and scales joined to one `Packed` tensor."""
     out = dict(tensors)
@@ -234,6 +251,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return not of_run and (any((folder / name).is_file() for name in signs) or any(folder.glob("*.safetensors")))
 
 
+def is_raw(folder: Path) -> bool:
+    """Return whether a folder's tensors have jaxtrain's own names, as `hf export --raw` writes them."""
+    return read_settings(folder).get("model_type") == RAW
+
+
 def locate(name: str) -> Path:
     """Return a model's folder, by its path or by its name in the hub's cache on this machine. Raises HuggingFaceError."""
     path = Path(name.removeprefix("hf:")).expanduser()
@@ -270,7 +292,7 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
     path = locate(os.fspath(name))
     settings = read_settings(path) | dict(changes or {})
     found = Folder(path, settings, model_of(settings, str(path / CONFIG)))
-    if found.model.mtp_layers and any(path.glob("*.safetensors")):
+    if not found.raw and found.model.mtp_layers and any(path.glob("*.safetensors")):
         # transformers writes the number of modules of multi-token prediction, and none of their tensors.
         last = f"model.layers.{found.model.num_layers}."
         if not any(name.startswith(last) for name in found.tensors):
@@ -309,16 +331,10 @@ def _no_number(word: str) -> Any:
 
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not support."""
-    kind, known = settings.get("model_type"), {family(name).FORMAT.model_type: name for name in FAMILIES}
-    if not isinstance(kind, str) or kind not in known:
-        if kind is None and isinstance(settings.get("model"), dict):
-            raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
-        if "text_config" in settings:
-            rule = "models that see or hear are not supported, nor their text part alone"
-        else:
-            rule = f"no such architecture in jaxtrain. Known: {', '.join(known)}"
-        raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
-    layout = family(known[kind]).FORMAT
+    if settings.get("model_type") == RAW:
+        return _checked_model(settings.get("model"), path)
+    family = family_of(settings, path)
+    layout = format_of(family)
     named = settings.get("architectures") or [layout.architecture]
     if not isinstance(named, list) or layout.architecture not in named:
         rule = f"only {layout.architecture} is a language model of this kind"
@@ -327,10 +343,16 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     if found.whole("max_position_embeddings", 1) >= 2**31:
         rule = "positions are numbers of 32 bits"
         raise HuggingFaceError(f"{path}: max_position_embeddings = {settings['max_position_embeddings']}: {rule}.")
-    values = {"family": known[kind], **layout.read(found)}
+    values = {"family": family, **layout.read(found)}
     std = settings.get("initializer_range")
-    tree = config.to_dict(config.RunConfig()) | {"model": values | ({"init_std": std} if isinstance(std, float) else {})}
-    run, problems = config.resolve(tree)
+    return _checked_model(values | ({"init_std": std} if isinstance(std, float) else {}), path)
+
+
+def _checked_model(values: Any, path: str) -> Model:
+    """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have."""
+    if not isinstance(values, Mapping):
+        raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
+    run, problems = config.resolve(config.to_dict(config.RunConfig()) | {"model": values})
     if problems := problems or rules.problems_of(run.model):
         raise HuggingFaceError(f"{path}: no run may have this model: " + "; ".join(map(str, problems)))
     return run.model
@@ -485,7 +507,7 @@ def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConf
 def describe(path: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a config file that begins from `path`: `config.update(describe(path))`.
 
-    They are `model` and `data`, and for adapters, which are then trained further, `lora`.
+    They are `model` and `data`; `own` if it has settings; and for adapters, which are then trained further, `lora`.
 
     Args:
         path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
@@ -493,16 +515,17 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
     Raises:
         HuggingFaceError, CheckpointError: `path` has no model, or this version of jaxtrain does not support its config.
     """
-    own: dict[str, dict[str, Any]] = {}
+    adapters: dict[str, dict[str, Any]] = {}
     if is_folder(path):
         run = open_folder(path).run("f32")
     else:
         checkpoints, step = checkpoint.locate(path)
         meta = checkpoints.meta(step)
         run = stored_run(meta, checkpoints.directory / str(step))
-        own = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
+        adapters = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
+    own = {"own": found} if (found := config.to_dict(run).get("own")) else {}
     data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
-    return {"model": dataclasses.asdict(run.model), "data": data, **own}
+    return {"model": dataclasses.asdict(run.model), "data": data, **own, **adapters}
 
 
 # ---- The tokenizer's files

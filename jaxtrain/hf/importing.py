@@ -34,7 +34,7 @@ from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.durations import duration
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
-from jaxtrain.hf.names import TIED, Entry, entries, match
+from jaxtrain.hf.names import TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -120,7 +120,11 @@ def open_origin(path: str) -> Origin:
         name = f"step {step} of {checkpoints.directory}"
         name += "" if loss is None else f" (held-out loss {loss:.4f}, the lowest)"
         return Origin(name, place, False, step, meta, stored_in(meta), read, best=loss is not None)
-    folder = open_folder(path)
+    return origin_of(open_folder(path))
+
+
+def origin_of(folder: Folder) -> Origin:
+    """Return the weights of an opened Hugging Face folder. Raises HuggingFaceError if its tensors do not fit config.json."""
     found, _ = matched(folder)
     stored = {
         ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
@@ -152,6 +156,8 @@ def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
 
     Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
     """
+    if folder.raw:
+        return as_stored(folder.tensors, folder.keeps_f32), {}
     shapes = {name: stored.shape for name, stored in folder.tensors.items()}
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import config, lora
 from jaxtrain.config import RunConfig
 from jaxtrain.hf.importing import Origin
+from jaxtrain.hf.names import PREFIX
+from jaxtrain.models import FAMILIES
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
@@ -23,6 +25,7 @@ from jaxtrain.train.definition import for_inference, make_definition
 from jaxtrain.train.kernel import choose_kernel, context_of
 from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
 
+SHOWN = 6  # tensors named one by one
 Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -42,9 +45,10 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     if base and not run.lora.rank:
         raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
     abstract = abstract_of(definition, placement)
-    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith("params.")}
+    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
     fresh = TrainState(jnp.zeros((), jnp.int32), {}, ())
     if not run.lora.rank:
+        check_tensors(source, wanted, run.model)
         return from_tensors(abstract, source.read(wanted), fresh).params
     there = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
@@ -52,6 +56,34 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     found = from_tensors(abstract, tensors, fresh).params
     lora.check_same(source.meta, there, base_digest(found))
     return found
+
+
+def check_tensors(source: Origin, wanted: Mapping[str, Any], model: config.Model) -> None:
+    """Raise HuggingFaceError unless the tensors of a model are those that its family builds, with their shapes.
+
+    wanted: the tensors that the family builds, by the names of checkpoints.
+    """
+    stored = {name.removeprefix(PREFIX): a for name, a in source.stored.items() if name.startswith(PREFIX)}
+    built = {name.removeprefix(PREFIX): a for name, a in wanted.items() if name.startswith(PREFIX)}
+    wrong = [f"{name} is missing" for name in built.keys() - stored.keys()]
+    wrong += [f"{name} is not in the model" for name in stored.keys() - built.keys()]
+    for name in built.keys() & stored.keys():
+        if (there := list(stored[name].shape)) != (here := list(built[name].shape)):
+            wrong.append(f"{name} is {there}, and {here} in the model")
+    if wrong:
+        shown = "; ".join(sorted(wrong)[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
+        rule = f"its tensors are not those that model.family = {model.family!r} builds"
+        raise HuggingFaceError(f"{source.name}: {rule}: {shown}.")
+
+
+def check_built(source: Origin) -> None:
+    """Raise HuggingFaceError unless a folder has all tensors of its model, and no others. Allocates no arrays.
+
+    `matched` has compared the tensors of a shipped family already.
+    """
+    run = source.run()
+    if run.model.family not in FAMILIES or (source.folder and source.folder.raw):
+        check_tensors(source, abstract_tensors(abstract_of(*placed(run))), run.model)
 
 
 def base_digest(params: Params) -> str:

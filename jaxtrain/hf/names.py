@@ -3,14 +3,14 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config import Model
-from jaxtrain.models import FAMILIES, family
-from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError
+from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError, format_of
 from jaxtrain.shapes import DENSE, MTP, STACK
 
 COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
@@ -128,14 +128,13 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             None: the family's format decides.
 
     Raises:
-        HuggingFaceError: the model's family is not one of jaxtrain's.
+        HuggingFaceError: the model's family has no FORMAT, or its FORMAT has an axis of unknown size.
+        ConfigError: the model's family cannot be imported.
     """
-    if model.family not in FAMILIES:
-        raise HuggingFaceError(f"model.family = {model.family!r}: only jaxtrain's own families have Hugging Face names.")
-    known: dict[str, HfTensor] = dict(family(model.family).FORMAT.tensors)
+    known: dict[str, HfTensor] = dict(format_of(model.family).tensors)
     gate = "layers.{i}.mlp.gate"
     together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers)) in (stored or ())
-    if model.num_experts and known[gate].each_expert and together:
+    if model.num_experts and gate in known and known[gate].each_expert and together:
         known |= EXPERTS_TOGETHER
     if stored is not None:
         known = {name: _of_shared(how, model, stored) for name, how in known.items()}
@@ -144,6 +143,10 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     sizes |= {"S": model.shared_d_ff, "Q": model.q_lora_rank, "L": model.kv_lora_rank, "W": model.v_head_dim}
     sizes |= {"C": model.kv_lora_rank + model.qk_rope_head_dim, "U": model.qk_nope_head_dim + model.v_head_dim}
     sizes |= {"rotary": model.qk_rope_head_dim or model.head_dim}
+    for name, how in known.items():
+        if unknown := [a for a in (*flat(how.ours), *flat(how.theirs)) if a not in sizes]:
+            rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes.keys() - {'rotary'}))}"
+            raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
     absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
@@ -169,6 +172,21 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         if stored is not None:  # a tensor that several places of the model share may be written once
             copies = tuple(copy for copy in copies if copy in stored)
         out[ours] = Entry(ours, (*each, *copies), how, sizes)
+    return out
+
+
+def as_stored(stored: Mapping[str, Any], exact: Callable[[str], bool]) -> dict[str, Entry]:
+    """Return the entry of each tensor of a folder with jaxtrain's own names, by its name in jaxtrain's checkpoints.
+
+    Args:
+        stored: values with the `shape` of each tensor, by jaxtrain's name without PREFIX.
+        exact: returns `HfTensor.exact` of a tensor, by its name.
+    """
+    out = {}
+    for name, a in stored.items():
+        letters = string.ascii_lowercase[: len(a.shape)]
+        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=exact(name))
+        out[PREFIX + name] = Entry(PREFIX + name, (name,), how, dict(zip(letters, a.shape, strict=True)))
     return out
 
 
@@ -204,7 +222,7 @@ def match(
                 theirs, ours = list(shapes[name]), list(entry.their_shape)
                 wrong.append(f"{name}: its shape is {theirs}, config.json makes it {ours}")
     unused = {}
-    beyond = family(model.family).FORMAT.beyond if model else ""
+    beyond = format_of(model.family).beyond if model else ""
     for name in sorted(shapes.keys() - known):
         if DERIVED.fullmatch(name):
             unused[name] = "follows from config.json"

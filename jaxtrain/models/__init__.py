@@ -5,6 +5,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from jaxtrain import own_parts
 from jaxtrain.config import ConfigError, Problem
 
 # model.family -> module with PRESETS, STRUCTURE and FORMAT (models/hugging_face.py). A family is one file and one line here.
@@ -27,11 +28,10 @@ def family(name: str) -> Any:
 
     Raises:
       ValueError: no such family.
-      ImportError, AttributeError: no such module, or no such name in the module.
+      ConfigError: the named object cannot be imported.
     """
-    module, given, attribute = name.partition(":")
-    if given:
-        return getattr(importlib.import_module(module), attribute)
+    if ":" in name:
+        return own_parts.load("model.family", name)
     if name not in FAMILIES:
         raise ValueError(f"model.family = {name!r}: no such family. Known: {', '.join(FAMILIES)}, or package.module:name.")
     found: ModuleType = importlib.import_module(FAMILIES[name])

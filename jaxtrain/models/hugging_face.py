@@ -16,7 +16,11 @@ from typing import Any
 from jaxtrain import windows
 from jaxtrain.commands import spelled
 from jaxtrain.config import Model
+from jaxtrain.models import FAMILIES, family
 
+RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
+OWN = "jaxtrain_own"  # key of config.json with the section `own` of a config
+FAMILY = "jaxtrain_family"  # key of config.json with a family from outside the package, package.module:name
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Keys without effect on the logits: keys for training, for transformers itself, and of tools.
 WITHOUT_EFFECT = frozenset(
@@ -32,7 +36,7 @@ WITHOUT_EFFECT = frozenset(
         *("is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "finetuning_task", "num_labels"),
         *("task_specific_params", "tokenizer_class", "processor_class", "prefix", "sep_token_id", "decoder_start_token_id"),
         *("gradient_checkpointing", "loss_type", "_commit_hash", "max_sequence_length", "model_max_length"),
-        *("tie_last_hidden_states", "is_llama_config"),
+        *("tie_last_hidden_states", "is_llama_config", "jaxtrain_family", "jaxtrain_own"),
     )
 )
 PREFIXES = ("unsloth_",)  # of further keys without effect
@@ -375,6 +379,47 @@ class Format:
         for part in self.parts:
             out |= part.write(model)
         return out
+
+
+def format_of(name: str) -> Format:
+    """Return the `FORMAT` of a family, by its name in FAMILIES or as `package.module:name`.
+
+    Raises:
+        HuggingFaceError: the family has no FORMAT.
+        ConfigError: the family cannot be imported.
+    """
+    found = getattr(family(name), "FORMAT", None)
+    if isinstance(found, Format):
+        return found
+    rule = "has no FORMAT, the table of its names in Hugging Face's checkpoints"
+    rule = rule if found is None else f"its FORMAT is {type(found).__name__}, and no jaxtrain.models.hugging_face.Format"
+    fix = spelled("python -m jaxtrain.hf export RUN --out=DIR --raw")
+    raise HuggingFaceError(f"model.family = {name!r}: {rule}. Fix, for jaxtrain's names: {fix}.")
+
+
+def family_of(settings: Mapping[str, Any], path: str) -> str:
+    """Return the family of a config.json: the one in FAMILIES with its model_type, or the one that its key FAMILY names.
+
+    path: of the config.json, for errors. Raises HuggingFaceError if there is none.
+    """
+    kind, own = settings.get("model_type"), settings.get(FAMILY)
+    if own is not None:
+        if not isinstance(own, str) or not all(own.partition(":")):
+            raise HuggingFaceError(f"{path}: {FAMILY} = {own!r}: must be package.module:name.")
+        if (wanted := format_of(own).model_type) != kind:
+            raise HuggingFaceError(f"{path}: model_type = {kind!r}: the FORMAT of {FAMILY} = {own!r} is for {wanted!r}.")
+        return own
+    known = {format_of(name).model_type: name for name in FAMILIES}
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    if kind is None and isinstance(settings.get("model"), dict):
+        raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
+    if "text_config" in settings:
+        rule = "models that see or hear are not supported, nor their text part alone"
+    else:
+        own_fix = import_with(path, f"{FAMILY}=package.module:name")
+        rule = f"no such architecture in jaxtrain. Known: {', '.join(known)}. Fix, for a family of your own: {own_fix}"
+    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
 
 
 # ---- Rotary embeddings

@@ -120,17 +120,6 @@ def names(tree: Params) -> Params:
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
 
-VECTORS = (
-    *("scale", "bq", "bk", "bv", "bo", "sinks"),
-    *("router_bias", "router_logit_bias", "gate_bias", "up_bias", "down_bias"),
-)
-
-
-def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink."""
-    return name.rpartition(".")[2] in VECTORS
-
-
 def _axes(p: Any) -> Axes:
     """Return the logical axes of a parameter; the first axis of a parameter in a stack is 'layers'."""
     axes = p.get_metadata("axes")

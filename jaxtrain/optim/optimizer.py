@@ -6,22 +6,20 @@ So the optimizer state has no learning rate: the rate is a function of the step,
 
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain import config
+from jaxtrain import config, own_parts
 from jaxtrain.config import ConfigError
 from jaxtrain.kernels.numerics import DTYPES, Numerics
-from jaxtrain.models.module import is_vector
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
 from jaxtrain.optim.muon import dims, orthogonal, scale_by_muon
 from jaxtrain.optim.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
-from jaxtrain.shapes import DENSE, STACK
+from jaxtrain.shapes import DENSE, STACK, is_vector
 from jaxtrain.sharding import Axes, Placement
 
 
@@ -242,5 +240,8 @@ def make_optimizer(
         return adamw(optimizer, dtypes, axes)
     if optimizer.name == "muon":
         return muon(optimizer, dtypes, axes, placement, numerics)
-    module, _, attribute = optimizer.name.partition(":")
-    return getattr(importlib.import_module(module), attribute)(optimizer, dtypes, axes, own)
+    made = own_parts.load("optimizer.name", optimizer.name)(optimizer, dtypes, axes, own)
+    if not isinstance(made, optax.GradientTransformation):
+        rule = f"returns {type(made).__name__}, not an optax.GradientTransformation"
+        raise own_parts.WrongPart("optimizer.name", optimizer.name, rule, "Return optax.adam(...), or a chain of them.")
+    return made

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Sequence
 
 import jax
+from flax import nnx
 
-from jaxtrain import precision
+from jaxtrain import own_parts, precision
 from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, parts_of
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models import family, layers
@@ -15,6 +16,7 @@ from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, names
 from jaxtrain.models.remat import make_plan
+from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import build_as
 from jaxtrain.sharding import Placement
 from jaxtrain.train.balance import is_bias
@@ -43,6 +45,9 @@ def lora_of(run: RunConfig) -> Lora:
 def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
     """Return the `Definition` of a config's model, with this mesh and this attention kernel."""
     module, numerics = family(run.model.family), numerics_of(run)
+    if not hasattr(module, "build") and not hasattr(module, "STRUCTURE"):
+        rule = "has no function `build`, which returns the model"
+        raise ConfigError([Problem("model.family", run.model.family, rule, "Give it one, as in docs/extending.md.")])
     delays_load = placement.size("tensor") == 1
     plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
     ctx = layers.Context(
@@ -52,10 +57,19 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
         lora=lora_of(run),
         moe=run.moe,
         own=own_settings(run.own),
+        structure=getattr(module, "STRUCTURE", Structure()),
     )
     # A family from outside the package builds its own module.
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)
-    return Definition(lambda rngs: build(run.model, kernel, plan, ctx, rngs))
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        made = build(run.model, kernel, plan, ctx, rngs)
+        if not isinstance(made, nnx.Module):
+            rule = f"its build returns {type(made).__name__}, not an nnx.Module"
+            raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")
+        return made
+
+    return Definition(make)
 
 
 def for_inference(run: RunConfig) -> RunConfig:

@@ -7,7 +7,6 @@ allocated. They raise ConfigError or CheckpointError for a run that should not s
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 import time
 import types
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import config, lora, models, position, resume, stored_form
+from jaxtrain import config, lora, models, own_parts, position, resume, stored_form
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import ConfigError, RunConfig, own_settings
 from jaxtrain.data import pipeline, tokenizer
@@ -73,16 +72,11 @@ def import_named_parts(run: RunConfig) -> None:
             continue
         if key.startswith("data.") and not pipeline.is_custom(value):
             continue  # the value is a path that contains a colon
-        name, given, attribute = value.partition(":")
-        if not given:
-            continue
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            problems.append(config.Problem(key, value, f"{name} cannot be imported: {error}", "Is its folder on PYTHONPATH?"))
-            continue
-        if not hasattr(module, attribute):
-            problems.append(config.Problem(key, value, f"{module.__file__} defines no {attribute}", "Correct the name."))
+        if ":" in value:
+            try:
+                own_parts.load(key, value)
+            except ConfigError as error:
+                problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -216,9 +210,10 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
     problems = []
     of, family = there.get("family", ""), run.model.family
-    if {of, family} <= models.FAMILIES.keys() and models.family(of).STRUCTURE != models.family(family).STRUCTURE:
+    theirs = models.family(of).STRUCTURE if of in models.FAMILIES else None  # other modules may not be here
+    if theirs and getattr(models.family(family), "STRUCTURE", theirs) != theirs:
         # Settings of another function with tensors of the same names and shapes.
-        rule = f"its weights are those of model.family = {of}, which computes another function: {models.family(of).STRUCTURE}"
+        rule = f"its weights are those of model.family = {of}, which computes another function: {theirs}"
         problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
     if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"

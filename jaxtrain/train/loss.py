@@ -11,13 +11,13 @@ return further sums by name, which the step reports. A loss from outside the pac
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain import own_parts
 from jaxtrain.config import NO_SETTINGS, Own
 from jaxtrain.kernels.cross_entropy import chunked_cross_entropy
 from jaxtrain.kernels.embedding import TABLE
@@ -242,12 +242,22 @@ CROSS_ENTROPY = "cross_entropy"  # a sum that the evaluation of a user's own los
 LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_METRICS)}
 
 
+@functools.cache
 def find_loss(name: str) -> Loss:
     """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
     if name in LOSSES:
         return LOSSES[name]
-    module, _, attribute = name.partition(":")
-    return Loss(getattr(importlib.import_module(module), attribute))
+    own = own_parts.load("loss.name", name)
+
+    def checked(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
+        made = own(hidden_BTD, head_VD, batch, spec)
+        if getattr(made, "shape", None) != () or made.dtype != jnp.float32:
+            found = f"{made.dtype} {list(made.shape)}" if hasattr(made, "shape") else type(made).__name__
+            rule = f"returns {found}, not the weighted sum of the loss over all tokens, float32 []"
+            raise own_parts.WrongPart("loss.name", name, rule, "For example (batch['weights'] * losses_BT).sum().")
+        return made
+
+    return Loss(checked)
 
 
 def with_cross_entropy(loss: Loss) -> Loss:

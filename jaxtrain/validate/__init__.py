@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config, flops, installed
+from jaxtrain import config, flops, installed, own_parts
 from jaxtrain.activations import parse_tensors
 from jaxtrain.commands import CONFIG
 from jaxtrain.config import FIT, Problem, RunConfig, flatten, nearest, parts_of, to_dict
@@ -161,15 +161,8 @@ def _no_choice(name: str, value: str, key: config.Key) -> Problem:
 
 
 def _importable(key: str, value: str) -> Iterable[Problem]:
-    module = value.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        yield Problem(
-            key, value, f"module {module!r} is not found", "Install it or set PYTHONPATH; the form is package.module:name."
-        )
+    if problem := own_parts.not_found(key, value):
+        yield problem
 
 
 def _remat(run: RunConfig, bad: set[str]) -> Iterable[Problem]:

@@ -16,12 +16,12 @@ import pytest
 from jaxtrain import config
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.kernels.numerics import Numerics
-from jaxtrain.models.module import is_vector
 from jaxtrain.optim import muon
 from jaxtrain.optim.optimizer import FLOAT32, make_optimizer, make_schedule, stored_moments
 from jaxtrain.optim.quantized import decode
 from jaxtrain.optim.rounding import Rounding
 from jaxtrain.optim.update import at_once, streamed
+from jaxtrain.shapes import is_vector
 from jaxtrain.sharding import make_placement
 from jaxtrain.train import compiler, memory
 from jaxtrain.train.batch import place_batch

@@ -1,0 +1,116 @@
+"""The weights of a model as arrays on the host, by jaxtrain's names: those of a run, a checkpoint or a Hugging Face folder."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxtrain import lora
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.hf.importing import Origin, open_origin
+from jaxtrain.hf.model import placed, read_params
+from jaxtrain.hf.names import PREFIX
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.lora import A, B, adapter_of
+from jaxtrain.shapes import MTP
+from jaxtrain.train.state import TrainState, named_leaves
+
+AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
+Read = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of a model, not read yet.
+
+    Attributes:
+        stored: shape and dtype of each tensor where it is stored, by its name in checkpoints (`params.layers.0.attention.wq`).
+        read: yields (name, array) of tensors of `stored`. Merged adapters may give arrays of more bits than `stored`.
+    """
+
+    stored: Mapping[str, jax.ShapeDtypeStruct]
+    read: Read
+
+
+def open_weights(
+    source: Origin, base: str = "", wide: bool = False, announce: Callable[[Origin], None] = lambda origin: None
+) -> Weights:
+    """Return the weights of a model. Adapters are merged into their base, on the devices of this process.
+
+    Args:
+        source: the weights' run, checkpoint or folder.
+        base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
+        wide: read base and adapters in float32, although all of the base is bfloat16.
+        announce: called with the origin of the base of adapters.
+
+    Raises:
+        CheckpointError, HuggingFaceError: the weights cannot be read, or `base` is given for a model without adapters.
+    """
+    run = source.run()
+    if not run.lora.rank:
+        if base:
+            raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
+        return Weights(_parameters(source), functools.partial(_read, source))
+    there = base or lora.base_path(source.meta)
+    try:
+        of_base = open_origin(there)
+        # Adapters are trained without the base's modules of multi-token prediction.
+        stored = {name: a for name, a in _parameters(of_base).items() if not name.startswith(f"{PREFIX}{MTP}.")}
+    except (CheckpointError, HuggingFaceError) as error:
+        raise lora.gone(there, error) from error
+    announce(of_base)
+    wide = wide or any(a.dtype != jnp.bfloat16 for a in stored.values())
+    return Weights(stored, _merged(source, base, wide))
+
+
+def _parameters(source: Origin) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: a for name, a in source.stored.items() if name.startswith(PREFIX)}
+
+
+def _read(source: Origin, wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, array in its stored dtype) of all wanted tensors. Each batch but the last has at least AT_ONCE bytes."""
+    try:
+        host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
+        host = SingleDeviceSharding(jax.local_devices()[0])
+    batch: list[str] = []
+    for name in wanted:
+        batch.append(name)
+        held = sum(math.prod(source.stored[n].shape) * source.stored[n].dtype.itemsize for n in batch)
+        if held >= AT_ONCE or name is wanted[-1]:
+            tensors = source.read({n: source.stored[n].update(sharding=host) for n in batch})
+            for n in batch:
+                yield n, np.asarray(tensors.pop(n))
+            batch = []
+
+
+def _merged(source: Origin, base: str, wide: bool) -> Read:
+    """Return a reader of a run's weights with its adapters merged into the base.
+
+    Base and adapters must fit into device memory. wide: read both in float32.
+    """
+    params: list[dict[str, Any]] = []  # read once, at the first call
+
+    def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        run = source.run()
+        if not params:
+            asked = dataclasses.replace(run, precision="f32") if wide else run
+            found = read_params(source, asked, *placed(asked), base)
+            leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), found, ()))
+            places = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
+            params.append(places | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked})
+        (places,) = params
+        for name in wanted:
+            names = [name, *(adapter_of(name, half) for half in (A, B))]
+            found = {each: places[each] for each in names if each in places}
+            tensors = {each: np.asarray(x if at is None else x[at]) for each, (x, at) in found.items()}
+            for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
+                yield name, np.asarray(x)
+
+    return read

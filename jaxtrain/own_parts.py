@@ -1,0 +1,148 @@
+"""Parts of a run from outside the package, `package.module:name`: their import, and the line of theirs that an error is from.
+
+Imports no jax.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import linecache
+import sys
+import traceback
+import types
+from typing import Any, TextIO
+
+from jaxtrain.config import ConfigError, Problem
+
+_loaded: dict[str, str] = {}  # package.module:name -> the key of the config that names it
+
+
+class WrongPart(Exception):
+    """A part from outside the package returned a value that jaxtrain cannot use."""
+
+    def __init__(self, key: str, value: str, rule: str, remedy: str):
+        self.problem = Problem(key, value, rule, remedy)
+        super().__init__(str(self.problem))
+
+
+# ---- Import
+
+
+def load(key: str, value: str) -> Any:
+    """Return the object that `package.module:name` names, the value of a key of the config.
+
+    Raises:
+        ConfigError: there is no such module or name, or the module cannot be imported.
+    """
+    name, _, attribute = value.partition(":")
+    _loaded[value] = key
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # a module is a program, and may raise anything
+        raise ConfigError([_not_imported(key, value, error)]) from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, vars(module), 1)
+        remedy = f"Fix: {key}={name}:{near[0]}." if near else "Correct the name."
+        raise ConfigError([Problem(key, value, f"{module.__file__} defines no {attribute}", remedy)])
+    return getattr(module, attribute)
+
+
+def not_found(key: str, value: str) -> Problem | None:
+    """Return the problem if the module of `package.module:name` cannot be found. Imports its package, and not the module."""
+    name = value.partition(":")[0]
+    _loaded[value] = key
+    try:
+        if importlib.util.find_spec(name) is not None:
+            return None
+    except Exception as error:  # of its package
+        return _not_imported(key, value, error)
+    return _no_module(key, value, name)
+
+
+def _not_imported(key: str, value: str, error: Exception) -> Problem:
+    name = value.partition(":")[0]
+    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if not name or name.startswith(".") or (missing and f"{name}.".startswith(f"{missing}.")):
+        return _no_module(key, value, missing or name)
+    where = _line_of(error)
+    rule = f"{name} cannot be imported: {type(error).__name__}: {_first_line(error)}"
+    return Problem(key, value, f"{rule}{where}", "Correct it.")
+
+
+def _no_module(key: str, value: str, missing: str) -> Problem:
+    top = missing.partition(".")[0]
+    remedy = f"Set PYTHONPATH to the folder that has {top}, or install it; the form is package.module:name."
+    remedy = "Correct the name." if top in sys.modules and top != missing else remedy
+    return Problem(key, value, f"module {missing!r} is not found", remedy)
+
+
+# ---- Errors
+
+
+def problem_of(error: BaseException) -> Problem | None:
+    """Return the problem of a part from outside the package that raised an error; None if none of them did.
+
+    The problem has the innermost line of the part's package in the traceback.
+    """
+    if isinstance(error, WrongPart):
+        return error.problem
+    frames = _own_frames(error)
+    if not frames:
+        return None
+    names = [frame.f_globals["__name__"] for frame, _ in frames]
+    called = {frame.f_code.co_name for frame, _ in frames}
+    tops = {name.partition(".")[0] for name in names}
+    parts = [value for value in _loaded if value.partition(".")[0].partition(":")[0] in tops]
+
+    def likeness(value: str) -> tuple[bool, bool]:
+        module, _, attribute = value.partition(":")
+        return module in names, attribute in called
+
+    value = max(parts, key=likeness)
+    rule = f"{type(error).__name__}: {_first_line(error)}{_line_of(error)}"
+    return Problem(_loaded[value], value, rule, "Correct it.")
+
+
+def report(error: BaseException, stream: TextIO) -> bool:
+    """Write an error of a part from outside the package, its own line first, and return True; False for any other error.
+
+    Of the traceback, the frames from the first one of the part on follow: those before it are jaxtrain's.
+    """
+    problem = problem_of(error)
+    if problem is None:
+        return False
+    print(f"error: {problem}", file=stream)
+    if frames := _own_frames(error):
+        first, trace = frames[0][0], error.__traceback__
+        while trace and trace.tb_frame is not first:
+            trace = trace.tb_next
+        print("from the first line of that code on:", file=stream)
+        print("".join(traceback.format_tb(trace)), file=stream, end="")
+    return True
+
+
+def _own_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
+    """Return (frame, line) of each call in the traceback that is in the package of a loaded part, the outermost first."""
+    tops = {value.partition(":")[0].partition(".")[0] for value in _loaded} - {"jaxtrain"}
+    found = traceback.walk_tb(error.__traceback__)
+    return [(frame, line) for frame, line in found if frame.f_globals.get("__name__", "").partition(".")[0] in tops]
+
+
+def _line_of(error: BaseException) -> str:
+    """Return file, line, function and text of the innermost own line of an error as text, or "" if it has none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" in {error.filename}:{error.lineno}: {(error.text or '').strip()}".rstrip(": ")
+    frames = _own_frames(error)
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    code = frame.f_code
+    function = "" if code.co_name == "<module>" else f", in {code.co_name}"
+    text = linecache.getline(code.co_filename, line).strip()
+    return f" in {code.co_filename}:{line}{function}: {text}"
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return error.msg
+    return (str(error).strip() or "no message").splitlines()[0].rstrip(".")
