@@ -4,14 +4,15 @@ A config is a RunConfig, the path of a config file, or the name of a file in con
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich.console
 
-from jaxtrain import launch
+from jaxtrain import launch, own_parts
 from jaxtrain.config import ConfigError, Problem, RunConfig, flatten
 
 if TYPE_CHECKING:
@@ -25,6 +26,21 @@ if TYPE_CHECKING:
     from jaxtrain.train.run import Result
 
 Config = RunConfig | str | os.PathLike[str]
+
+
+def _with_own_line[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose errors of the user's own family, loss, optimizer or data source end with the user's line."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if problem := own_parts.problem_of(error):
+                error.add_note(str(problem))
+            raise
+
+    return call
 
 
 def load(name: Config, **overrides: Any) -> RunConfig:
@@ -48,6 +64,7 @@ def load(name: Config, **overrides: Any) -> RunConfig:
     return loaded.run
 
 
+@_with_own_line
 def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
     """Return the sharding of every array: of a config's train step on a machine, or of a pytree of arrays.
 
@@ -79,6 +96,7 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
     return tables.describe(run, machine)
 
 
+@_with_own_line
 def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     """Return memory, communication and step time of a config's train step, compiled for a machine without its GPUs.
 
@@ -96,6 +114,7 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     return make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides)))
 
 
+@_with_own_line
 def search(config: Config, topology: str, budget: float = 600.0, **overrides: Any) -> "SearchResult":
     """Return the fastest layouts of a config that fit on a machine.
 
@@ -118,6 +137,7 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     return run_search(run, name, machine, budget_s=budget, cache=Cache(folder.FOLDER))
 
 
+@_with_own_line
 def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], **overrides: Any) -> "Result":
     """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended.
 
@@ -154,6 +174,7 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
     return read(os.fspath(folder))
 
 
+@_with_own_line
 def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "", tokenizer: str = "") -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
@@ -200,6 +221,7 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
     return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / scored_bytes, "tokens": float(tokens)}
 
 
+@_with_own_line
 def generate(
     model: str | os.PathLike[str],
     prompt: str = "",
@@ -265,6 +287,7 @@ def generate(
     return continue_text(loaded.sampler, loaded.params, known, ask, stops=text.stops)
 
 
+@_with_own_line
 def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = "") -> "dict[str, np.ndarray]":
     """Return the weights of a model as arrays on the host, by jaxtrain's names. Host memory must have room for all of them.
 
@@ -302,6 +325,7 @@ def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = 
     return {name.removeprefix(PREFIX): np.array(x, wanted[name]) for name, x in weights.read(list(wanted))}
 
 
+@_with_own_line
 def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":
     """Train the same few steps on several layouts, and compare losses, gradients and weights with the first layout.
 

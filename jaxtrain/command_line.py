@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jaxtrain
-from jaxtrain import launch
+from jaxtrain import launch, own_parts
 from jaxtrain.commands import spelled
 from jaxtrain.config import ConfigError, Problem
 from jaxtrain.launch import Loaded
@@ -354,8 +354,8 @@ def run_command(
         errors: exceptions of `act` that mean wrong input. The message is printed, and the exit code is 2.
 
     Returns:
-        the exit code that `act` returns; 0 after --help; 2 if the command line, the config or an input is wrong; 1 if a file
-        cannot be read or written; 130 after Ctrl-C.
+        the exit code that `act` returns; 0 after --help; 2 if the command line, the config, an input or a part from outside the
+        package is wrong; 1 if a file cannot be read or written; 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     if any(arg == "-h" or arg.partition("=")[0] == "--help" for arg in argv):
@@ -379,12 +379,13 @@ def run_action(act: Callable[[], int], errors: tuple[type[Exception], ...] = (),
             return act()
     except ConfigError as error:
         return launch.report(error.problems, given)
-    except errors as error:
+    except Exception as error:
+        if own_parts.report(error, sys.stderr):
+            return REFUSED
+        if not isinstance(error, (*errors, OSError)):
+            raise
         print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return REFUSED if isinstance(error, errors) else FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ml_collections
 
-from jaxtrain import distributed, environment, explain, hardware, launch
+from jaxtrain import distributed, environment, explain, hardware, launch, own_parts
 from jaxtrain.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
 from jaxtrain.config import ConfigError, RunConfig, flatten, to_dict
 from jaxtrain.startup import set_environment, start_jax
@@ -115,11 +115,13 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     except ConfigError as error:
         code = REFUSED if certain else refuse(error.problems)
         return code if alone else distributed.leave(code)
-    except Exception:
-        if alone:
+    except Exception as error:
+        own = own_parts.report(error, sys.stderr)  # log.txt has the traceback
+        if alone and not own:
             raise
-        traceback.print_exc()
-        distributed.leave(1)
+        if not own:
+            traceback.print_exc()
+        return FAILED if alone else distributed.leave(FAILED)
     except KeyboardInterrupt:  # Ctrl-C in a Python program that calls `main`, before or after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)

@@ -64,9 +64,9 @@ def _not_imported(key: str, value: str, error: Exception) -> Problem:
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
     if not name or name.startswith(".") or (missing and f"{name}.".startswith(f"{missing}.")):
         return _no_module(key, value, missing or name)
-    where = _line_of(error)
-    rule = f"{name} cannot be imported: {type(error).__name__}: {_first_line(error)}"
-    return Problem(key, value, f"{rule}{where}", "Correct it.")
+    rule = f"{name} cannot be imported: {type(error).__name__}: {_first_line(error)}{_line_of(error)}"
+    remedy = f"Install {missing}, or set PYTHONPATH to the folder that has it." if missing else "Correct it."
+    return Problem(key, value, rule, remedy)
 
 
 def _no_module(key: str, value: str, missing: str) -> Problem:
@@ -82,12 +82,13 @@ def _no_module(key: str, value: str, missing: str) -> Problem:
 def problem_of(error: BaseException) -> Problem | None:
     """Return the problem of a part from outside the package that raised an error; None if none of them did.
 
-    The problem has the innermost line of the part's package in the traceback.
+    The problem has the innermost line of the part's package in the traceback. An error of a class of jaxtrain names its own
+    remedy, such as a layout that is not possible, and is no such problem.
     """
     if isinstance(error, WrongPart):
         return error.problem
     frames = _own_frames(error)
-    if not frames:
+    if not frames or type(error).__module__.partition(".")[0] == "jaxtrain":
         return None
     names = [frame.f_globals["__name__"] for frame, _ in frames]
     called = {frame.f_code.co_name for frame, _ in frames}
@@ -106,18 +107,14 @@ def problem_of(error: BaseException) -> Problem | None:
 def report(error: BaseException, stream: TextIO) -> bool:
     """Write an error of a part from outside the package, its own line first, and return True; False for any other error.
 
-    Of the traceback, the frames from the first one of the part on follow: those before it are jaxtrain's.
+    The calls in the part's package that led to that line follow, the innermost first.
     """
     problem = problem_of(error)
     if problem is None:
         return False
     print(f"error: {problem}", file=stream)
-    if frames := _own_frames(error):
-        first, trace = frames[0][0], error.__traceback__
-        while trace and trace.tb_frame is not first:
-            trace = trace.tb_next
-        print("from the first line of that code on:", file=stream)
-        print("".join(traceback.format_tb(trace)), file=stream, end="")
+    for frame in reversed(_own_frames(error)[:-1]):
+        print(f"  called in {_in_words(*frame)}", file=stream)
     return True
 
 
@@ -135,11 +132,13 @@ def _line_of(error: BaseException) -> str:
     frames = _own_frames(error)
     if not frames:
         return ""
-    frame, line = frames[-1]
+    return f" in {_in_words(*frames[-1])}"
+
+
+def _in_words(frame: types.FrameType, line: int) -> str:
     code = frame.f_code
     function = "" if code.co_name == "<module>" else f", in {code.co_name}"
-    text = linecache.getline(code.co_filename, line).strip()
-    return f" in {code.co_filename}:{line}{function}: {text}"
+    return f"{code.co_filename}:{line}{function}: {linecache.getline(code.co_filename, line).strip()}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from jaxtrain import streams
+from jaxtrain import own_parts, streams
 from jaxtrain.durations import duration
 from jaxtrain.metrics import naming
 
@@ -78,7 +78,8 @@ class Console:
         self.end_live()
         if error is not None and not isinstance(error, SystemExit):
             # Only to the file: Python prints the traceback on the terminal itself.
-            LOGGER.error("the run ends with an error", exc_info=error, extra={"file_only": True})
+            own = own_parts.problem_of(error)
+            LOGGER.error("%s", own or "the run ends with an error", exc_info=error, extra={"file_only": True})
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import own_parts
 from jaxtrain.config import ConfigError
 from jaxtrain.durations import duration
 from jaxtrain.launch import REPO
@@ -171,6 +172,10 @@ def main(argv: list[str]) -> int:
         answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
         answer |= {"verdict": REFUSED, "why": "; ".join(map(str, error.problems))}
         answer["problems"] = [dataclasses.asdict(problem) for problem in error.problems]
+    except Exception as error:
+        if not (problem := own_parts.problem_of(error)):
+            raise
+        answer = {"verdict": REFUSED, "why": str(problem), "problems": [dataclasses.asdict(problem)]}
     write_atomic(Path(answered), json.dumps(answer))
     return 0
 

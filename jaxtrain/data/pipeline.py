@@ -20,7 +20,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -43,6 +43,13 @@ FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain 
 VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
 GONE = "no such file"  # the rule of a token file that does not exist
 MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
+
+
+# Attributes of a source from outside the package, by split
+NEEDED = {
+    "train": ("batch", "epoch", "fingerprint", "synthetic", "masked_fraction"),
+    "validation": ("batch", "bytes_per_token"),
+}
 
 
 class Batches:
@@ -507,6 +514,42 @@ def check(
     return _one_of_each(problems, data.tokenizer)
 
 
+class OwnSource:
+    """A source from outside the package. Its batches are checked, and all other attributes are its own."""
+
+    def __init__(self, key: str, value: str, made: Any, needed: Sequence[str], rows: int, seq_len: int):
+        self._named, self._made, self._rows, self._seq_len = (key, value), made, rows, seq_len
+        if missing := [name for name in needed if not hasattr(made, name)]:
+            rule = f"returns {type(made).__name__} without {', '.join(missing)}"
+            raise own_parts.WrongPart(
+                key, value, rule, "Return an object with the interface of jaxtrain.data.pipeline.Batches."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle
+            raise AttributeError(name)
+        return getattr(self._made, name)
+
+    def batch(self, step: int, *rows: Any) -> dict[str, np.ndarray]:
+        """Return batch `step` of the source, or these rows of it. Raises WrongPart if it is no batch."""
+        found = self._made.batch(step, *rows)
+        shape = (len(rows[0]) if rows and rows[0] is not None else self._rows, self._seq_len)
+
+        def refuse(rule: str) -> NoReturn:
+            rule = f"its batch({step}) {rule}"
+            raise own_parts.WrongPart(*self._named, rule, f"Return arrays {list(shape)}: {', '.join(BATCH_KEYS)}.")
+
+        if not isinstance(found, Mapping):
+            refuse(f"returns {type(found).__name__}, and no dict of arrays")
+        for name, dtype in BATCH_KEYS.items():
+            if name not in found:
+                refuse(f"has no {name!r}")
+            array = np.asarray(found[name])
+            if array.shape != shape or (np.dtype(dtype).kind == "f") != (array.dtype.kind == "f"):
+                refuse(f"has {name!r} as {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
+        return dict(found)
+
+
 def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
     """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
     options += "" if tokenizer == "byte" else f"--tokenizer={tokenizer} "
@@ -672,7 +715,9 @@ def open_source(
     seq_len = data.seq_len if seq_len is None else seq_len
     asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
-        return own_parts.load(key, source)(data, split, global_batch, own)
+        made = own_parts.load(key, source)(data, split, global_batch, own)
+        wrapped: Any = OwnSource(key, source, made, NEEDED[split], global_batch, seq_len)
+        return wrapped
     common: dict[str, Any] = {
         "global_batch": global_batch,
         "seq_len": seq_len,

@@ -241,7 +241,31 @@ def make_optimizer(
     if optimizer.name == "muon":
         return muon(optimizer, dtypes, axes, placement, numerics)
     made = own_parts.load("optimizer.name", optimizer.name)(optimizer, dtypes, axes, own)
+
+    def refuse(rule: str, remedy: str) -> None:
+        raise own_parts.WrongPart("optimizer.name", optimizer.name, rule, remedy)
+
     if not isinstance(made, optax.GradientTransformation):
-        rule = f"returns {type(made).__name__}, not an optax.GradientTransformation"
-        raise own_parts.WrongPart("optimizer.name", optimizer.name, rule, "Return optax.adam(...), or a chain of them.")
-    return made
+        refuse(f"returns {type(made).__name__}, not an optax.GradientTransformation", "Return one, as optax.scale_by_adam().")
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = made.update(updates, state, params)
+        if not isinstance(new, tuple) or len(new) != 2:
+            refuse(f"its update returns {type(new).__name__}, not two trees", "Return (updates, state).")
+        if wrong := _difference(params, new[0]):
+            refuse(f"its update returns updates that are not like the parameters: {wrong}", "Return one for each parameter.")
+        if wrong := _difference(state, new[1]):
+            refuse(f"its update returns another state than it received: {wrong}", "Return one of the same form.")
+        return new
+
+    return optax.GradientTransformation(made.init, update)
+
+
+def _difference(was: Any, now: Any) -> str:
+    """Return the first difference of structure or shape between two trees of arrays as text; "" if there is none."""
+    if (one := jax.tree.structure(was)) != (two := jax.tree.structure(now)):
+        return f"{str(two):.200} instead of {str(one):.200}"
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(was), jax.tree.leaves(now), strict=True):
+        if jnp.shape(a) != jnp.shape(b):
+            return f"{jax.tree_util.keystr(path)} is {list(jnp.shape(b))} instead of {list(jnp.shape(a))}"
+    return ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import rich.console
 
-from jaxtrain import environment, hardware
+from jaxtrain import environment, hardware, own_parts
 from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import Problem, RunConfig
 from jaxtrain.distributed.words import first_line
@@ -206,8 +206,13 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
         try:
             with busy if console.is_terminal else contextlib.nullcontext():
                 trained = compare.train(run, jax.devices()[: layout.devices], steps)
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, MemoryError) as error:
-            return None, f"{type(error).__name__}: {first_line(error)}", time.perf_counter() - began
+        except Exception as error:
+            own = own_parts.problem_of(error)
+            if own and layout is reference:  # it would be the same on all layouts
+                raise
+            if not own and not isinstance(error, (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, MemoryError)):
+                raise
+            return None, str(own or f"{type(error).__name__}: {first_line(error)}"), time.perf_counter() - began
         seconds = time.perf_counter() - began
         if not console.is_terminal:
             console.print(f"{done} of {total}: {name}: {duration(seconds)}", markup=False, highlight=False)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.models.moe import Statistics
+from jaxtrain.own_parts import WrongPart
 from jaxtrain.shapes import MTP_KEYS, MTP_METRICS, STACK
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.train.balance import Balance
@@ -35,6 +36,8 @@ class Objective:
     balance: Balance | None = None  # the auxiliary losses of experts, which are added to `loss`
     mtp_layers: int = 0  # modules of multi-token prediction
     mtp_weight: float = 0.0  # factor of the mean of the modules' losses
+    family: str = ""  # a model.family from outside the package; "": a shipped one
+    width: int = 0  # of the hidden states of that family, model.d_model
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -58,6 +61,7 @@ class Objective:
         """
         rows = micro["tokens"], micro["segments"], micro["positions"]
         hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
+        self._check_hidden(hidden, micro)
         if not self.mtp_layers:
             return self(hidden, statistics, model.head_VD, micro, total)
         # Module k reads the token k positions later: the target of module k - 1.
@@ -69,6 +73,15 @@ class Objective:
         value, (loss, sums) = self(hidden, statistics, model.head_VD, micro, total)
         of_mtp = self._mtp(further, model.head_VD, micro, mtp_totals)
         return value + self.mtp_weight * of_mtp, (loss, sums | dict.fromkeys(MTP_METRICS, of_mtp))
+
+    def _check_hidden(self, hidden: Any, micro: Batch) -> None:
+        """Raise WrongPart if a family from outside the package returns anything but the hidden states of the tokens."""
+        rows, tokens = to_residual(micro["tokens"], (), self.placement).shape
+        wanted = rows, tokens, self.width
+        if self.family and getattr(hidden, "shape", None) != wanted:
+            found = list(hidden.shape) if hasattr(hidden, "shape") else type(hidden).__name__
+            rule = f"its model returns {found} for tokens {[rows, tokens]}, not hidden states {list(wanted)}"
+            raise WrongPart("model.family", self.family, rule, "Return (B, T, D), the input of the head.")
 
     def _mtp(self, further: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
         """Return this device's share of the loss of multi-token prediction, f32 (): the mean over the modules.

@@ -155,7 +155,9 @@ def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Pa
     of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
     how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
     spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs, own_settings(run.own))
-    return Objective(placement, find_loss(run.loss.name), spec, balance, run.model.mtp_layers, run.loss.mtp_weight)
+    family = run.model.family if run.model.outside else ""
+    of_mtp = run.model.mtp_layers, run.loss.mtp_weight
+    return Objective(placement, find_loss(run.loss.name), spec, balance, *of_mtp, family, run.model.d_model)
 
 
 def check_offload(run: RunConfig, trained: Params) -> None:

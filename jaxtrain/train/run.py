@@ -22,7 +22,7 @@ import jax
 import ml_collections
 from rich.filesize import decimal
 
-from jaxtrain import environment, goodput, hardware, installed, metrics, samples
+from jaxtrain import environment, goodput, hardware, installed, metrics, own_parts, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.commands import spelled, training
@@ -455,7 +455,7 @@ def open_services(
                 if line := next_command(setup, ending, overlay, own_process):
                     console.say(line)
     except BaseException as error:
-        ending.reason = f"{type(error).__name__}: {first_line(error)}"
+        ending.reason = str(own_parts.problem_of(error) or f"{type(error).__name__}: {first_line(error)}")
         raise
     finally:
         spent = ledger.close(ending.code, ending.reason)

@@ -6,14 +6,13 @@ import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain import generation, hardware, profiling, samples
+from jaxtrain import generation, hardware, own_parts, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, resolve
 from jaxtrain.data import text_format
@@ -116,8 +115,10 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
             generation.check_decodes(run, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
-    except REFUSALS as error:
-        raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
+    except Exception as error:
+        if isinstance(error, ConfigError) or not (problem := refusal_of(error)):
+            raise
+        raise ConfigError([problem]) from error
     return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
 
@@ -234,14 +235,17 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
                 generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except ConfigError as error:
         return error.problems
-    except REFUSALS as error:
-        return [Problem("cannot start", None, str(error).rstrip("."), "")]
-    # The user's own modules may raise anything, and the run would end with it.
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        rule = f"the program cannot be built: {type(error).__name__}: {str(error).rstrip('.')}"
-        return [Problem("cannot start", None, rule, f"Correct {last.filename}, line {last.lineno}.")]
+        if problem := refusal_of(error):
+            return [problem]
+        raise
     return []
+
+
+def refusal_of(error: Exception) -> Problem | None:
+    """Return the problem of an error with a remedy, or of the user's own modules, which may raise anything; else None."""
+    refused = Problem("cannot start", None, str(error).rstrip("."), "") if isinstance(error, REFUSALS) else None
+    return own_parts.problem_of(error) or refused
 
 
 def explain_start() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxtrain import own_parts
 from jaxtrain.durations import duration
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
@@ -97,7 +98,7 @@ def work(folder: str) -> None:
     # Every error is returned to the parent as the outcome of this plan.
     except Exception as error:
         traceback.print_exc()
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(str(own_parts.problem_of(error) or f"{type(error).__name__}: {error}").split())
         outcome = Outcome(None, _kind(error), reason if len(reason) <= 400 else reason[:400] + "...")
     (Path(folder) / "partial").write_bytes(pickle.dumps(outcome))
     os.replace(Path(folder) / "partial", Path(folder) / "outcome")
