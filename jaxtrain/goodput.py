@@ -63,10 +63,14 @@ class Goodput:
     spans: list[Span] = dataclasses.field(default_factory=list)
 
     @property
+    def wanted_s(self) -> float:
+        """Return the wall time without "stopped", of which goodput is a fraction."""
+        return self.wall_s - self.parts["stopped"]
+
+    @property
     def goodput(self) -> float | None:
-        """Return the goodput as a fraction of the time without "stopped"; None if that time is 0."""
-        wanted = self.wall_s - self.parts["stopped"]
-        return self.parts["step"] / wanted if wanted > 0 else None
+        """Return the goodput as a fraction of `wanted_s`; None if that time is 0."""
+        return self.parts["step"] / self.wanted_s if self.wanted_s > 0 else None
 
     def record(self) -> dict[str, Any]:
         """Return the goodput as the receipt stores it."""
@@ -191,5 +195,4 @@ def words(found: Goodput) -> str:
     lost = ", ".join(f"{cause} {duration(rest[cause])}" for cause in sorted(rest, key=rest.__getitem__, reverse=True))
     many = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
     again = f"; {found.steps_repeated} steps or more were taken again" if found.steps_repeated else ""
-    whole = duration(found.wall_s - found.parts["stopped"])
-    return f"goodput {found.goodput:.1%} of {whole} in {many}; the rest: {lost or 'nothing'}{again}"
+    return f"goodput {found.goodput:.1%} of {duration(found.wanted_s)} in {many}; the rest: {lost or 'nothing'}{again}"

@@ -2,8 +2,8 @@
 
 A line chart is drawn once for each x axis (step, tokens, time). If `LineChart.log` is set and all values are positive, the
 chart is drawn again with a logarithmic y axis. `controls` returns the inputs that select one of these views by CSS alone, for
-all charts of a page. page.js adds a cursor that shows values. Positions are percentages, so the browser stretches a drawing
-but not its text. Each colour is a CSS colour.
+all charts of a page. page.js adds a cursor that shows values, and redraws curves and axes for a part of the x axis or without
+hidden curves. Positions are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
 Next to each chart, the page has the thinned curves as JSON with every digit.
@@ -22,6 +22,8 @@ from jaxtrain.page.html import key
 COLUMNS = 480
 DOTS = 40  # a curve with at most this number of points has a dot at each point
 MARKED = 40  # largest number of NaN and infinite values of a curve that are marked
+SMOOTHED = ", smoothed"  # ends the name of a smoothed curve
+KEYS = "arrow keys move the cursor, + and - zoom, Escape shows all"
 UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # (least value, size of the unit, letter)
 
 
@@ -58,6 +60,11 @@ class Curve:
     colour: str = "var(--c1)"
     kind: str = ""
 
+    @property
+    def legend(self) -> str:
+        """Return the name in the legend, which both versions of a smoothed curve share."""
+        return self.name.removesuffix(SMOOTHED) if self.kind == "smooth" else self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class LineChart:
@@ -67,6 +74,7 @@ class LineChart:
         zero: whether the y axis starts at 0.
         log: whether there is a view with a logarithmic y axis.
         kind: CSS class: "first" for the full width of the page, else "".
+        named: whether a single curve has a legend too.
     """
 
     title: str
@@ -74,6 +82,7 @@ class LineChart:
     zero: bool = False
     log: bool = False
     kind: str = ""
+    named: bool = False
 
 
 def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: float | None = None) -> str:
@@ -133,7 +142,10 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
         axes: names of the x axes.
         log: whether the logarithmic scale is selected at first.
     """
-    inputs = (f'<input type="radio" name="x" id="x{i}"{"" if i else " checked"}> {escape(name)}' for i, name in enumerate(axes))
+    inputs = (
+        f'<input type="radio" name="x" id="x{i}" value="{i}"{"" if i else " checked"}> {escape(name)}'
+        for i, name in enumerate(axes)
+    )
     return (
         f'<form class="views" autocomplete="off"><span>x axis: {" ".join(f"<label>{each}</label>" for each in inputs)}</span>'
         f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>'
@@ -143,7 +155,7 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
 
 def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
     """Return a chart with its title and legend as HTML; "" if no curve has a value. axes: names of the x axes."""
-    curves = [thin(c, columns) for c in chart.curves]
+    curves = sorted((thin(c, columns) for c in chart.curves), key=lambda c: c.kind == "limit")
     measured = [c for c in curves if c.kind != "limit"]
     if not any(is_number(v) for c in measured for v in c.y):
         return ""
@@ -155,22 +167,24 @@ def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUM
         for y in scales:
             views.append(
                 f'<svg role="img" aria-label="{label}" class="view x{axis} {"log" if y.log else "linear"}" '
-                f'data-axis="{axis}" data-from="{x.low!r}" data-to="{x.high!r}">{_grid(x, y, name)}'
+                f'data-axis="{axis}" data-x="{x.low!r} {x.high!r}" data-y="{y.low!r} {y.high!r}">'
+                f'<g class="axes">{_grid(x, y, name)}</g>'
                 '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
-                + "".join(_path(c, axis, x, y) for c in sorted(curves, key=lambda c: c.kind != "raw"))
-                + f"</svg>{''.join(_dots(c, axis, x, y) for c in measured)}"
+                + "".join(_path(n, c, axis, x, y) for n, c in sorted(enumerate(curves), key=lambda each: each[1].kind != "raw"))
+                + f"</svg>{''.join(_dots(n, c, axis, x, y) for n, c in enumerate(measured))}"
                 '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
             )
     # In the JSON, null is a gap, and a string is NaN or an infinity.
     words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
     data: list[dict[str, Any]] = [
-        {"name": c.name, "kind": c.kind, "x": [list(at) for at in c.x], "y": y} for c, y in zip(measured, words, strict=True)
+        {"name": c.name, "legend": c.legend, "kind": c.kind, "x": [list(at) for at in c.x], "y": y}
+        for c, y in zip(measured, words, strict=True)
     ]
     title = escape(chart.title)
     return (
         f'<div class="{chart.kind}{" scales" if len(scales) > 1 else ""}"><h3>{title}</h3>{_legend(chart)}'
-        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; arrow keys move the cursor">{"".join(views)}'
-        f'{cursor_data({"axes": list(axes), "curves": data})}<div class="tip" role="status"></div></div></div>'
+        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">{"".join(views)}'
+        f'{cursor_data({"axes": list(axes), "zero": chart.zero, "curves": data})}<div class="tip"></div></div></div>'
     )
 
 
@@ -244,37 +258,41 @@ def _grid(x: Scale, y: Scale, name: str) -> str:
     return "".join(out)
 
 
-def _stretches(c: Curve, axis: int) -> list[list[tuple[float, float]]]:
-    """Return the (x, y) points of a curve, with a new list after each gap, NaN or infinity."""
-    out: list[list[tuple[float, float]]] = [[]]
-    for place, value in zip(c.x[axis], c.y, strict=True):
+def _stretches(c: Curve, axis: int) -> list[list[tuple[int, float, float]]]:
+    """Return the points (index, x, y) of a curve, with a new list after each gap, NaN or infinity."""
+    out: list[list[tuple[int, float, float]]] = [[]]
+    for i, (place, value) in enumerate(zip(c.x[axis], c.y, strict=True)):
         if is_number(value):
-            out[-1].append((place, value))
+            out[-1].append((i, place, value))
         elif out[-1]:
             out.append([])
     return [stretch for stretch in out if stretch]
 
 
-def _path(c: Curve, axis: int, x: Scale, y: Scale) -> str:
+def _path(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
     lines = "".join(
-        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for a, b in stretch) for stretch in _stretches(c, axis)
+        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for _, a, b in stretch) for stretch in _stretches(c, axis)
     )
-    return f'<path class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
+    of = f'data-limit="{c.y[0]!r}"' if c.kind == "limit" else f'data-curve="{n}"'
+    return f'<path {of} class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
 
 
-def _dots(c: Curve, axis: int, x: Scale, y: Scale) -> str:
+def _dots(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
     """Return dots for the points of short curves and points between gaps, and vertical lines for NaN and infinities."""
     few = len(c.y) <= DOTS and c.kind != "raw"
     out = [
-        f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}"/>'
+        f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}" '
+        f'data-curve="{n}" data-point="{i}"/>'
         for stretch in _stretches(c, axis)
         if few or len(stretch) == 1
-        for a, b in stretch
+        for i, a, b in stretch
     ]
-    lost = [(a, v) for a, v in zip(c.x[axis], c.y, strict=True) if v is not None and not math.isfinite(v)]
-    for place, value in lost[:MARKED]:
+    lost = [(i, v) for i, v in enumerate(c.y) if v is not None and not math.isfinite(v)]
+    for i, value in lost[:MARKED]:
+        place = c.x[axis][i]
         at, text = f"{100 * x(place):.2f}%", escape(f"{c.name}: {_word(value)} at {place:g}")
-        out.append(f'<line class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')
+        of = f'data-curve="{n}" data-point="{i}"'
+        out.append(f'<line {of} class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')
     return "".join(out)
 
 
@@ -287,4 +305,4 @@ def _legend(chart: LineChart) -> str:
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
     named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
-    return key(named, notes) if len(named) > 1 or notes else ""
+    return key(named, notes) if len(named) > 1 or chart.named or notes else ""

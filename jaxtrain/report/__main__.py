@@ -33,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(parsed: Parsed) -> int:
     """Write the page, print its path, and return the exit code."""
     from jaxtrain.report.page import html
-    from jaxtrain.report.run import read_all
+    from jaxtrain.report.run import PAGE, read_all
 
     runs = read_all(parsed.arguments)
     file = parsed.options["html"]
-    target = Path(file).expanduser() if file else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    target = Path(file).expanduser() if file else (runs[0].folder if len(runs) == 1 else Path()) / PAGE
     write_atomic(target, html(runs, target))
     print(target)
     return 0

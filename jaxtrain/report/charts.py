@@ -3,6 +3,7 @@
 With several runs, a chart has one quantity, and a colour for each run. With one run, a chart has several quantities.
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxtrain import goodput
 from jaxtrain.durations import duration, unit_of
 from jaxtrain.goodput import Goodput
-from jaxtrain.page.charts import COLUMNS, Curve, LineChart, draw, is_number, ticks
+from jaxtrain.page.charts import COLUMNS, SMOOTHED, Curve, LineChart, draw, is_number, ticks
 from jaxtrain.page.html import paragraph
 from jaxtrain.page.numbers import percent
 from jaxtrain.page.sections import Column, Drawing, Section, Table
@@ -81,7 +82,8 @@ class Charts:
 
     def show(self, *charts: LineChart) -> Drawing:
         """Return HTML with charts next to each other. Charts without values are left out."""
-        drawn = "".join(draw(chart, self.axes, max(LEAST_COLUMNS, COLUMNS // len(self.runs))) for chart in charts)
+        columns, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
+        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, columns) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
     def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
@@ -135,7 +137,7 @@ class Charts:
         loss, held_out = [], []
         for i, run in enumerate(self.runs):
             name, raw = "train" if one else run.name, run.train["loss"]
-            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}, smoothed", smoothed(raw))):
+            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
                 loss.append(self.curve(run, shown, Series(run.train.steps, values), colour=colour(i), kind=kind))
         for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
             title = f"held-out {name}".rstrip()
@@ -144,9 +146,10 @@ class Charts:
             if one:
                 loss.append(self.curve(self.runs[0], title, series[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
             else:
-                held_out.append(LineChart(f"{title} loss, nats per token".capitalize(), self.curves(series), log=True))
+                named = f"{title} loss, nats per token{apart(self.runs, name)}"
+                held_out.append(LineChart(named[:1].upper() + named[1:], self.curves(series), log=True))
         charts = self.show(
-            LineChart("Loss, nats per token", loss, log=True, kind="first"),
+            LineChart(f"Loss, nats per token{apart(self.runs)}", loss, log=True, kind="first"),
             self.of_keys("Loss of multi-token prediction, nats per token", {"mtp_loss": "mtp loss"}, log=True),
             *held_out,
             self.of_keys("Gradient norm", {"grad_norm": "gradient norm"}, log=True),
@@ -177,6 +180,12 @@ class Charts:
 def colour(i: int) -> str:
     """Return the CSS colour of run `i`, or of curve `i` on the page of a single run."""
     return f"var(--c{i % MANY + 1})"
+
+
+def apart(runs: Sequence[Run], held_out: str | None = None) -> str:
+    """Return a mark for losses whose runs have different training data, or different data in a held-out set; else ""."""
+    known = [data for run in runs if (data := run.data_of(held_out))]
+    return " (different data)" if any(data != known[0] for data in known) else ""
 
 
 def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
@@ -230,16 +239,23 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs."""
+    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs.
+
+    Shares are of the same time as goodput, without "stopped".
+    """
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
-    columns = [Column("cause", causes, None, "wall time", kind="whole", colours=[COLOURS[cause] for cause in causes])]
+    total = "all but stopped" if "stopped" in causes else "all"
+    columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
     strips = []
     for name, g in found:
         seconds = [g.parts[cause] for cause in causes]
         one = len(runs) == 1
-        columns.append(Column("seconds" if one else f"{name}, s", [f"{s:,.1f}" for s in seconds], seconds, f"{g.wall_s:,.1f}"))
-        columns.append(Column("share", [percent(s / g.wall_s) for s in seconds], seconds))
+        columns.append(
+            Column("seconds" if one else f"{name}, s", [f"{s:,.1f}" for s in seconds], seconds, f"{g.wanted_s:,.1f}")
+        )
+        shares = [g.parts[cause] / g.wanted_s if cause != "stopped" and g.wanted_s else None for cause in causes]
+        columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
         text = goodput.words(g)
         strips.append(paragraph(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.") + wall_time_strip(g))
     columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))

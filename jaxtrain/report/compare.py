@@ -9,7 +9,7 @@ from jaxtrain.page.numbers import number, percent, size
 from jaxtrain.page.sections import Column, Section, Table
 from jaxtrain.receipt.diff import compare
 from jaxtrain.receipt.format import ReceiptError
-from jaxtrain.report.charts import colour
+from jaxtrain.report.charts import apart, colour
 from jaxtrain.report.run import Columns, Run
 
 LINES = 12  # most changed lines of a source file
@@ -20,6 +20,7 @@ FIGURES = (  # (heading, path of the figure, function for its text)
     ("goodput", "goodput", percent),
     ("peak memory", "memory.peak_gib", size),
 )
+RATES = ("speed.tokens_per_s_per_device", "speed.step_time_s.median", "speed.mfu_causal")  # figures that are medians
 
 
 def loss(value: float | None) -> str:
@@ -40,18 +41,31 @@ def results(runs: Sequence[Run]) -> Section:
 
     if all(last):
         first = window(runs, min(last))
-        add(f"train loss, steps {first:,} to {min(last):,}", [loss_over(run, first, min(last)) for run in runs], loss)
-    for name in dict.fromkeys(name for run in runs for name in run.evals):
+        add(
+            f"train loss{apart(runs)}, steps {first:,} to {min(last):,}",
+            [loss_over(run, first, min(last)) for run in runs],
+            loss,
+        )
+    evaluated = list(dict.fromkeys(name for run in runs for name in run.evals))
+    for name in evaluated:
         step, losses = held_out_at(runs, name)
         when = ", newest" if step is None else f" at step {step:,}"
+        when = apart(runs, name) + when
         add(f"held-out {name}".rstrip() + when, losses, loss)
         if any(v is not None for run in runs for v in run.evals.get(name, Columns([], {}))["cross_entropy"]):
             # Losses of the users' own are not comparable with other losses, cross entropies are.
             add(f"cross entropy, held-out {name}".rstrip() + when, held_out_at(runs, name, plain=True)[1], loss)
-    for heading, path, text in FIGURES:
-        add(heading, [run.figure(path) for run in runs], text)
-    note = "Losses are compared over the same steps. Rates are medians of the newest attempt without its first fifth."
-    return Section("Results", [Table("A click on a heading sorts the runs", columns, style="sortable"), note])
+    rated = [[run.figure(path) for run in runs] for _, path, _ in FIGURES]
+    for (heading, _, text), values in zip(FIGURES, rated, strict=True):
+        add(heading, values, text)
+    notes = []
+    if all(last):
+        notes.append("Losses are compared over the same steps.")
+    if any(apart(runs, name) for name in (None, *evaluated)):
+        notes.append("Losses of different data do not rank the runs: Differences has their token files.")
+    if any(v is not None for (_, path, _), values in zip(FIGURES, rated, strict=True) if path in RATES for v in values):
+        notes.append("Rates are medians of the newest attempt without its first fifth.")
+    return Section("Results", [Table("A click on a heading sorts the runs", columns, style="sortable"), " ".join(notes)])
 
 
 def window(runs: Sequence[Run], last: int) -> int:

@@ -11,14 +11,14 @@ from urllib.parse import quote
 
 from jaxtrain.config import flatten
 from jaxtrain.durations import duration
-from jaxtrain.page.charts import controls
+from jaxtrain.page.charts import controls, short
 from jaxtrain.page.html import document, folded, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
 from jaxtrain.receipt.format import rows
 from jaxtrain.report import compare
 from jaxtrain.report.charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
-from jaxtrain.report.run import EXIT_CODES, Run, RunError, verdict
+from jaxtrain.report.run import EXIT_CODES, PAGE, Run, RunError, verdict
 
 WARNINGS = 30  # most warnings of a run; the newest are shown
 SAMPLE = 1_500  # most characters of a sample
@@ -62,7 +62,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         head += f'<p class="verdict {kind}">{escape(text)}</p>'
     else:
         title = described = f"{len(runs)} runs compared: {', '.join(run.name for run in runs)}"
-        states = [f"<li>{swatch(colour(i))}{escape(f'{run.name}: {verdict(run)[1]}')}</li>" for i, run in enumerate(runs)]
+        states = [f"<li>{swatch(colour(i))}{_name(run, target)}: {escape(verdict(run)[1])}</li>" for i, run in enumerate(runs)]
         head = f'<h1>{len(runs)} runs compared</h1><ul class="list plain">{"".join(states)}</ul>'
     charts = Charts(runs)
     body = [
@@ -95,8 +95,15 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     if run.train.steps:
         held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
         cells.append(("loss", compare.loss(run.train["loss"][-1]), held_out or "nats per token"))
+    if tokens := run.train.steps and run.train["tokens"][-1]:
+        of = f"of {_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
+        cells.append(("tokens", _count(tokens), of))
     if per_device is not None:
-        cells.append(("tokens/s/device", number(per_device, 0), f"median of steps {first:,} to {last:,}" if last else ""))
+        devices = (run.receipt.get("devices") or {}).get("count", 1)
+        window = f"median of steps {first:,} to {last:,}" if last else ""
+        if devices > 1:
+            window = f"{number(per_device, 0)} per device; {window}".removesuffix("; ")
+        cells.append(("tokens/s", number(per_device * devices, 0), window))
     if step_s is not None:
         cells.append(("step time", f"{step_s:.3g} s", "median"))
     if mfu is not None:
@@ -107,8 +114,14 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         planned = (run.receipt.get("planned") or {}).get("peak_gib")
         cells.append(("peak memory", size(peak), f"planned {size(planned)}" if planned else "fullest device"))
     if found := run.wall_time:
-        cells.append(("goodput", percent(found.goodput), f"of {duration(found.wall_s - found.parts['stopped'])}"))
+        stopped = f", and {duration(found.parts['stopped'])} stopped" if found.parts["stopped"] else ""
+        cells.append(("elapsed", duration(found.wanted_s), f"goodput {percent(found.goodput)}{stopped}"))
     return cells
+
+
+def _count(tokens: int) -> str:
+    """Return a number of tokens to four digits: 327.7k."""
+    return short(float(f"{tokens:.4g}"))
 
 
 def _evaluations(run: Run) -> Section:
@@ -128,14 +141,21 @@ def _evaluations(run: Run) -> Section:
     return Section("Evaluation", [Table("Newest evaluations", columns)])
 
 
+def _name(run: Run, target: Path) -> str:
+    """Return a run's name as HTML, with a link to its own page if it has one."""
+    page = run.folder / PAGE
+    return _link(page, run.name, target) if page.exists() and page.resolve() != target.resolve() else escape(run.name)
+
+
+def _link(path: Path, words: str, target: Path) -> str:
+    place = quote(Path(os.path.relpath(path.resolve(), target.resolve().parent)).as_posix())
+    return f'<a href="./{place}">{escape(words)}</a>'
+
+
 def _links(run: Run, target: Path, one: bool) -> str:
     """Return links to other pages in the run's folder, such as plan.html. one: whether the page has a single run."""
-    links = []
-    for path in sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html"))):
-        if path.resolve() == target.resolve():
-            continue
-        place = quote(Path(os.path.relpath(path.resolve(), target.resolve().parent)).as_posix())
-        links.append(f'<a href="./{place}">{escape(str(path.relative_to(run.folder)))}</a>')
+    paths = sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html")))
+    links = [_link(path, str(path.relative_to(run.folder)), target) for path in paths if path.resolve() != target.resolve()]
     return f'<p class="links">{"Pages" if one else escape(run.name)}: {", ".join(links)}</p>' if links else ""
 
 

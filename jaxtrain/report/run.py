@@ -18,6 +18,7 @@ from jaxtrain.goodput import Goodput
 from jaxtrain.page.sections import data_frame
 from jaxtrain.receipt import format as receipts
 
+PAGE = "report.html"  # a run's own page, in its folder
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of these files is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
 # Whether a run has a goodput ledger -> seconds without a write after which it counts as ended. The ledger is written every
@@ -92,7 +93,7 @@ class Run(receipts.Run):
         """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
         from jaxtrain.report.page import html as page
 
-        target = Path(html).expanduser() if html else self.folder / "report.html"
+        target = Path(html).expanduser() if html else self.folder / PAGE
         metrics.write_atomic(target, page([self], target))
         return target
 
@@ -156,6 +157,14 @@ class Run(receipts.Run):
     def alive(self) -> bool:
         """Return whether the run probably still trains: its receipt has no end, and a file of WRITTEN is recent (QUIET_S)."""
         return not self.ended and self.silent_s is not None and self.silent_s < QUIET_S[bool(self.ledger)]
+
+    def data_of(self, held_out: str | None = None) -> Any:
+        """Return what identifies the training data, or a held-out set: equal for equal data; None if the receipt has none."""
+        found = (self.receipt.get("eval_data") or {}).get(held_out) if held_out is not None else self.receipt.get("data")
+        if not found:
+            return None
+        files = [(file["content_sha256"], file["weight"]) for file in found.get("files") or ()]
+        return files or found.get("source"), (found.get("tokenizer") or {}).get("sha256")
 
     @cached_property
     def wall_time(self) -> Goodput | None:
@@ -244,8 +253,8 @@ def verdict(run: Run) -> tuple[str, str]:
         code, reason = run.receipt.get("exit_code"), run.receipt.get("reason")
         if code == 0:
             return "yes", f"done: {reason}"
-        means = f" ({EXIT_CODES[code]})" if code in EXIT_CODES else ""
-        return "no", f"ended at {at} with exit code {code}{means}: {reason}"
+        means = f"{EXIT_CODES[code]}: " if code in EXIT_CODES else ""
+        return "no", f"{means}{reason}; exit code {code}, last logged {at}"
     if run.silent_s is None or not run.receipt:
         return "", f"{at}; how it ended is not known"
     if run.alive:

@@ -34,6 +34,7 @@ FOLDERS = ("jaxtrain", "tests", "configs", "recipes", "docs", "benchmarks", "req
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "run.sh", ".python-version")
 LIMIT_S = 600
 SHUFFLED = 20261128  # the order of samples: neighbours in bugs/ name the same tests
+TESTS = ("unit/", "proofs/", "gpu/", "campaign/")  # of tests
 
 
 def stale() -> list[str]:
@@ -47,7 +48,7 @@ def stale() -> list[str]:
             problems.append(f"{bug.name}: {bug.text!r} occurs {count} times in {bug.file}, and must occur once")
         if bug.text == bug.instead:
             problems.append(f"{bug.name}: changes nothing")
-        files = [word for word in shlex.split(bug.tests) if word.startswith(("unit/", "proofs/", "gpu/"))]
+        files = [word for word in shlex.split(bug.tests) if word.startswith(TESTS)]
         missing = [file for file in files if not (REPO / "tests" / file.partition("::")[0]).exists()]
         if missing or not files:
             problems.append(f"{bug.name}: no file {' '.join(missing) or 'of tests/unit, proofs or gpu'} ({bug.tests})")
@@ -128,7 +129,7 @@ def is_noticed(bug: Bug, root: Path) -> bool:
     output = root / "output.txt"
     try:
         file.write_text(before.replace(bug.text, bug.instead))
-        words = [f"tests/{word}" if word.startswith(("unit/", "proofs/", "gpu/")) else word for word in shlex.split(bug.tests)]
+        words = [f"tests/{word}" if word.startswith(TESTS) else word for word in shlex.split(bug.tests)]
         code = run_tests(words, root, output)
     finally:
         file.write_text(before)

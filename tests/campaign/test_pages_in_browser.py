@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from gpu_traces import gpu_run, gpu_space
-from made_runs import everything
+from made_runs import everything, fake, line
 from pages import curves_of
 from sample_plan import sample
 
@@ -112,6 +112,58 @@ def test_the_page_of_runs(tmp_path: Path, several: bool, width: int):
     assert first.splitlines()[:2] == ["step 1", f"train {five(curves['train'][1])}"]
     assert last.splitlines()[0] == "step 3000" and f"held-out web {five(curves['held-out web'][3000])}" in last
     assert second.splitlines()[0] != "step 1"
+
+
+SHARED = """const charts = [...document.querySelectorAll(".chart")];
+const shown = (chart) => [...chart.children].find((c) => c.tagName === "svg" && c.getClientRects().length);
+const labels = (chart) => [...shown(chart).querySelectorAll("text")].map((t) => t.textContent);
+const [loss] = charts, box = shown(loss).getBoundingClientRect(), reset = document.querySelector(".views button");
+loss.setPointerCapture = () => {};
+const point = (kind, part, more = {}) => loss.dispatchEvent(new PointerEvent(kind, { clientX: box.left + part * box.width,
+  clientY: box.top + 9, cancelable: true, ...more }));
+const drag = (more) => { point("pointerdown", 0.25, more); point("pointermove", 0.5, more); point("pointerup", 0.5, more); };
+const press = (key) => loss.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
+const state = () => ({ x: charts.map((c) => labels(c).find((t) => t.startsWith("step"))), labels: charts.map(labels),
+  drawn: charts.map((c) => [...shown(c).querySelectorAll("path")].map((p) => [p.dataset.curve, p.getClientRects().length])),
+  reset: reset.getClientRects().length });
+const click = (name) => document.querySelector(`.key button[data-legend="${name}"]`).click();
+found.select = getComputedStyle(loss).userSelect;
+found.before = state();
+drag({ pointerType: "touch" }); found.touched = state();
+drag(); found.zoomed = state();
+point("pointermove", 0.5);
+const first = (tip) => [tip.textContent.split("\\n")[0], tip.style.visibility];
+found.cursors = charts.map((c) => [...first(c.querySelector(".tip")),
+  shown(c).querySelector(".cursor").getAttribute("x1")]);
+found.pressed = press("Tab"); loss.dispatchEvent(new MouseEvent("dblclick")); found.reset = state();
+press("+"); found.plus = state(); press("Escape"); found.escaped = [state(), press("Escape")];
+drag(); reset.click(); found.button = state();
+click("low"); found.hidden = state(); click("low"); found.back = state();"""
+
+
+def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
+    """A drag zooms all charts, a double click or the button shows all again. A legend hides a run, and the y axis follows."""
+    low = fake(tmp_path / "low", [line(s, loss=1 + s / 1000, grad_norm=1.0 + s) for s in range(1, 402)])
+    high = fake(tmp_path / "high", [line(s, loss=50 + s / 10, grad_norm=2.0 + s) for s in range(1, 402)])
+    found = laid_out(run_page.html(read_all([low, high])), tmp_path, 1280, SHARED)
+    before, zoomed, hidden = found["before"], found["zoomed"], found["hidden"]
+    assert len(before["labels"]) > 5 and len(set(before["x"])) == 1
+    assert found["select"] == "none" and found["touched"] == before and not before["reset"]
+    assert zoomed["reset"] == 1 and set(zoomed["x"]) == {"step 120"}  # of 101 to 201
+    assert all({"140", "160", "180", "200"} <= set(labels) and "300" not in labels for labels in zoomed["labels"])
+    assert "80" in before["labels"][0] and "80" not in zoomed["labels"][0], "the y axis follows what is visible"
+    assert {tuple(each) for each in found["cursors"]} == {("step 151", "visible", "50%")}
+    for restored in (found["reset"], found["escaped"][0], found["button"], found["back"]):
+        assert restored == before
+    assert found["pressed"] and found["escaped"][1], "keys that do nothing on a chart keep their meaning"
+    assert set(found["plus"]["x"]) != set(before["x"])
+    for drawn in before["drawn"]:
+        assert all(rects for _, rects in drawn)
+    for n, drawn in enumerate(hidden["drawn"]):
+        of_low = {"0", "1"} if n == 0 else {"0"}  # raw and smoothed
+        assert {curve for curve, rects in drawn if not rects} == of_low
+    lowest = min(float(text) for text in hidden["labels"][0] if re.fullmatch(r"[\d.]+", text) and float(text) < 100)
+    assert lowest > 40, "the axis begins at the run that is left"
 
 
 SORTED = """const table = [...document.querySelectorAll("table.sortable")]

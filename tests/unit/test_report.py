@@ -96,6 +96,25 @@ def test_time_is_drawn_as_it_was_spent():
     assert between == {"down"}
 
 
+def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
+    """A stop on purpose is part of neither. The tiles have the time and tokens of the run, and the speed of all devices."""
+    spent = {"kind": "spent", "until": 110.0, "seconds": {"step": 6.0, "startup": 4.0}, "step": 30, "doing": "step"}
+    end = {"kind": "end", "time": 110.0, "exit_code": 130, "reason": "SIGINT"}
+    again = [{"kind": "begin", "time": 210.0, "seen": None}, {**spent, "until": 220.0, "step": 60}]
+    lines = [{"kind": "begin", "time": 100.0, "seen": None}, spent, end, *again, {**end, "time": 220.0, "exit_code": 0}]
+    told = ended(0, speed={"tokens_per_s_per_device": 250.0}, devices={"count": 4, "kind": ["x"], "processes": []})
+    ledger = "".join(json.dumps(each) + "\n" for each in lines)
+    run = read(fake(tmp_path / "run", [line(60, tokens=1_234_567)], receipt__json=told, goodput__jsonl=ledger))
+    assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
+    table = charts.wall_time([run]).parts[1]
+    seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
+    found = dict(zip(table.columns[0].cells, shares.cells, strict=True))  # type: ignore[union-attr]
+    assert found["step"] == "60.0%" and found["startup"] == "40.0%" and found["stopped"] == "-"
+    assert seconds.total == "20.0" and run.wall_time.goodput == 0.6
+    tiles = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+)<", page.html([run])))
+    assert tiles["elapsed"] == "20s" and tiles["tokens"] == "1.235M" and tiles["tokens/s"] == "1,000"
+
+
 def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     lines = [line(step) for step in (1, 2, 3)]
     lines += [gpu(step, n, power_w=100.0 * (n + 1) + step) for step in (1, 2, 3) for n in range(4)]
@@ -207,6 +226,40 @@ def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
     assert begun.positions([0, 5, 20]) == [[0, 5, 20], [0, 500, 2000], [0.0, 0.0, 9.0]]
 
 
+def test_losses_of_different_data_are_marked(tmp_path: Path):
+    def trained(name: str, train: str, held: str) -> Path:
+        data, held_out_data = ({"source": "x", "files": [{"content_sha256": sha, "weight": 1.0}]} for sha in (train, held))
+        lines = [line(1, loss=1.0), line(2, loss=1.0), held_out(2, 1.0)]
+        return fake(tmp_path / name, lines, receipt__json=ended(0, data=data, eval_data={"": held_out_data}))
+
+    one, same, other = trained("one", "a", "c"), trained("same", "a", "c"), trained("other", "b", "c")
+    bare = fake(tmp_path / "bare", [line(1, loss=1.0), line(2, loss=1.0)])
+
+    def marked(*folders: Path) -> set[str]:
+        read_runs = read_all(folders)
+        headings = [column.heading for column in compare.results(read_runs).parts[0].columns]  # type: ignore[union-attr]
+        return {"train" if "train" in h else "held-out" for h in headings if "different data" in h}
+
+    assert marked(one, same) == marked(one, bare) == set()
+    assert marked(one, other) == {"train"} and marked(one, trained("both", "b", "d")) == {"train", "held-out"}
+
+
+def test_rates_are_explained_only_in_a_table_with_rates(tmp_path: Path):
+    def note(**changes: Any) -> str:
+        folders = [fake(tmp_path / name, [line(s, **changes) for s in range(1, 30)]) for name in ("a", "b")]
+        return " ".join(part for part in compare.results(read_all(folders)).parts if isinstance(part, str))
+
+    absent: dict[str, Any] = {"tokens_per_s_per_device": None, "step_time_s": None, "mfu_causal": None}
+    assert "median" in note() and "median" not in note(**absent)
+
+
+def test_each_run_links_to_its_own_page(tmp_path: Path):
+    one, two = fake(tmp_path / "one", [line(1)]), fake(tmp_path / "two", [line(1)])
+    read(one).write_report()
+    links = [a["href"] for a in Read(page.html(read_all([one, two]), tmp_path / "all.html")).named("a")]
+    assert "./one/report.html" in links and not any("two" in (link or "") for link in links)
+
+
 # ---- Runs with missing files
 
 
@@ -215,7 +268,7 @@ def test_how_a_run_ended_or_when_it_was_last_alive(tmp_path: Path):
     assert verdict(read(folder))[0] == "yes"
     fake(tmp_path, [line(1), line(2)], receipt__json=ended(75))
     kind, words = verdict(read(folder))
-    assert kind == "no" and "75" in words
+    assert kind == "no" and "75" in words and words.index("why") < words.index("75") < words.index("step 2")
     fake(tmp_path, [line(1), line(2)], receipt__json=ended(None), config__json='{"train": {"steps": 9}}')
     assert verdict(read(folder))[0] == ""
     silence(folder, 7200)

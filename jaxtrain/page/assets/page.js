@@ -1,4 +1,5 @@
-// A page is complete without this script, which sorts tables by a click on a heading and reads values of charts.
+// A page is complete without this script. It sorts tables by a click on a heading, and reads values of charts. All line charts of
+// a page share the cursor, the range of the x axis, and which curves are hidden.
 "use strict";
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -25,83 +26,290 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// The stops of a cursor: `places` from 0 at the left to 1 at the right, and words(i), the text of a stop.
-const alongTexts = (texts) => ({
-  places: texts.map((_, i) => (texts.length > 1 ? i / (texts.length - 1) : 0)),
+// ---- Axes, as in page/charts.py
+
+const UNITS = [[1e12, 1e12, "T"], [1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]];
+const short = (value) => {
+  const [, size, letter] = UNITS.find(([least]) => Math.abs(value) >= least) ?? [0, 1, ""];
+  return `${Number((value / size).toPrecision(10))}${letter}`;
+};
+const ticks = (low, high, most = 5) => {
+  const power = 10 ** Math.floor(Math.log10((high - low) / most));
+  const count = (step) => Math.floor(high / step) - Math.ceil(low / step);
+  const step = power * [1, 2, 2.5, 5, 10, 20].find((m) => count(m * power) < most);
+  return Array.from({ length: count(step) + 1 }, (_, i) => (Math.ceil(low / step) + i) * step);
+};
+const logTicks = (low, high, most = 6) => {
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  const decades = Array.from({ length: last - first + 1 }, (_, i) => first + i);
+  let found = [];
+  for (const digits of [[1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 5], [1, 3], [1]]) {
+    found = decades.flatMap((d) => digits.map((m) => m * 10 ** d)).filter((v) => low <= v && v <= high);
+    if (found.length <= most) return found.length > 1 ? found : ticks(low, high, most);
+  }
+  return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
+};
+
+// The range of the y axis for these values, with 6% of space at both ends, but no space below 0 if the axis starts there.
+const yRange = (values, zero, log) => {
+  let low = values.reduce((a, b) => Math.min(a, b));
+  const high = values.reduce((a, b) => Math.max(a, b));
+  if (log) {
+    const factor = high > low ? (high / low) ** 0.06 : 1.5;
+    return [low / factor, high * factor];
+  }
+  if (zero) low = Math.min(0, low);
+  const space = 0.06 * (high - low) || 0.06 * Math.abs(high) || 1;
+  return [zero && low === 0 ? low : low - space, high + space];
+};
+
+// The position of a value as a fraction of an axis.
+const scale = ([low, high], log = false) => {
+  if (high === low) return () => 0.5;
+  return log ? (v) => Math.log(v / low) / Math.log(high / low) : (v) => (v - low) / (high - low);
+};
+
+const SVG = document.querySelector("svg")?.namespaceURI;
+const make = (name, attributes, text = "") => {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = text;
+  return made;
+};
+
+const axes = ([from, to], [low, high], log, name) => {
+  const [x, y] = [scale([from, to]), scale([low, high], log)];
+  const found = (log ? logTicks : ticks)(low, high).flatMap((level) => {
+    const at = `${100 * (1 - y(level))}%`;
+    return [make("line", { class: "grid", x1: 0, x2: "100%", y1: at, y2: at }),
+      make("text", { class: "axis", x: -8, y: at, dy: 4, "text-anchor": "end" }, short(level))];
+  });
+  let places = to > from ? ticks(from, to) : [from];
+  if (to > from && x(places[0]) > 0.2) places = [from, ...places];
+  places.forEach((place, i) => {
+    const at = `${100 * x(place)}%`;
+    const anchor = x(place) < 0.05 ? "start" : x(place) > 0.95 ? "end" : "middle";
+    found.push(make("line", { class: "grid", x1: at, x2: at, y1: "100%", y2: "102%" }),
+      make("text", { class: "axis", x: at, y: "100%", dy: 18, "text-anchor": anchor }, (i ? "" : `${name} `) + short(place)));
+  });
+  return found;
+};
+
+// ---- Charts
+
+const numbers = (text) => text.split(" ").map(Number);
+const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : (value ?? "-"));
+const checked = (id) => document.getElementById(id)?.checked ?? false;
+const axisNow = () => Number(document.querySelector(".views [name=x]:checked")?.value ?? 0);
+const zoomed = []; // x axis -> its visible range, if that is a part
+const hidden = new Set(); // names in legends
+
+// What a cursor needs of a chart whose stops have texts.
+const ofTexts = (chart, texts) => ({
+  view: () => chart.querySelector("svg"),
+  range: () => [0, texts.length - 1],
+  stops: () => texts.map((_, i) => i),
   words: (i) => texts[i],
 });
 
-// A stop wherever a curve has a value. Its text names each curve's value there, or the last one before.
-const alongCurves = ({ axes, curves }, { axis, from, to }) => {
-  const smoothed = document.querySelector("#smooth")?.checked ?? true;
-  const shown = curves.filter((curve) => smoothed || curve.kind !== "smooth");
-  const stops = [...new Set(shown.flatMap((curve) => curve.x[axis]))].sort((a, b) => a - b);
-  const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : (value ?? "-"));
+// The same for a line chart, which has a stop wherever a shown curve has a value, and `draw`, which draws it again.
+const ofCurves = (chart, { axes: names, curves, zero }) => {
+  const views = [...chart.querySelectorAll(".view")];
+  const view = () => {
+    const found = views.filter((v) => Number(v.dataset.axis) === axisNow());
+    return found[checked("log") ? found.length - 1 : 0];
+  };
+  const range = () => zoomed[axisNow()] ?? numbers(view().dataset.x);
+  const shown = () => curves.filter((c) => !hidden.has(c.legend) && (c.kind !== "smooth" || checked("smooth")));
+
+  // All numbers of the curves in a range of x, also where a curve crosses an end of the range.
+  const inside = (axis, [from, to]) => curves.filter((c) => !hidden.has(c.legend)).flatMap(({ x, y }) => {
+    const at = x[axis];
+    return y.flatMap((value, i) => {
+      if (typeof value !== "number") return [];
+      const found = from <= at[i] && at[i] <= to ? [value] : [];
+      for (const end of typeof y[i + 1] === "number" ? [from, to] : [])
+        if (at[i] < end && end < at[i + 1]) found.push(value + ((y[i + 1] - value) * (end - at[i])) / (at[i + 1] - at[i]));
+      return found;
+    });
+  });
+  const draw = () => {
+    const [svg, axis] = [view(), axisNow()];
+    const log = svg.classList.contains("log");
+    const limits = [...svg.querySelectorAll("[data-limit]")].map((path) => Number(path.dataset.limit));
+    const visible = range();
+    const values = inside(axis, visible);
+    const levels = values.length ? yRange([...values, ...limits], zero, log) : numbers(svg.dataset.y);
+    const [x, y] = [scale(visible), scale(levels, log)];
+    svg.querySelector(".axes").replaceChildren(...axes(visible, levels, log, names[axis]));
+    svg.querySelector("svg").setAttribute("overflow", zoomed[axis] ? "hidden" : "visible");
+    for (const line of svg.querySelectorAll("[data-limit]")) {
+      const at = 1000 * (1 - y(Number(line.dataset.limit)));
+      line.setAttribute("d", `M0 ${at} 1000 ${at}`);
+    }
+    for (const drawn of svg.querySelectorAll("[data-curve]")) {
+      const curve = curves[drawn.dataset.curve];
+      const place = (i) => x(curve.x[axis][i]);
+      const level = (i) => 1 - y(curve.y[i]);
+      const point = drawn.dataset.point;
+      const outside = point !== undefined && !(place(point) >= 0 && place(point) <= 1);
+      drawn.toggleAttribute("data-off", outside || hidden.has(curve.legend));
+      if (point === undefined) {
+        const known = (i) => typeof curve.y[i] === "number";
+        const path = curve.y.map((_, i) => known(i) && `${known(i - 1) ? " " : "M"}${1000 * place(i)} ${1000 * level(i)}`);
+        drawn.setAttribute("d", path.filter(Boolean).join(""));
+      } else if (drawn.tagName === "circle") {
+        drawn.setAttribute("cx", `${100 * place(point)}%`);
+        drawn.setAttribute("cy", `${100 * level(point)}%`);
+      } else for (const end of ["x1", "x2"]) drawn.setAttribute(end, `${100 * place(point)}%`);
+    }
+  };
   const value = (curve, stop) => {
-    const last = curve.x[axis].findLastIndex((place) => place <= stop);
+    const at = curve.x[axisNow()];
+    const last = at.findLastIndex((place) => place <= stop);
     if (last < 0) return [];
-    const earlier = curve.x[axis][last] === stop ? "" : ` (${axes[axis]} ${number(curve.x[axis][last])})`;
+    const earlier = at[last] === stop ? "" : ` (${names[axisNow()]} ${number(at[last])})`;
     return [`${curve.name} ${number(curve.y[last])}${earlier}`];
   };
   return {
-    places: stops.map((stop) => (to > from ? (stop - from) / (to - from) : 0.5)),
-    words: (i) => [`${axes[axis]} ${number(stops[i])}`, ...shown.flatMap((curve) => value(curve, stops[i]))].join("\n"),
+    view, range, draw,
+    stops: () => [...new Set(shown().flatMap((c) => c.x[axisNow()]))].sort((a, b) => a - b),
+    words: (stop) => [`${names[axisNow()]} ${number(stop)}`, ...shown().flatMap((c) => value(c, stop))].join("\n"),
   };
 };
 
-for (const chart of document.querySelectorAll(".chart")) {
+const lines = []; // line charts
+const all = [...document.querySelectorAll(".chart")].map((chart) => {
   const data = JSON.parse(chart.querySelector("script").textContent);
-  const tip = chart.querySelector(".tip");
-  let view, cursor, stops;
-  let at = 0;
+  const made = Array.isArray(data) ? ofTexts(chart, data) : ofCurves(chart, data);
+  if (made.draw) lines.push(made);
+  return Object.assign(made, { chart, tip: chart.querySelector(".tip") });
+});
 
-  // The view that the controls have chosen.
-  const look = () => {
-    const now = [...chart.children].find((child) => child.tagName === "svg" && child.getClientRects().length);
-    if (now === view) return;
-    view = now;
-    cursor = view.querySelector(".cursor");
-    const { axis, from, to } = view.dataset;
-    stops = Array.isArray(data) ? alongTexts(data) : alongCurves(data, { axis: Number(axis), from: Number(from), to: Number(to) });
-  };
-  const show = (index) => {
-    at = Math.max(0, Math.min(stops.places.length - 1, index));
-    const part = stops.places[at];
-    for (const end of ["x1", "x2"]) cursor.setAttribute(end, `${100 * part}%`);
-    tip.textContent = stops.words(at);
-    const box = view.getBoundingClientRect();
-    const left = box.left - chart.getBoundingClientRect().left + part * box.width;
-    tip.style.left = `${part > 0.5 ? left - tip.offsetWidth - 8 : left + 8}px`;
-    cursor.style.visibility = tip.style.visibility = "visible";
-  };
-  const hide = () => {
-    if (cursor) cursor.style.visibility = "hidden";
+// Places are computed from the padding of a chart in page.css, since reading them would lay out the page for each chart.
+const [LEFT, RIGHT] = [52, 14];
+const cursor = ({ view, range, words, tip }, stop) => {
+  const part = range()[1] > range()[0] ? scale(range())(stop) : 0.5;
+  const visible = stop !== undefined && part >= 0 && part <= 1;
+  const line = view().querySelector(".cursor");
+  line.style.visibility = tip.style.visibility = visible ? "visible" : "hidden";
+  if (!visible) return;
+  for (const end of ["x1", "x2"]) line.setAttribute(end, `${100 * part}%`);
+  tip.textContent = words(stop);
+  const away = (share, padding) => `calc(${padding + 8}px + ${share} * (100% - ${LEFT + RIGHT}px))`;
+  tip.style.left = part > 0.5 ? "auto" : away(part, LEFT);
+  tip.style.right = part > 0.5 ? away(1 - part, RIGHT) : "auto";
+};
+const hide = () => {
+  for (const { chart, tip } of all) {
+    for (const line of chart.querySelectorAll(".cursor")) line.style.visibility = "hidden";
     tip.style.visibility = "hidden";
+  }
+};
+
+const unzoom = document.createElement("button");
+const redraw = () => {
+  hide();
+  for (const { draw } of lines) draw();
+  unzoom.hidden = !zoomed[axisNow()];
+};
+const zoom = (range) => {
+  const unit = range && 10 ** Math.floor(Math.log10((range[1] - range[0]) / 100));
+  zoomed[axisNow()] = range?.map((end) => Math.round(end / unit) * unit);
+  redraw();
+};
+unzoom.type = "button";
+unzoom.textContent = "reset zoom";
+unzoom.hidden = true;
+unzoom.addEventListener("click", () => zoom());
+const controls = document.querySelector(".views");
+controls?.append(unzoom);
+controls?.addEventListener("change", redraw);
+controls?.addEventListener("submit", (event) => event.preventDefault());
+
+for (const made of all) {
+  const { chart, view, range, stops, tip, draw } = made;
+  const shared = draw ? lines : [made];
+  let at, dragged; // the stop of the cursor; of a drag, where it began, and its rectangle
+
+  const show = (stop) => {
+    at = stop;
+    for (const other of shared) {
+      other.tip.setAttribute("aria-live", other === made ? "polite" : "off");
+      cursor(other, stop);
+    }
   };
+  const partOf = (event) => {
+    const box = view().getBoundingClientRect();
+    return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
+  };
+  const placeOf = (part) => range()[0] + part * (range()[1] - range()[0]);
+  const inRange = () => stops().filter((stop) => range()[0] <= stop && stop <= range()[1]);
+
   chart.addEventListener("pointermove", (event) => {
-    look();
-    const box = view.getBoundingClientRect();
-    const part = (event.clientX - box.left) / box.width;
-    const away = (i) => Math.abs(stops.places[i] - part);
-    show(stops.places.reduce((nearest, _, i) => (away(i) < away(nearest) ? i : nearest), 0));
+    const part = partOf(event);
+    if (dragged) {
+      dragged.box.setAttribute("x", `${100 * Math.min(part, dragged.from)}%`);
+      dragged.box.setAttribute("width", `${100 * Math.abs(part - dragged.from)}%`);
+    }
+    const away = (stop) => Math.abs(stop - placeOf(part));
+    const found = inRange();
+    if (found.length) show(found.reduce((nearest, stop) => (away(stop) < away(nearest) ? stop : nearest)));
   });
   chart.addEventListener("pointerleave", hide);
   chart.addEventListener("blur", hide);
-  document.querySelector(".views")?.addEventListener("change", () => {
-    hide();
-    view = undefined;
-  });
   chart.addEventListener("focus", () => {
-    look();
-    if (chart.matches(":focus-visible")) show(at);
+    if (chart.matches(":focus-visible")) show(inRange().find((stop) => stop >= at) ?? inRange()[0]);
   });
   chart.addEventListener("keydown", (event) => {
-    const all = data.length ?? data.curves.reduce((most, curve) => most + curve.y.length, 0);
-    const move = { ArrowLeft: -1, ArrowRight: 1, PageDown: 20, PageUp: -20, Home: -all, End: all }[event.key];
-    if (move) {
-      event.preventDefault();
-      look();
-      show(at + move);
-    }
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const found = inRange();
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageDown: 20, PageUp: -20, Home: -found.length, End: found.length }[event.key];
+    const [from, to] = range();
+    const near = found.includes(at) ? at : placeOf(0.5);
+    if (move && found.length) show(found[Math.max(0, Math.min(found.length - 1, found.indexOf(at) + move))]);
+    else if (draw && event.key === "+") zoom([near - (near - from) / 2, near + (to - near) / 2]);
+    else if (draw && event.key === "-" && zoomed[axisNow()]) zoom([2 * from - near, 2 * to - near]);
+    else if (draw && event.key === "Escape" && zoomed[axisNow()]) zoom();
+    else return;
+    event.preventDefault();
   });
+  if (!draw) continue;
+
+  // A drag with a mouse or a pen selects a range. On touch screens it scrolls.
+  chart.addEventListener("pointerdown", (event) => {
+    if (event.button || event.pointerType === "touch") return;
+    chart.setPointerCapture(event.pointerId);
+    dragged = { from: partOf(event), box: make("rect", { class: "selected", y: 0, height: "100%", width: 0 }) };
+    view().append(dragged.box);
+  });
+  const end = (event) => {
+    if (!dragged) return;
+    const [from, to] = [dragged.from, partOf(event)].sort((a, b) => a - b);
+    dragged.box.remove();
+    dragged = undefined;
+    const far = (to - from) * view().clientWidth > 4 && range()[1] > range()[0];
+    if (far && event.type === "pointerup") zoom([placeOf(from), placeOf(to)]);
+  };
+  chart.addEventListener("pointerup", end);
+  chart.addEventListener("pointercancel", end);
+  chart.addEventListener("dblclick", () => zoom());
+
+  // Each entry of a legend hides its curves in all charts.
+  for (const entry of chart.parentElement.querySelectorAll(".key span:has(.swatch)")) {
+    const name = entry.textContent;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.legend = name;
+    button.setAttribute("aria-pressed", true);
+    button.title = `hide or show ${name} in all charts`;
+    button.append(...entry.childNodes);
+    entry.append(button);
+    button.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      for (const other of document.querySelectorAll(".key button"))
+        if (other.dataset.legend === name) other.setAttribute("aria-pressed", !hidden.has(name));
+      redraw();
+    });
+  }
 }

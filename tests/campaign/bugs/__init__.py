@@ -12,7 +12,7 @@ class Bug(NamedTuple):
     file: str  # relative to the repository's root
     text: str  # occurs once in the file
     instead: str
-    tests: str  # arguments of pytest, relative to tests/: files of unit/, proofs/ or gpu/
+    tests: str  # arguments of pytest, relative to tests/: files of unit/, proofs/, gpu/ or campaign/
 
 
 def all_bugs() -> list[Bug]:

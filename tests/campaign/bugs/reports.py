@@ -8,6 +8,7 @@ MONITOR, ALERTS, CARD = "jaxtrain/monitor/__init__.py", "jaxtrain/monitor/alerts
 RECEIPT, FIGURES, DIFF = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/charts.py", "jaxtrain/report/compare.py"
 LINES, MEASURE, TRACER = "jaxtrain/page/charts.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
+SCRIPT, SHARED = "jaxtrain/page/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
 
 BUGS = (
@@ -270,6 +271,38 @@ BUGS = (
         LINES,
         "{min(numbers, key=numbers.__getitem__), max",
         "{max(numbers, key=numbers.__getitem__), max",
+        UNIT["report"],
+    ),
+    Bug(
+        "page: a zoom changes one chart alone",
+        SCRIPT,
+        "for (const { draw } of lines) draw();",
+        "lines[0]?.draw();",
+        SHARED,
+    ),
+    Bug(
+        "page: a hidden run still stretches the y axis",
+        SCRIPT,
+        "curves.filter((c) => !hidden.has(c.legend)).flatMap(({ x, y }) => {",
+        "curves.flatMap(({ x, y }) => {",
+        SHARED,
+    ),
+    Bug(
+        "page: the cursor stays in one chart", SCRIPT, "const shared = draw ? lines : [made];", "const shared = [made];", SHARED
+    ),
+    Bug("page: a touch zooms", SCRIPT, ' || event.pointerType === "touch"', "", SHARED),
+    Bug(
+        "report: losses of different data are not marked",
+        CHARTS,
+        "data != known[0] for data in known",
+        "data is None for data in known",
+        UNIT["report"],
+    ),
+    Bug(
+        "report: shares of the wall time are not those of goodput",
+        CHARTS,
+        "g.parts[cause] / g.wanted_s",
+        "g.parts[cause] / g.wall_s",
         UNIT["report"],
     ),
     Bug("page: a name can write the page", LINES, '.replace("<", "\\\\u003c")', "", UNIT["report"]),
