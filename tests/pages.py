@@ -50,7 +50,7 @@ def assert_self_contained(page: str) -> None:
     read = Read(page)
     for tag, attributes in read.elements:
         link = attributes.get("href") or "data:,"
-        assert "src" not in attributes and (link == "data:," or (tag == "a" and link.startswith("./"))), tag
+        assert "src" not in attributes and (link == "data:," or (tag == "a" and link.startswith(("./", "#")))), tag
     (policy,) = [m for m in read.named("meta") if m.get("http-equiv") == "Content-Security-Policy"]
     assert (policy["content"] or "").startswith("default-src 'none'")
 

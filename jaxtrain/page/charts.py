@@ -85,16 +85,16 @@ class LineChart:
     named: bool = False
 
 
-def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: float | None = None) -> str:
+def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None) -> str:
     """Return a stacked bar as SVG.
 
     Args:
         label: description of the bar for screen readers.
         parts: (tooltip, value, colour) of each part.
         total: value of the bar's full width.
-        mark: value at which a line is drawn; None: no line.
+        mark: value at which a line is drawn, and its name; None: no line.
     """
-    out = [f'<svg class="bar" role="img" aria-label="{escape(label)}">']
+    out = [f'<svg class="bar{" marked" if mark else ""}" role="img" aria-label="{escape(label)}">']
     out.append('<rect class="empty" x="0" y="0.5" width="100%" height="97%"/>')
     start = 0.0
     for text, value, colour in parts:
@@ -106,8 +106,10 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
             )
         start += width
     if mark is not None:
-        x = f"{100 * mark / total:.3f}%"
+        value, name = mark
+        x, anchor = f"{100 * value / total:.3f}%", "end" if value > total / 2 else "start"
         out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="38"/>')
+        out.append(f'<text class="axis" x="{x}" y="-9" text-anchor="{anchor}">{escape(name)}</text>')
     return "".join([*out, "</svg>"])
 
 

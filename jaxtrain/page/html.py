@@ -4,8 +4,9 @@ A page is one file that needs no network. Without scripts, all but a timeline ca
 escape all text. Tables are in `jaxtrain.page.sections`, charts in `jaxtrain.page.charts`.
 """
 
+import re
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from importlib import resources
 
 # Block every network request, so that no name in a report can cause one.
@@ -27,6 +28,22 @@ def document(title: str, description: str, body: Sequence[str]) -> str:
 def asset(name: str) -> str:
     """Return the text of a file of page/assets."""
     return (resources.files("jaxtrain.page") / "assets" / name).read_text(encoding="utf-8")
+
+
+def heading(title: str) -> str:
+    """Return the heading of a section, which `contents` links to."""
+    return f'<h2 id="{_anchor(title)}">{escape(title)}</h2>'
+
+
+def contents(body: Sequence[str]) -> str:
+    """Return links to all headings of a page's `body`."""
+    titles = [unescape(title) for title in re.findall("<h2 id=[^>]+>([^<]+)</h2>", "".join(body))]
+    links = (f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title in titles)
+    return f'<nav class="contents" aria-label="Contents">{" ".join(links)}</nav>'
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def folded(title: str, body: str) -> str:

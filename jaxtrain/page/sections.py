@@ -276,7 +276,7 @@ def html_sections(sections: Sequence[Section]) -> list[str]:
     out = []
     for section in sections:
         if parts := [made for part in section.parts if (made := _html_part(part))]:
-            out += [f"<h2>{escape(section.title)}</h2>", *parts]
+            out += [html.heading(section.title), *parts]
     return out
 
 

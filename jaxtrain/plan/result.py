@@ -94,6 +94,8 @@ class Memory:
     workspace_gib: float  # the largest workspace of a cuDNN attention call; included in the figures above
     workspace_by: str  # its source: "formula", or "cudnn 9.23.2" if cuDNN computed it
     over_time: tuple[MemoryClass, ...] = ()  # at each point of the timeline, the classes sum to the point's GiB
+    # by_class["temporaries"] by the pass and part whose operation wrote the arrays, such as "backward mlp"; sums to it
+    temporaries: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def taken_gib(self) -> float:

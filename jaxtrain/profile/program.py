@@ -16,6 +16,7 @@ from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.collectives import Found, is_collective
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
 from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, work
+from jaxtrain.plan.program.roofline import part_of, phase_of
 from jaxtrain.plan.result import Rates
 
 # Kinds of time. Their sum is the step time.
@@ -31,7 +32,6 @@ KINDS: tuple[str, ...] = (
 LINKS: tuple[str, ...] = ("communication", "host copies")  # kinds that can overlap with computation; the rest is exposed
 NO_SCOPE = "no scope"
 CONTROL = ("while", "conditional", "call")  # only the operations inside of these count
-ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 _COPIES = frozenset(("copy", "transpose", "bitcast", "reshape", "copy-start", "parameter", "tuple"))
 # (pattern of a kernel's name, kind), for kernels whose operation is not in the trace.
@@ -116,26 +116,6 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             kind = _kind(module, i, program.work.get(i.name))
             program.operations[i.name] = Operation(kind, part, phase, label, i.source or source)
     return dataclasses.replace(program, unknown=tuple(unknown))
-
-
-def part_of(op_name: str) -> str:
-    """Return the part of an operation from its scopes, such as `mlp`, or `layers` for the loop over layers; else ""."""
-    last = op_name.rsplit("/", 1)[-1]
-    found = [p for p in roofline.path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
-    if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
-        found = found[:-1]  # the last name is the operation's
-    inner = [p for p in found if p != roofline.STACK]
-    return (inner or found or [""])[0]
-
-
-def phase_of(op_name: str) -> str:
-    """Return "forward", "backward" or "recompute"; "" for the parts of ONCE, such as `optimizer`."""
-    if part_of(op_name) in ONCE:
-        return ""
-    op_name = roofline.first(op_name)
-    if "rematted_computation" in op_name:
-        return "recompute"
-    return "backward" if "transpose(" in op_name else "forward"
 
 
 def by_kernel(kernel: str) -> Operation:

@@ -173,7 +173,10 @@ const click = (name) => {
   head.querySelector("button").click();
   return [head.getAttribute("aria-sort"), ...[...table.tBodies[0].rows].map((r) => r.cells[head.cellIndex].textContent)];
 };
-found.sorted = [click("count"), click("count"), click("kind")];"""
+found.sorted = [click("count"), click("count"), click("kind")];
+found.links = [...document.querySelectorAll(".contents a")].map((a) => [a.textContent,
+  document.querySelectorAll(`h2[id="${a.getAttribute("href").slice(1)}"]`).length]);
+found.position = innerWidth > 860 ? getComputedStyle(document.querySelector(".contents")).position : "sticky";"""
 
 
 @pytest.mark.parametrize("width", [1280, 700])
@@ -184,7 +187,12 @@ def test_the_page_of_a_plan(tmp_path: Path, width: int):
     counts = ["64", "32", "3", "1", "1"]
     assert found["sorted"][:2] == [["descending", *counts], ["ascending", *counts[::-1]]]
     assert found["sorted"][2][:2] == ["ascending", "all-gather"]
-    assert found["tips"][0] == ["12.1 GiB, forward", "16.2 GiB, optimizer", "12.3 GiB, forward"]
+    tips = [text.splitlines() for text in found["tips"][0]]
+    assert [lines[0] for lines in tips] == ["12.1 GiB, forward", "16.2 GiB, optimizer", "12.3 GiB, forward"]
+    for first, *classes in tips:
+        values = [float(text.split()[-1]) for text in classes]
+        assert len(values) > 1 and sum(values) == pytest.approx(float(first.split()[0]), abs=0.11)
+    assert len(found["links"]) > 5 and all(there == 1 for _, there in found["links"]) and found["position"] == "sticky"
 
 
 @pytest.mark.parametrize("width", [1280, 500])

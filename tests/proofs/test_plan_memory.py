@@ -63,6 +63,8 @@ def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
     analysis = step.executable.memory_analysis()
     assert memory.peak_gib == analysis.peak_memory_in_bytes / buffers.GIB
     assert math.isclose(sum(memory.by_class.values()), memory.peak_gib, rel_tol=1e-12)
+    assert math.isclose(sum(memory.temporaries.values()), memory.by_class["temporaries"], rel_tol=1e-12)
+    assert any(name.endswith((" mlp", " attention")) for name in memory.temporaries)
     assert memory.arguments_gib * buffers.GIB == analysis.argument_size_in_bytes
     assert memory.temp_gib * buffers.GIB == pytest.approx(analysis.temp_size_in_bytes, abs=1024)
     assert taken_gib(step.executable) == pytest.approx(memory.taken_gib, abs=1e-6) and memory.taken_gib >= memory.peak_gib

@@ -113,13 +113,48 @@ def test_the_page_shows_every_number_of_the_plan():
 def test_every_number_shown_is_of_the_plan(render):
     """All numbers of the plan change, and every number of the report changes with them: the report adds none of its own."""
     same = numbers_in(render(sample(), 50_000))
-    for seed in range(8):
+    for seed in range(12):
         draw = random.Random(seed)
         plan = changed(sample(), lambda _, value, draw=draw: other(value, draw))
         same &= numbers_in(render(plan, 50_001 + 7 * seed))
     # The remaining numbers: nothing, the "1,000 B" of a trillion, "<0.1", the sequence length of the attention rates, and two
     # message sizes.
     assert same <= {"0", "1,000", "0.1", "8,192", "1", "64"}, same
+
+
+def test_temporaries_are_divided_by_what_wrote_them():
+    """Each part has a colour of its own, and all rows sum to the peak. The usable memory is named at its mark."""
+    plan = sample()
+    rows = sections.memory_classes(plan)
+    parts = [gib for name, gib, _ in rows if name.startswith("temporaries")]
+    assert sum(parts) == pytest.approx(plan.memory.by_class["temporaries"]) and len(parts) > 2
+    assert sum(gib for _, gib, _ in rows) == pytest.approx(sum(plan.memory.by_class.values()))
+    assert len({colour for *_, colour in rows}) == len(rows)
+    (bar,) = re.findall(r'<svg class="bar marked".*?</svg>', page.html(plan))
+    assert "134.4" in re.sub("<title>.*?</title>|<svg[^>]*>", "", bar)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "name"),
+    [
+        ("state.params['layers']['mlp']['gate']", "layers.mlp.gate"),
+        ("state.optimizer[0].mu['layers'][3]['mlp']['gate']", "layers.3.mlp.gate"),
+        ("batch['tokens']", "tokens"),
+        ("state.step", "state.step"),
+    ],
+)
+def test_arguments_have_dotted_names(op_name: str, name: str):
+    assert sections.argument(op_name) == name
+    plan = sample()
+    first = dataclasses.replace(plan.memory.largest[0], op_name=op_name)
+    shown = page.html(dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, largest=(first,))))
+    assert name in shown and "state.optimizer" not in shown
+
+
+def test_a_missing_range_is_explained_once():
+    time = dataclasses.replace(sample().time, expected_step_ms=None, expected_tokens_per_s_per_device=None)
+    plan = sample(time=time)
+    assert page.html(plan).partition("<main>")[2].count(sections.no_range(plan)) == 1
 
 
 # ---- The text

@@ -188,7 +188,7 @@ def test_several_runs_and_the_best(tmp_path: Path):
     quick = fake(tmp_path / "y" / "run", fast, config__json=batch[1])
     shown = page.html(read_all([slow, quick]))
     assert {"x/run", "y/run"} <= set(Read(shown).words)  # if two runs have the same name, their folders are shown
-    (results,) = re.findall(r'<table class="sortable">(.*?)</table>', shown[: shown.index("<h2>Training")])
+    (results,) = re.findall(r'<table class="sortable">(.*?)</table>', shown[: shown.index(">Training</h2>")])
     losses = [float(v) for v in re.findall(r'data-value="([^"]+)">\d\.\d{4}<', results)]
     assert losses == pytest.approx([3.45, 2.45]), "not the lower loss that more steps gave"
     drawn = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]

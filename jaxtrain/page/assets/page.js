@@ -104,12 +104,12 @@ const axisNow = () => Number(document.querySelector(".views [name=x]:checked")?.
 const zoomed = []; // x axis -> its visible range, if that is a part
 const hidden = new Set(); // names in legends
 
-// What a cursor needs of a chart whose stops have texts.
-const ofTexts = (chart, texts) => ({
+// What a cursor needs of a chart whose stops have texts, and the values of its parts, "" for parts that are not there.
+const ofTexts = (chart, { texts, parts }) => ({
   view: () => chart.querySelector("svg"),
   range: () => [0, texts.length - 1],
   stops: () => texts.map((_, i) => i),
-  words: (i) => texts[i],
+  words: (i) => [texts[i], ...parts.flatMap(([name, values]) => (values[i] ? `${name} ${values[i]}` : []))].join("\n"),
 });
 
 // The same for a line chart, which has a stop wherever a shown curve has a value, and `draw`, which draws it again.
@@ -181,7 +181,7 @@ const ofCurves = (chart, { axes: names, curves, zero }) => {
 const lines = []; // line charts
 const all = [...document.querySelectorAll(".chart")].map((chart) => {
   const data = JSON.parse(chart.querySelector("script").textContent);
-  const made = Array.isArray(data) ? ofTexts(chart, data) : ofCurves(chart, data);
+  const made = data.texts ? ofTexts(chart, data) : ofCurves(chart, data);
   if (made.draw) lines.push(made);
   return Object.assign(made, { chart, tip: chart.querySelector(".tip") });
 });

@@ -19,6 +19,8 @@ import jax
 from jaxtrain.models.remat import SLOTS
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.program.assignment import BACKWARD, Assignment, Value, Workspace, replay
+from jaxtrain.plan.program.collectives import is_collective
+from jaxtrain.plan.program.roofline import part_of, phase_of
 from jaxtrain.plan.result import Buffer, Memory, MemoryClass
 from jaxtrain.train.compiler import Card
 from jaxtrain.train.program import Program
@@ -329,6 +331,19 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     return ("logits and loss" if "(loss)" in text else "temporaries"), ""
 
 
+def written_by(facts: Facts, value: Value) -> str:
+    """Return the pass and the part of the model whose operation wrote a value, such as "backward mlp".
+
+    A collective's results are "collectives", values of operations without a scope "no scope".
+    """
+    made_by = facts.module.instruction(value.instruction)
+    if is_collective(facts.module, made_by):
+        return "collectives"
+    origins = (made_by, *_origins(facts, value.instruction, value.index))
+    name = next((name for i in origins for name in _op_names(facts.module, i) if part_of(name)), "")
+    return f"{phase_of(name)} {part_of(name)}".strip() if name else "no scope"
+
+
 # ---- Peak
 
 
@@ -359,7 +374,8 @@ def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
-    `peak_gib` is the peak of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to it.
+    `peak_gib` is the peak of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to it,
+    and `temporaries` to the class of this name.
     Arguments plus temporaries are the allocated memory: the peak plus fragmentation.
 
     Args:
@@ -383,6 +399,10 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
     top = max(points, key=lambda at: timeline[at][0])
     saved = collections.Counter[str]()
+    temporaries = collections.Counter[str]()
+    for kind, a in outside:
+        if kind == "temporaries":
+            temporaries[written_by(known, assignment.values[a.value])] += a.size
     largest = [(a.size, kind, assignment.values[a.value]) for kind, a in outside]
     for at, (_, alive) in enumerate(replay(assignment)):
         if at not in points:
@@ -396,6 +416,8 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
                 largest.append((size, kind, assignment.values[last]))
                 if kind == "saved activations":
                     saved[name] += size
+                if kind == "temporaries":
+                    temporaries[written_by(known, assignment.values[last])] += size
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
         MemoryClass(kind, tuple(p[kind] / GIB for p in points.values())) for kind in dict.fromkeys(chain(*points.values()))
@@ -417,6 +439,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         largest=tuple(_buffer(known, *at) for at in sorted(largest, key=lambda at: -at[0]) if at[0] >= LISTED),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
+        temporaries={name: size / GIB for name, size in temporaries.most_common()},
     )
 
 

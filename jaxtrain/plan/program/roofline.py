@@ -283,6 +283,7 @@ LOST = re.compile(
 )
 _WRAPPED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 STACK = "layers"  # the scope around all layers
+ONCE = ("optimizer", "gather", "reduce", "accumulate")  # parts outside of forward and backward
 
 
 def label(op_name: str) -> str:
@@ -317,6 +318,26 @@ def label(op_name: str) -> str:
 def path(op_name: str) -> list[str]:
     """Return the named scopes, outermost first, and the operation. If XLA combined several op_names, the first one counts."""
     return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
+
+
+def part_of(op_name: str) -> str:
+    """Return the part of an operation from its scopes, such as `mlp`, or `layers` for the loop over layers; else ""."""
+    last = op_name.rsplit("/", 1)[-1]
+    found = [p for p in path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
+    if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
+        found = found[:-1]  # the last name is the operation's
+    inner = [p for p in found if p != STACK]
+    return (inner or found or [""])[0]
+
+
+def phase_of(op_name: str) -> str:
+    """Return "forward", "backward" or "recompute"; "" for the parts of ONCE, such as `optimizer`."""
+    if part_of(op_name) in ONCE:
+        return ""
+    op_name = first(op_name)
+    if "rematted_computation" in op_name:
+        return "recompute"
+    return "backward" if "transpose(" in op_name else "forward"
 
 
 def _unwrapped(part: str) -> str:

@@ -6,7 +6,7 @@ from html import escape
 
 from jaxtrain.page import timeline
 from jaxtrain.page.charts import cursor_data, ticks
-from jaxtrain.page.html import document, key, paragraph, plural, tiles
+from jaxtrain.page.html import contents, document, heading, key, paragraph, plural, tiles
 from jaxtrain.page.numbers import GB_PER_GIB, decimals, gib, number, percent, rough, size
 from jaxtrain.page.sections import Column, Drawing, Section, Table, html_sections
 from jaxtrain.plan.report.sections import (
@@ -51,6 +51,8 @@ def html(
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
     found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
+    sections = html_sections([*notes(plan), *found])
+    sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
     body = [
         f"<header><h1>{escape(title)}</h1>",
         paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
@@ -58,9 +60,10 @@ def html(
         f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
         _tiles(plan),
         paragraph(f"{plan.kept}.") if plan.kept else "",
-        paragraph(f"{range_source(plan)}.") if plan.time.expected_step_ms and plan.fits else "",
-        *html_sections([*notes(plan), *found]),
-        f"<h2>Command of this plan</h2><pre><code>{escape(command(plan))}</code></pre></main>",
+        paragraph(f"{range_source(plan) or f'There is no expected range: {no_range(plan)}'}.") if plan.fits else "",
+        contents(sections),
+        *sections,
+        "</main>",
     ]
     return document(f"{title}: {verdict(plan)}", headline(plan), body)
 
@@ -91,7 +94,7 @@ def _tiles(plan: Plan) -> str:
             "tokens/s/GPU": rough(t.tokens_per_s_per_device, 4),
             "MFU": percent(t.mfu_causal),
         }
-        speed = [(f"{name}, roofline", value, f"{no_range(plan)}; {roofline[name]}") for name, value in values.items()]
+        speed = [(f"{name}, roofline", value, roofline[name]) for name, value in values.items()]
     exposed = ("exposed communication", percent(t.exposed_ms / t.step_ms), "of the step")
     return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
 
@@ -161,10 +164,13 @@ def schedule_section(plan: Plan) -> Section:
     for name, values in (("lowest", low), ("highest", high)):
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
     places = decimals([value for value, _ in m.timeline])
-    points = cursor_data([f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline])
+    texts = [f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline]
+    least = 10.0**-places / 2  # smaller parts are left out
+    parts = [(name, [number(v, places) if v >= least else "" for v in values]) for name, _, values in reversed(_layers(plan))]
+    points = cursor_data({"texts": texts, "parts": parts})
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
-        f'{memory_chart(plan)}{points}<div class="tip" role="status"></div></div>'
+        f'{memory_chart(plan)}{points}<div class="tip"></div></div>'
         f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
@@ -189,7 +195,7 @@ def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
     named.sort(key=lambda c: max(c.gib) - min(c.gib))
     layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
     rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
-    return [*layers, ("temporaries and others", OTHER_CLASS, rest)]
+    return [*layers, ("others", OTHER_CLASS, rest)]
 
 
 def memory_chart(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ ASSUMPTIONS = (
     "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
     "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
 )
-# A class of memory has the same colour in every plan. All classes that are not listed have OTHER_CLASS.
+# A class of memory has the same colour in every plan. All classes that are not listed share OTHER_CLASS.
 CLASS_COLOURS = {
     "saved activations": "var(--c1)",
     "gathered weights": "var(--c2)",
@@ -36,8 +37,12 @@ CLASS_COLOURS = {
     "logits and loss": "var(--c5)",
     "gradients": "var(--c6)",
     "second moment": "var(--c7)",
+    "temporaries": "var(--c8)",
+    "cuDNN workspace": "var(--c9)",
+    "copies of parameters": "var(--c10)",
 }
-OTHER_CLASS = "var(--c8)"
+OTHER_CLASS = "var(--c11)"
+TEMPORARIES = 4  # most parts of the temporaries that have rows of their own
 PART_COLOURS = {
     "GEMM": "var(--c1)",
     "attention": "var(--c4)",
@@ -195,28 +200,47 @@ def command(plan: Plan) -> str:
 # ---- memory
 
 
-def memory_classes(plan: Plan) -> list[tuple[str, float]]:
-    """Return (class, GiB) at the peak, largest first. Two or more classes below SMALL share one entry."""
+def memory_classes(plan: Plan) -> list[tuple[str, float, str]]:
+    """Return (name, GiB, CSS colour) at the peak, largest class first. Two or more classes below SMALL share one entry.
+
+    Temporaries have an entry for each of their largest parts, in shades of one colour.
+    """
     m = plan.memory
     ordered = sorted(m.by_class.items(), key=lambda item: -item[1])
     small = [value for _, value in ordered if value < SMALL * m.peak_gib]
-    if len(small) < 2:
-        return ordered
-    return [*ordered[: -len(small)], (f"{len(small)} others", math.fsum(small))]
+    shown = ordered[: -len(small)] if len(small) > 1 else ordered
+    rows = []
+    for name, value in shown:
+        parts = _temporaries(plan) if name == "temporaries" else []
+        rows += parts or [(name, value, CLASS_COLOURS.get(name, OTHER_CLASS))]
+    return [*rows, (f"{len(small)} others", math.fsum(small), OTHER_CLASS)] if len(small) > 1 else rows
+
+
+def _temporaries(plan: Plan) -> list[tuple[str, float, str]]:
+    """Return the rows of the temporaries: their largest parts, and the sum of all others."""
+    m = plan.memory
+    parts = sorted(m.temporaries.items(), key=lambda item: -item[1])
+    large = [(name, gib) for name, gib in parts if gib >= SMALL * m.peak_gib][:TEMPORARIES]
+    rest = parts[len(large) :]
+    rows = [*large, ("others", math.fsum(gib for _, gib in rest))] if rest else large
+    colour, whole = CLASS_COLOURS["temporaries"], 100
+    shades = [f"color-mix(in srgb, {colour} {max(20, whole - 20 * n)}%, var(--ground))" for n in range(len(rows))]
+    return [(f"temporaries: {name}", gib, shade) for (name, gib), shade in zip(rows, shades, strict=True)]
 
 
 def memory_section(plan: Plan) -> Section:
     """Return the section of memory at the peak by class."""
     m = plan.memory
-    names, values = zip(*memory_classes(plan), strict=True)
-    classes = Column("class", names, total="peak", colours=[CLASS_COLOURS.get(name, OTHER_CLASS) for name in names])
+    names, values, colours = zip(*memory_classes(plan), strict=True)
+    classes = Column("class", names, total="peak", colours=colours)
     sizes = dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1])
     bar = _stacked_bar("Memory at the peak", classes, sizes, max(m.hbm_gib, m.peak_gib + m.reserve_gib), m.usable_gib)
     columns = [classes, sizes, shares("share", values, m.peak_gib), bars(values, m.peak_gib)]
     by_class = Table(f"Peak memory by class, {sizes.heading} on each GPU", columns, style="sortable")
     unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
     sums = f"state and batch {arguments} {unit} throughout, other memory {temporary} {unit} with {gaps} {unit} fragmentation"
-    return Section("Memory at the peak", [bar, by_class, sums])
+    named = ["temporaries are named after the pass and part whose operation wrote them"] if m.temporaries else []
+    return Section("Memory at the peak", [bar, by_class, "; ".join([sums, *named])])
 
 
 def memory_details(plan: Plan) -> Section:
@@ -242,7 +266,8 @@ def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: f
     """Return one stacked bar of a table's rows. whole: GiB of the bar's full length."""
     tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
     label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
-    return Drawing(stacked(label, list(zip(tips, sizes.values or (), names.colours, strict=True)), whole, mark))
+    parts = list(zip(tips, sizes.values or (), names.colours, strict=True))
+    return Drawing(stacked(label, parts, whole, mark and (mark, f"usable {size(mark)}")))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
@@ -267,12 +292,20 @@ def arrays_section(plan: Plan) -> Section:
 
 
 def _scope(op_name: str, instruction: str) -> str:
-    """Return the named scopes of an instruction, a line feed, and its name in the HLO.
+    """Return the named scopes of an instruction, a line feed, and its name in the HLO. Arguments have jaxtrain's dotted names.
 
     XLA combines instructions and joins their paths as "prefix/(one:two)". Each of these paths is shortened, and shown once.
     """
+    if op_name.startswith(("state.", "batch[")):
+        return f"{argument(op_name)}\n{instruction}"
     paths = op_name.removeprefix("jit(train_step)/").split(":")
     return f"{'; '.join(dict.fromkeys(filter(None, map(label, paths))))}\n{instruction}"
+
+
+def argument(op_name: str) -> str:
+    """Return the dotted name of an argument: layers.mlp.gate for state.optimizer[0].mu['layers']['mlp']['gate']."""
+    _, bracket, keys = op_name.partition("['")
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", bracket + keys).lstrip(".") or op_name
 
 
 # ---- communication
