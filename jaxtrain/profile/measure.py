@@ -47,6 +47,7 @@ class Op:
     phase: str  # forward | backward | recompute | "" (once a step)
     label: str  # named scopes and operation
     source: str  # file:line
+    collective: str  # all-gather | reduce-scatter | ... | ""
     count: float  # launches
     ms: float  # share of the step's time, divided among concurrent operations; for LINKS only exposed time
     ran_ms: float  # time from start to end, summed over launches

@@ -52,6 +52,7 @@ class Operation(NamedTuple):
     phase: str  # forward | backward | recompute | "" (once a step)
     label: str  # named scopes and operation
     source: str  # file:line
+    collective: str = ""  # all-gather | reduce-scatter | ...; "" for other operations, and for NCCL kernels without such a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +115,17 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             phase = phase_of(name) if part != NO_SCOPE else ""
             label = roofline.label(name) or re.sub(r"[.\d]+$", "", i.name)
             kind = _kind(module, i, program.work.get(i.name))
-            program.operations[i.name] = Operation(kind, part, phase, label, i.source or source)
+            wire = program.wires.get(i.name)
+            program.operations[i.name] = Operation(kind, part, phase, label, i.source or source, wire.kind if wire else "")
     return dataclasses.replace(program, unknown=tuple(unknown))
 
 
 def by_kernel(kernel: str) -> Operation:
     """Return the operation of a kernel from the kernel's name, for events whose operation is not in the program's HLO."""
     kind = next((kind for pattern, kind in _KERNELS if pattern.search(kernel)), "memory-bound")
-    return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "")
+    nccl = re.search(r"nccl\w*?_(AllGather|AllReduce|ReduceScatter|AllToAll)", kernel)
+    collective = re.sub(r"\B(?=[A-Z])", "-", nccl[1]).lower() if nccl else ""
+    return Operation(kind, "data" if kind == "host copies" else NO_SCOPE, "", kernel[:120], "", collective)
 
 
 def _kind(module: Module, i: Instruction, work: Work | None) -> str:

@@ -78,7 +78,7 @@ def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list
     """Return the sections of a profile's report. diff: result of `measure.diff`, for the section "Changes"."""
     return [
         Section("Timeline of a step", [Drawing(_timeline(found))]),
-        Section("Time by kind", [_kinds(found)]),
+        Section("Time by kind", [_kinds(found), *_collectives(found)]),
         Section("Time by part", _parts(found)),
         Section("Operations", [_operations(found)]),
         Section("Devices", _devices(found) if len(found.devices) > 1 else []),
@@ -107,6 +107,27 @@ def _kinds(found: Profile) -> Table:
     if found.planned:
         columns.append(numbers("planned ms", [planned.get(k, 0.0) for k in names]))
     return Table("Mean of steps and devices", [*columns, bars(ms, found.step_ms)], style="sortable")
+
+
+def _collectives(found: Profile) -> list[Table]:
+    """Return a table of communication by kind of collective, overlapped and exposed; [] without communication."""
+    sums: dict[str, list[float]] = {}
+    for op in found.ops:
+        if op.kind == "communication":
+            each = sums.setdefault(op.collective or "other", [0.0, 0.0, 0.0])
+            for n, value in enumerate((op.count, op.ms, op.overlapped_ms)):
+                each[n] += value
+    if not sums:
+        return []
+    count, exposed, overlapped = zip(*sums.values(), strict=True)
+    columns = [
+        Column("collective", list(sums), total="all"),
+        Column("count", [f"{n:,.0f}" for n in count], count),
+        numbers("exposed ms", exposed),
+        numbers("overlapped ms", overlapped),
+        numbers("both", [a + b for a, b in zip(exposed, overlapped, strict=True)]),
+    ]
+    return [Table("Communication by kind of collective, mean of a step and device", columns, style="sortable")]
 
 
 def _parts(found: Profile) -> list[str | Table]:
@@ -216,7 +237,13 @@ def _colour(kind: str) -> str:
 def _timeline(found: Profile) -> str:
     """Return the timeline as HTML: lanes of the planned step, then lanes of the median traced step."""
     lanes = (found.planned.lanes if found.planned else {}) | found.lanes
-    return timeline.draw(lanes, COLOURS, verdict(found))
+    which = next(iter(found.lanes), "").partition(":")[0]
+    device = ", the device with the longest computation" if len(found.devices) > 1 else ""
+    step = ", its median step" if len(found.steps) > 1 else ""
+    of = f"{plural(len(found.steps), 'step')} of {plural(len(found.devices), 'device')} were traced"
+    return timeline.draw(lanes, COLOURS, verdict(found)) + paragraph(
+        f"Shown: {which}{device}{step}. {of}; --perfetto=FILE writes all of them." if which else "", "quiet"
+    )
 
 
 def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:

@@ -6,6 +6,7 @@ The plan gives each operation a time. The profile of the trace must return those
 import dataclasses
 import gzip
 import json
+import re
 import sys
 
 import pytest
@@ -164,6 +165,19 @@ def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
     folder = gpu_run(tmp_path, gpu_space(steps=1)[0])
     assert command.main([str(folder), "--xprof"]) == 0
     assert given == ["/bin/xprof", "--logdir", str(folder / "profile")]
+
+
+def test_communication_is_summed_by_collective(tmp_path, monkeypatch):
+    """Both sums are those of the kinds. Without the program's HLO, the collective is that of the kernel's name."""
+    found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
+    (section,) = [each for each in report.make_sections(found) if each.title == "Time by kind"]
+    kinds, count, exposed, overlapped, _ = section.parts[1].columns  # type: ignore[union-attr]
+    assert (kinds.cells, count.cells) == (["all-gather"], ["3"])
+    assert sum(exposed.values or ()) == pytest.approx(found.by_kind["exposed communication"])
+    assert sum(overlapped.values or ()) == pytest.approx(found.overlapped["communication"])
+    named = {"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)": "reduce-scatter", "ncclDevKernel_SendRecv(x)": "", "gemm": ""}
+    assert {kernel: program.by_kernel(kernel).collective for kernel in named} == named
+    assert "step 40, device 0" in re.sub("<script.*?</script>", "", report.make_html(found), flags=re.DOTALL)
 
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):

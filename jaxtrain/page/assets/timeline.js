@@ -24,6 +24,18 @@ for (const figure of document.querySelectorAll(".timeline")) {
     return 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#000" : "#fff";
   };
 
+  // The text, or the beginning of it with an ellipsis, in this width; "" if fewer than four letters are left.
+  const fitting = (pen, text, width) => {
+    if (width < 24 || pen.measureText(text).width <= width) return width < 24 ? "" : text;
+    let [fits, length] = [0, text.length];
+    while (length - fits > 1) {
+      const middle = (fits + length) >> 1;
+      if (pen.measureText(`${text.slice(0, middle)}\u2026`).width <= width) fits = middle;
+      else length = middle;
+    }
+    return fits > 3 ? `${text.slice(0, fits)}\u2026` : "";
+  };
+
   const ticks = () => {
     const most = Math.max(2, canvas.clientWidth / 110);
     const power = 10 ** Math.floor(Math.log10((to - from) / most));
@@ -69,14 +81,10 @@ for (const figure of document.querySelectorAll(".timeline")) {
         const wide = Math.min(width, xOf(start + took)) - left;
         pen.fillStyle = colours[kind];
         pen.fillRect(left, top, Math.max(wide - (wide > 3 ? 1 : 0), 0.5), BAR);
-        if (wide > 40) {
-          pen.save();
-          pen.beginPath();
-          pen.rect(left, top, wide - 4, BAR);
-          pen.clip();
+        const text = fitting(pen, labels[label] || kinds[kind][0], wide - 8);
+        if (text) {
           pen.fillStyle = inks[kind];
-          pen.fillText(labels[label] || kinds[kind][0], left + 4, top + 16);
-          pen.restore();
+          pen.fillText(text, left + 4, top + 16);
         }
       }
     });

@@ -342,6 +342,13 @@ BUGS = (
         "sums[o][TIME] += time - now",
         UNIT["profile"],
     ),
+    Bug(
+        "profile: overlapped time of collectives is lost",
+        "jaxtrain/profile/report.py",
+        "enumerate((op.count, op.ms, op.overlapped_ms))",
+        "enumerate((op.count, op.ms, op.ms))",
+        UNIT["profile"],
+    ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
     Bug("profile: times are not divided by the steps", MEASURE, "+= row / len(lengths)", "+= row", UNIT["profile"]),
     Bug(
