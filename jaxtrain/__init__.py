@@ -25,6 +25,8 @@ import importlib.util
 import os
 import signal
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,7 +67,32 @@ def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
     os._exit(130)
 
 
+class _QuietJax:
+    """A finder of modules, by which the first import of jax runs in `startup.quiet`, in each process that imports jaxtrain."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        """Return the spec of jax, with a loader that removes messages about a missing CUDA driver; None for other modules."""
+        if name != "jax":
+            return None
+        sys.meta_path.remove(cls)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_quietly(module: ModuleType) -> None:
+                from jaxtrain.startup import quiet
+
+                with quiet():
+                    execute(module)
+
+            spec.loader.exec_module = execute_quietly
+        return spec
+
+
 _check_environment()
+if "jax" not in sys.modules:
+    sys.meta_path.insert(0, _QuietJax)
 is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain.COMMAND`
 if is_command:
     from jaxtrain import streams

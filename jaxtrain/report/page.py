@@ -95,7 +95,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     if run.train.steps:
         held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
         cells.append(("loss", compare.loss(run.train["loss"][-1]), held_out or "nats per token"))
-    if tokens := run.train.steps and run.train["tokens"][-1]:
+    if run.train.steps and (tokens := run.train["tokens"][-1]):
         of = f"of {_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
         cells.append(("tokens", _count(tokens), of))
     if per_device is not None:

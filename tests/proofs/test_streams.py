@@ -84,3 +84,20 @@ def test_a_command_whose_reader_ends_is_quiet_and_ends_as_usual(unbuffered: dict
         assert done.returncode == code and (b"error" in done.stderr) == bool(words) and b"Traceback" not in done.stderr
     assert run(["nothing"], unbuffered, stderr=writing).returncode == 2
     os.close(writing)
+
+
+NOTE, ERROR = "I0000 cudart_stub.cc:31] no drivers", "E0000 real"
+
+
+@pytest.mark.parametrize(("imported", "said"), [("jaxtrain, jax", [ERROR]), ("jax, jaxtrain", [NOTE, ERROR])])
+def test_an_import_of_jax_after_jaxtrain_prints_errors_alone(imported: str, said: list[str], tmp_path: Path):
+    """So the Python API prints no notes about missing drivers. An error of the import stays as it is."""
+    (tmp_path / "jax.py").write_text(
+        f"import os\nos.write(2, b'{NOTE}\\n{ERROR}\\n')\nif 'BREAK' in os.environ:\n    raise OSError('broken')\n"
+    )
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    command = [sys.executable, "-c", f"import {imported}; print(jax.__spec__.name)"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout == "jax\n" and done.stderr.splitlines() == said
+    broken = subprocess.run(command, env=environ | {"BREAK": "1"}, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1 and broken.stderr.splitlines()[-1] == "OSError: broken" and ERROR in broken.stderr

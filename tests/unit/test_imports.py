@@ -55,6 +55,7 @@ ORDERED_FROM = 5  # from this layer on, the order within a layer counts too
 # Allowed imports from a higher layer. They happen in calls, for users who look for a function in the module of its name.
 UP = {
     ("__init__", "api"),
+    ("__init__", "startup"),
     ("launch", "data.pipeline"),  # for the steps of train.epochs
     ("callable_module", "api"),
     ("plan.result", "plan.report.terminal"),

@@ -267,7 +267,7 @@ def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: f
     tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
     label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
     parts = list(zip(tips, sizes.values or (), names.colours, strict=True))
-    return Drawing(stacked(label, parts, whole, mark and (mark, f"usable {size(mark)}")))
+    return Drawing(stacked(label, parts, whole, None if mark is None else (mark, f"usable {size(mark)}")))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:

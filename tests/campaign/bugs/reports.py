@@ -320,6 +320,13 @@ BUGS = (
         "f: max(getattr(c, f) for c in g) for f in summed",
         "unit/test_plan_report.py",
     ),
+    Bug(
+        "startup: the Python API prints notes of CUDA",
+        "jaxtrain/__init__.py",
+        "                with quiet():\n                    execute(module)\n",
+        "                execute(module)\n",
+        "proofs/test_streams.py -k after_jaxtrain",
+    ),
     # Traces and profiles
     Bug(
         "tracer: one step less",
