@@ -78,6 +78,10 @@ def half_gradient(hidden, head, batch, spec):
     return value / 2 + jax.lax.stop_gradient(value / 2)
 
 
+def misspelt(hidden, head, batch, spec):
+    return cross_entropy(hidden, head, batch | {"weights": batch["wieghts"]}, spec)
+
+
 # ---- Optimizers
 
 

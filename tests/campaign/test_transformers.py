@@ -62,6 +62,19 @@ def test_check_of_a_checkpoint_that_transformers_saved(tmp_path, monkeypatch):
         assert command.main(["check", str(place / "ours"), str(other), f"--tolerance={SAME}"]) == 1
 
 
+def test_a_format_from_outside_the_package(tmp_path, monkeypatch):
+    """transformers computes the logits of a family of one's own from its export, and not those of other weights."""
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", packages.reference())
+    folder = hugging_face.write(tmp_path / "theirs", "llama")
+    named = "jaxtrain_family=own_families:like_llama"
+    assert command.main(["import", str(folder), f"--out={tmp_path / 'ours'}", "--set", named]) == 0
+    exported(tmp_path / "ours", tmp_path / "back")
+    for ours, theirs in (("ours", "back"), ("back", "theirs"), ("theirs", "back")):
+        assert command.main(["check", str(tmp_path / ours), str(tmp_path / theirs), f"--tolerance={SAME}"]) == 0
+    other = hugging_face.write(tmp_path / "other", "llama", scale=2.0)
+    assert command.main(["check", str(tmp_path / "back"), str(other), f"--tolerance={SAME}"]) == 1
+
+
 def test_servers_open_every_family(tmp_path):
     """transformers' Auto classes, with which vLLM opens models, open each export, with jaxtrain's tokens and greedy text."""
     packages.reference()

@@ -1,10 +1,14 @@
 """Each broken part fails the test of test_contract.py whose rule it breaks. Mistakes in the suite's options are reported."""
 
+import json
+
+import broken_parts
 import conftest
 import helpers
 import pytest
 import test_contract as contract
 
+from jaxtrain import launch, main
 from jaxtrain.config import RunConfig
 
 
@@ -64,3 +68,16 @@ def test_options_that_are_wrong(option):
     name, _, value = option.partition("=")
     with pytest.raises(pytest.UsageError):
         conftest.own_part(value) if name == "--part" else conftest.own_key(value)
+
+
+def test_a_run_ends_with_the_line_of_the_broken_part(tmp_path, capsys):
+    """An error of a part after the start of the run: code 1, the line first, and the line in receipt.json and log.txt."""
+    tiny = "data.source=synthetic model.num_layers=1 model.d_model=32 model.d_ff=32 data.seq_len=32 train.global_batch=8"
+    given = [f"--config.{setting}" for setting in (*tiny.split(), "train.steps=1", "loss.name=broken_parts:misspelt")]
+    assert main.main([f"--config={launch.REPO}/configs/tiny.py", f"--workdir={tmp_path}", *given]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "loss.name = 'broken_parts:misspelt': KeyError" in line and f"{broken_parts.__file__}:" in line
+    attempt = json.loads((tmp_path / "receipt.json").read_text())
+    assert attempt["exit_code"] == 1 and attempt["reason"] in line
+    log = (tmp_path / "log.txt").read_text()
+    assert attempt["reason"] in log and "Traceback" in log
