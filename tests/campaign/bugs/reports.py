@@ -374,6 +374,20 @@ BUGS = (
     ),
     # The documentation site
     Bug(
+        "site: prompts are copied",
+        "docs/_static/site.js",
+        "line.slice(2)",
+        "line",
+        "campaign/test_docs_site.py -k copied --campaign",
+    ),
+    Bug(
+        "site: the search knows no messages",
+        "docs/scorer.js",
+        "several && messages.some(isMessage) ? 200 : 0",
+        "0",
+        "campaign/test_docs_site.py -k search --campaign",
+    ),
+    Bug(
         "site: a new page of evidence has no banner",
         "docs/conf.py",
         'folder == "evidence" and name not in MEASURED',
