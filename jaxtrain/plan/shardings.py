@@ -175,7 +175,10 @@ class Drawing:
         return "\n".join([self.title, edge, *body, *[self.note] * bool(self.note)])
 
     def _repr_svg_(self) -> str:
-        """Return the picture for a notebook. Shards with the same first device have the same colour."""
+        """Return the picture for a notebook. Shards with the same first device have the same colour.
+
+        It is transparent, and its texts outside of shards are of a grey that is readable on light and on dark pages.
+        """
         wide = max(48, 7 * max(len(self._label(ids)) for row in self.holders for ids in row) + 12)
         high, top = 30, 22
         firsts = sorted({ids[0] for row in self.holders for ids in row})
@@ -185,12 +188,12 @@ class Drawing:
                 at = f'x="{x * wide + 1}" y="{top + y * high}"'
                 colour = f"hsl({360 * firsts.index(ids[0]) // len(firsts)} 60% 85%)"
                 parts.append(f'<rect {at} width="{wide - 2}" height="{high - 2}" fill="{colour}" stroke="#555"/>')
-                parts.append(f'<text x="{x * wide + 7}" y="{top + y * high + 19}">{self._label(ids)}</text>')
+                parts.append(f'<text x="{x * wide + 7}" y="{top + y * high + 19}" fill="#222">{self._label(ids)}</text>')
         height = top + len(self.holders) * high + 20 * bool(self.note)
         if self.note:
             parts.append(f'<text x="1" y="{height - 5}">{escape(self.note)}</text>')
         size = f'width="{max(wide * len(self.holders[0]), 8 * len(self.title)) + 2}" height="{height}"'
-        style = 'font-family="sans-serif" font-size="13" style="background: #fff" fill="#222"'
+        style = 'font-family="sans-serif" font-size="13" fill="#767676"'
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
 
 

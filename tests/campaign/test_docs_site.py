@@ -93,7 +93,8 @@ addEventListener("load", () => {
   for (const button of buttons) button.click();
   const contents = document.querySelector(".toc-drawer").getBoundingClientRect();
   const cut = blocks.map((pre) => pre.scrollWidth > pre.clientWidth + 1);
-  document.getElementById("probe").textContent = JSON.stringify({ texts: blocks.map((pre) => pre.textContent), copied: taken, cut,
+  const texts = blocks.map((pre) => pre.textContent);
+  document.getElementById("probe").textContent = JSON.stringify({ texts, copied: taken, cut,
     contents: [contents.left, contents.right, innerWidth], wide: document.documentElement.scrollWidth - innerWidth });
 });
 </script>"""

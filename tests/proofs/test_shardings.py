@@ -286,6 +286,7 @@ def test_a_drawing_shows_every_device(name: str, holders: list[list[str]]):
     lines = [line for line in repr(picture).splitlines() if line.startswith("|")]
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines] == holders
     svg = ET.fromstring(picture._repr_svg_())
+    assert "background" not in svg.get("style", "")  # dark pages show through
     cells = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert cells == [picture.title, *(cell for row in holders for cell in row)]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxtrain import launch
 from jaxtrain.plan.program import hlo
 
 
@@ -19,6 +20,20 @@ from jaxtrain.plan.program import hlo
 def test_sizes(text, size):
     module = hlo.parse(f"HloModule m\n\nENTRY %e () -> f32[] {{\n  ROOT %y = {text} custom-call()\n}}\n")
     assert sum(leaf.bytes for leaf in hlo.leaves(module.entry.root.type)) == size
+
+
+def test_a_source_is_relative_to_the_package_however_it_was_imported():
+    root = launch.REPO
+    for path in (
+        f"{root}/jaxtrain/kernels/dot.py",
+        f"{root}/notebooks/../jaxtrain/kernels/dot.py",
+        f"{root}//jaxtrain/./kernels/dot.py",
+    ):
+        tables = f'FileNames\n1 "{path}"\n\nFunctionNames\n1 "f"\n\n'
+        tables += "FileLocations\n1 {file_name_id=1 function_name_id=1 line=39}\n\n"
+        tables += "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n\n"
+        entry = "ENTRY %e () -> f32[] {\n  ROOT %y = f32[] custom-call(), metadata={stack_frame_id=1}\n}\n"
+        assert hlo.parse(f"HloModule m\n\n{tables}{entry}").entry.root.source == "jaxtrain/kernels/dot.py:39"
 
 
 # ---- Loops

@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import operator
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -346,6 +347,7 @@ def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
 
 def _short(path: str) -> str:
     """Return a path relative to this package's parent folder or to site-packages; for other files, the file's name."""
+    path = os.path.normpath(path)  # a notebook may have imported jaxtrain from ".."
     _, installed, inside = path.rpartition("/site-packages/")
     if installed:
         return inside

@@ -327,6 +327,13 @@ BUGS = (
         "                execute(module)\n",
         "proofs/test_streams.py -k after_jaxtrain",
     ),
+    Bug(
+        "hlo: a path through .. is another file",
+        "jaxtrain/plan/program/hlo.py",
+        "path = os.path.normpath(path)",
+        "path = os.fspath(path)",
+        "unit/test_hlo.py",
+    ),
     # Traces and profiles
     Bug(
         "tracer: one step less",
