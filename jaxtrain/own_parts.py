@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from jaxtrain.config import ConfigError, Problem
 
+SHOWN = 5  # calls named one by one
 _loaded: dict[str, str] = {}  # package.module:name -> the key of the config that names it
 
 
@@ -107,13 +108,13 @@ def problem_of(error: BaseException) -> Problem | None:
 def report(error: BaseException, stream: TextIO) -> bool:
     """Write an error of a part from outside the package, its own line first, and return True; False for any other error.
 
-    The calls in the part's package that led to that line follow, the innermost first.
+    The last calls in the part's package that led to that line follow, the innermost first.
     """
     problem = problem_of(error)
     if problem is None:
         return False
     print(f"error: {problem}", file=stream)
-    for frame in reversed(_own_frames(error)[:-1]):
+    for frame in list(reversed(_own_frames(error)[:-1]))[:SHOWN]:
         print(f"  called in {_in_words(*frame)}", file=stream)
     return True
 

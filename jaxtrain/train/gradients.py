@@ -61,7 +61,8 @@ class Objective:
         """
         rows = micro["tokens"], micro["segments"], micro["positions"]
         hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
-        self._check_hidden(hidden, micro)
+        if self.family:
+            self._check_hidden(hidden, micro)
         if not self.mtp_layers:
             return self(hidden, statistics, model.head_VD, micro, total)
         # Module k reads the token k positions later: the target of module k - 1.
@@ -78,7 +79,7 @@ class Objective:
         """Raise WrongPart if a family from outside the package returns anything but the hidden states of the tokens."""
         rows, tokens = to_residual(micro["tokens"], (), self.placement).shape
         wanted = rows, tokens, self.width
-        if self.family and getattr(hidden, "shape", None) != wanted:
+        if getattr(hidden, "shape", None) != wanted:
             found = list(hidden.shape) if hasattr(hidden, "shape") else type(hidden).__name__
             rule = f"its model returns {found} for tokens {[rows, tokens]}, not hidden states {list(wanted)}"
             raise WrongPart("model.family", self.family, rule, "Return (B, T, D), the input of the head.")

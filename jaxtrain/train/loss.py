@@ -242,15 +242,17 @@ CROSS_ENTROPY = "cross_entropy"  # a sum that the evaluation of a user's own los
 LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_METRICS)}
 
 
-@functools.cache
 def find_loss(name: str) -> Loss:
     """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
-    if name in LOSSES:
-        return LOSSES[name]
-    own = own_parts.load("loss.name", name)
+    return LOSSES[name] if name in LOSSES else _checked(name, own_parts.load("loss.name", name))
+
+
+@functools.cache  # the losses of two programs of a run are equal
+def _checked(name: str, own: LossFunction) -> Loss:
+    """Return a user's own loss function, which raises WrongPart if it does not return one float32."""
 
     def checked(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
-        made = own(hidden_BTD, head_VD, batch, spec)
+        made: Any = own(hidden_BTD, head_VD, batch, spec)
         if getattr(made, "shape", None) != () or made.dtype != jnp.float32:
             found = f"{made.dtype} {list(made.shape)}" if hasattr(made, "shape") else type(made).__name__
             rule = f"returns {found}, not the weighted sum of the loss over all tokens, float32 []"

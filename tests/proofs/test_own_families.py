@@ -137,8 +137,8 @@ def test_a_raw_folder_has_every_tensor_and_is_read_again_bit_for_bit(dtype: str,
     assert same(tensors_of(out), stored) and same(jt.load_weights(out), stored)
     import_folder(open_folder(out), tmp_path / "again", "auto", lambda line: None)
     assert same(jt.load_weights(tmp_path / "again"), stored)
-    logits = [logits_of(open_origin(str(place)))(TOKENS, np.ones_like(TOKENS)) for place in (run, out)]
-    assert np.array_equal(*logits)
+    ours, theirs = (logits_of(open_origin(str(place)))(TOKENS, np.ones_like(TOKENS)) for place in (run, out))
+    assert np.array_equal(ours, theirs)
 
 
 def test_bf16_rounds_the_matrices_of_a_raw_folder_alone(tmp_path: Path):

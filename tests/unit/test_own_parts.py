@@ -52,7 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (place / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(own_parts, "_loaded", {})
-    find_loss.cache_clear()
     linecache.checkcache()
     yield place
     for name in [name for name in sys.modules if name.partition(".")[0] == "lab_of_mine"]:
