@@ -36,7 +36,7 @@ def _with_own_line[**P, R](function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if problem := own_parts.problem_of(error):
+            if (problem := own_parts.problem_of(error)) and not isinstance(error, own_parts.WrongPart):
                 error.add_note(str(problem))
             raise
 

@@ -809,12 +809,12 @@ class Own:
         if name.startswith("_"):  # asked for by copy and pickle before there are settings
             raise AttributeError(name)
         if name not in self._settings:
-            raise AttributeError(f"the config sets no own.{name}. Fix: config.{OWN}.{name} = VALUE in the config file")
+            raise AttributeError(f"own.{name} is not set: config.{OWN}.{name} = VALUE in the config file sets it")
         self._read.add(name)
         return self._settings[name]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Own) and self._settings == other._settings
+        return isinstance(other, Own) and repr(self) == repr(other)  # 1, 1.0 and True are equal, and other settings
 
     def __hash__(self) -> int:
         return hash(tuple(self._settings.items()))
@@ -826,9 +826,14 @@ class Own:
 NO_SETTINGS = Own()
 
 
-@functools.lru_cache(maxsize=16)
 def own_settings(settings: tuple[tuple[str, Value], ...]) -> Own:
     """Return the `Own` of RunConfig.own. All parts of a run share one object, which knows what each of them has read."""
+    return shared_settings(settings, tuple(type(value) for _, value in settings))
+
+
+@functools.lru_cache(maxsize=16)
+def shared_settings(settings: tuple[tuple[str, Value], ...], types: tuple[type, ...]) -> Own:
+    """Return one object for settings of these types: 1, 1.0 and True are equal. A run begins by `cache_clear`."""
     return Own(settings)
 
 

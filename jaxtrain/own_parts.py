@@ -3,6 +3,7 @@
 Imports no jax.
 """
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ import linecache
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from jaxtrain.config import ConfigError, Problem
@@ -26,6 +28,24 @@ class WrongPart(Exception):
         super().__init__(str(self.problem))
 
 
+@contextlib.contextmanager
+def calling(key: str, value: str, form: str = "") -> Iterator[None]:
+    """Let errors from a call of a part name the part. Does nothing for a value without `:`, which is jaxtrain's own part.
+
+    form: the call, as "name(data, split)", for a part that takes other arguments.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if ":" not in value:
+            raise
+        raise WrongPart(key, value, f"ends the process by sys.exit({error.code})", "Raise an error instead.") from error
+    except Exception as error:
+        if ":" in value and not hasattr(error, "own_part"):
+            vars(error)["own_part"] = key, value, form
+        raise
+
+
 # ---- Import
 
 
@@ -39,13 +59,18 @@ def load(key: str, value: str) -> Any:
     _loaded[value] = key
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # a module is a program, and may raise anything
+    except (Exception, SystemExit) as error:  # a module is a program, and may raise anything
         raise ConfigError([_not_imported(key, value, error)]) from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, vars(module), 1)
+        usable = [each for each, what in vars(module).items() if not isinstance(what, types.ModuleType)]
+        near = difflib.get_close_matches(attribute, usable, 1)
         remedy = f"Fix: {key}={name}:{near[0]}." if near else "Correct the name."
-        raise ConfigError([Problem(key, value, f"{module.__file__} defines no {attribute}", remedy)])
-    return getattr(module, attribute)
+        raise ConfigError([Problem(key, value, f"{module.__file__} defines no {attribute!r}", remedy)])
+    part = getattr(module, attribute)
+    if key != "model.family" and not callable(part):
+        rule = f"is no function, but {type(part).__name__}"
+        raise ConfigError([Problem(key, value, rule, "Name a function, as in docs/extending.md.")])
+    return part
 
 
 def not_found(key: str, value: str) -> Problem | None:
@@ -60,12 +85,12 @@ def not_found(key: str, value: str) -> Problem | None:
     return _no_module(key, value, name)
 
 
-def _not_imported(key: str, value: str, error: Exception) -> Problem:
+def _not_imported(key: str, value: str, error: BaseException) -> Problem:
     name = value.partition(":")[0]
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
     if not name or name.startswith(".") or (missing and f"{name}.".startswith(f"{missing}.")):
         return _no_module(key, value, missing or name)
-    rule = f"{name} cannot be imported: {type(error).__name__}: {_first_line(error)}{_line_of(error)}"
+    rule = f"{name} cannot be imported: {_said(error)}{_line_of(error)}"
     remedy = f"Install {missing}, or set PYTHONPATH to the folder that has it." if missing else "Correct it."
     return Problem(key, value, rule, remedy)
 
@@ -89,7 +114,15 @@ def problem_of(error: BaseException) -> Problem | None:
     if isinstance(error, WrongPart):
         return error.problem
     frames = _own_frames(error)
-    if not frames or type(error).__module__.partition(".")[0] == "jaxtrain":
+    if not isinstance(error, Exception):  # Ctrl-C is no error of the part in which it arrives
+        return None
+    if type(error).__module__.partition(".")[0] == "jaxtrain":
+        return None
+    if own := getattr(error, "own_part", None):
+        key, value, form = own
+        remedy = "Correct it." if frames or not form else f"It is called as {form}."
+        return Problem(key, value, f"{_said(error)}{_line_of(error)}", remedy)
+    if not frames:
         return None
     names = [frame.f_globals["__name__"] for frame, _ in frames]
     called = {frame.f_code.co_name for frame, _ in frames}
@@ -101,8 +134,18 @@ def problem_of(error: BaseException) -> Problem | None:
         return module in names, attribute in called
 
     value = max(parts, key=likeness)
-    rule = f"{type(error).__name__}: {_first_line(error)}{_line_of(error)}"
-    return Problem(_loaded[value], value, rule, "Correct it.")
+    return Problem(_loaded[value], value, f"{_said(error)}{_line_of(error)}", "Correct it.")
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Raise ConfigError in place of an error of a part from outside the package, for code that handles errors of that type."""
+    try:
+        yield
+    except Exception as error:
+        if problem := problem_of(error):
+            raise ConfigError([problem]) from error
+        raise
 
 
 def report(error: BaseException, stream: TextIO) -> bool:
@@ -142,7 +185,7 @@ def _in_words(frame: types.FrameType, line: int) -> str:
     return f"{code.co_filename}:{line}{function}: {linecache.getline(code.co_filename, line).strip()}"
 
 
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return error.msg
-    return (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+def _said(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    said = error.msg if isinstance(error, SyntaxError) else str(error).strip() or "no message"
+    return f"{type(error).__name__}: {said.splitlines()[0].rstrip('.')}"

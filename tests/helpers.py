@@ -303,7 +303,7 @@ def whole_logits_loss(hidden: jax.Array, head: Any, batch: loss.Batch, spec: los
 def damaging(rows: slice) -> Any:
     """Return a maker of an optimizer: AdamW, whose updates of these rows of the embedding are NaN."""
 
-    def make(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
+    def make(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, own: Any) -> optax.GradientTransformation:
         tx = adamw(optimizer, dtypes, axes)
 
         def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ class Source:
 def _source(**how: Any) -> Callable[..., Source]:
     """Return a function for `data.source`. The options `how` of Source apply to training data alone."""
 
-    def opened(data: Any, split: str, global_batch: int) -> Source:
+    def opened(data: Any, split: str, global_batch: int, own: Any) -> Source:
         batches = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
         return Source(batches, **(how if split == "train" else {}))
 
@@ -105,12 +105,12 @@ def bad_gradient(hidden_BTD: Any, head_VD: Any, batch: Any, spec: Any) -> jax.Ar
     return cross_entropy(spoiled(hidden_BTD, is_marked(batch)), head_VD, batch, spec)
 
 
-def signs(optimizer: Any, dtypes: Any, axes: Any) -> Any:
+def signs(optimizer: Any, dtypes: Any, axes: Any, own: Any) -> Any:
     """Return sign descent. It has no moments, so its checkpoints differ from Adam's."""
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
 
 
-def breaking(optimizer: Any, dtypes: Any, axes: Any) -> Any:
+def breaking(optimizer: Any, dtypes: Any, axes: Any, own: Any) -> Any:
     """Return sign descent that sets one weight of the second layer to NaN in its sixth update."""
 
     def init(params: Any) -> Any:

@@ -48,7 +48,7 @@ MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
 # Attributes of a source from outside the package, by split
 NEEDED = {
     "train": ("batch", "epoch", "fingerprint", "synthetic", "masked_fraction"),
-    "validation": ("batch", "bytes_per_token"),
+    "validation": ("batch", "bytes_per_token", "fingerprint"),
 }
 
 
@@ -532,13 +532,17 @@ class OwnSource:
 
     def batch(self, step: int, *rows: Any) -> dict[str, np.ndarray]:
         """Return batch `step` of the source, or these rows of it. Raises WrongPart if it is no batch."""
-        found = self._made.batch(step, *rows)
         shape = (len(rows[0]) if rows and rows[0] is not None else self._rows, self._seq_len)
 
         def refuse(rule: str) -> NoReturn:
             rule = f"its batch({step}) {rule}"
             raise own_parts.WrongPart(*self._named, rule, f"Return arrays {list(shape)}: {', '.join(BATCH_KEYS)}.")
 
+        try:
+            with own_parts.calling(*self._named, "batch(step, rows)"):
+                found = self._made.batch(step, *rows)
+        except StopIteration:
+            refuse("ends the data: it raises StopIteration")
         if not isinstance(found, Mapping):
             refuse(f"returns {type(found).__name__}, and no dict of arrays")
         for name, dtype in BATCH_KEYS.items():
@@ -715,7 +719,9 @@ def open_source(
     seq_len = data.seq_len if seq_len is None else seq_len
     asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
-        made = own_parts.load(key, source)(data, split, global_batch, own)
+        function = own_parts.load(key, source)
+        with own_parts.calling(key, source, "name(data, split, global_batch, own)"):
+            made = function(data, split, global_batch, own)
         wrapped: Any = OwnSource(key, source, made, NEEDED[split], global_batch, seq_len)
         return wrapped
     common: dict[str, Any] = {

@@ -240,7 +240,13 @@ def make_optimizer(
         return adamw(optimizer, dtypes, axes)
     if optimizer.name == "muon":
         return muon(optimizer, dtypes, axes, placement, numerics)
-    made = own_parts.load("optimizer.name", optimizer.name)(optimizer, dtypes, axes, own)
+    function = own_parts.load("optimizer.name", optimizer.name)
+
+    def calling(form: str = "") -> Any:
+        return own_parts.calling("optimizer.name", optimizer.name, form)
+
+    with calling("name(optimizer, dtypes, axes, own)"):
+        made = function(optimizer, dtypes, axes, own)
 
     def refuse(rule: str, remedy: str) -> None:
         raise own_parts.WrongPart("optimizer.name", optimizer.name, rule, remedy)
@@ -248,8 +254,13 @@ def make_optimizer(
     if not isinstance(made, optax.GradientTransformation):
         refuse(f"returns {type(made).__name__}, not an optax.GradientTransformation", "Return one, as optax.scale_by_adam().")
 
+    def init(params: Any) -> Any:
+        with calling("init(params)"):
+            return made.init(params)
+
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        new = made.update(updates, state, params)
+        with calling("update(updates, state, params)"):
+            new = made.update(updates, state, params)
         if not isinstance(new, tuple) or len(new) != 2:
             refuse(f"its update returns {type(new).__name__}, not two trees", "Return (updates, state).")
         if wrong := _difference(params, new[0]):
@@ -258,7 +269,7 @@ def make_optimizer(
             refuse(f"its update returns another state than it received: {wrong}", "Return one of the same form.")
         return new
 
-    return optax.GradientTransformation(made.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def _difference(was: Any, now: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain import hardware
+from jaxtrain import hardware, own_parts
 from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
@@ -234,7 +234,8 @@ def _act(parsed: Parsed) -> int:
         if parsed.mode == "calibrate":
             calibrate(console=make_console())
             return 0
-        return _run(parsed, cudnn)
+        with own_parts.refusing():
+            return _run(parsed, cudnn)
     except ConfigError:
         raise
     except (HloError, AssignmentError) as error:

@@ -63,7 +63,8 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        made = build(run.model, kernel, plan, ctx, rngs)
+        with own_parts.calling("model.family", run.model.family, "build(model, kernel, remat, ctx, rngs)"):
+            made = build(run.model, kernel, plan, ctx, rngs)
         if not isinstance(made, nnx.Module):
             rule = f"its build returns {type(made).__name__}, not an nnx.Module"
             raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")

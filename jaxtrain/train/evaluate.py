@@ -118,7 +118,7 @@ class HeldOut:
     def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
         self._run, self._program, self._sets, self._services = run, program, sets, services
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
-        contents = {name: without_places(getattr(batches, "fingerprint", {})) for name, batches in sets.items()}
+        contents = {name: without_places(batches.fingerprint) for name, batches in sets.items()}
         described = [contents, run.eval.sequences, dataclasses.asdict(run.loss), run.own]
         # Tells losses apart that cannot be compared: those of other sets, or of another loss.
         self.sets = hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:16]

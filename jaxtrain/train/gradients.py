@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models.module import Definition, Params, part
 from jaxtrain.models.moe import Statistics
-from jaxtrain.own_parts import WrongPart
+from jaxtrain.own_parts import WrongPart, calling
 from jaxtrain.shapes import MTP_KEYS, MTP_METRICS, STACK
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.train.balance import Balance
@@ -60,7 +60,8 @@ class Objective:
           mtp_totals: the result of `mtp_counts` for the batch.
         """
         rows = micro["tokens"], micro["segments"], micro["positions"]
-        hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
+        with calling("model.family", self.family, "model(tokens_BT, segments_BT, positions_BT)"):
+            hidden, statistics = model.hidden_and_statistics(*rows) if self.balance else (model(*rows), ())
         if self.family:
             self._check_hidden(hidden, micro)
         if not self.mtp_layers:

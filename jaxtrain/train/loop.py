@@ -14,6 +14,7 @@ import jax
 
 from jaxtrain import digests, position, replay
 from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
+from jaxtrain.config import own_settings
 from jaxtrain.corruption import Verifier
 from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch, explain
 from jaxtrain.durations import duration
@@ -287,6 +288,8 @@ class Loop:
         self._first_step.end()
         times.end("step")
         self.services.console.say(times.words)
+        for name in own_settings(self.run.own).unread:
+            self.services.console.warn(f"own.{name}: the family, loss, optimizer and data source of this run do not read it")
         self.services.receipt.update(start_s=times.parts)
         self._start_times = None
         if self.run.checkpoint.every_steps or self.run.checkpoint.keep_best:  # no step waits for a save at the end

@@ -252,7 +252,8 @@ def _checked(name: str, own: LossFunction) -> Loss:
     """Return a user's own loss function, which raises WrongPart if it does not return one float32."""
 
     def checked(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
-        made: Any = own(hidden_BTD, head_VD, batch, spec)
+        with own_parts.calling("loss.name", name, "name(hidden_BTD, head_VD, batch, spec)"):
+            made: Any = own(hidden_BTD, head_VD, batch, spec)
         if getattr(made, "shape", None) != () or made.dtype != jnp.float32:
             found = f"{made.dtype} {list(made.shape)}" if hasattr(made, "shape") else type(made).__name__
             rule = f"returns {found}, not the weighted sum of the loss over all tokens, float32 []"

@@ -9,7 +9,8 @@ If it has no `flops`, its forward pass is traced for one sequence on one device,
                  two operands in the backward pass
     head         by the formula
 
-So recomputation is not counted, nor the padding of a capacity.
+So recomputation is not counted, nor the padding of a capacity, nor matmuls of the loss other than the head's. Attention that the
+family computes by matmuls of its own counts all pairs of tokens in both conventions.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from jaxtrain import config, flops
+from jaxtrain import config, flops, own_parts
 from jaxtrain.config import RunConfig
 from jaxtrain.flops import Flops
 from jaxtrain.models import family
@@ -58,7 +59,12 @@ def model_flops(run: RunConfig) -> ModelFlops:
     if not m.outside:
         return formula
     if stated := getattr(family(name), "flops", None):
-        return ModelFlops(stated(m, run.data.seq_len) * 3, None, by_formula=False, note=f"FLOPs are those that {name} states")
+        with own_parts.calling("model.family", name, "flops(model, seq_len)"):
+            forward = stated(m, run.data.seq_len)
+        if not isinstance(forward, Flops) or not forward.causal > 0:
+            rule = f"its flops returns {forward!r}, not the FLOPs of a forward pass"
+            raise own_parts.WrongPart("model.family", name, rule, "Return jaxtrain.flops.Flops(causal, full).")
+        return ModelFlops(forward * 3, None, by_formula=False, note=f"FLOPs are those that {name} states")
     try:
         counted, unknown = count(run)
     # The module is the user's, and may raise anything. The run builds the same module, and reports its errors.
@@ -143,6 +149,7 @@ class CountedKernel(Kernel):
 
 CALLS = ("jaxpr", "call_jaxpr")  # parameters of operations that call another trace
 OPAQUE = ("ffi_call", "custom_call", "pure_callback", "io_callback", "triton_kernel_call")
+OPAQUE += ("lu", "triangular_solve", "cholesky", "householder_product", "geqrf", "eigh", "eig", "svd", "schur", "fft")
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain import generation, hardware, own_parts, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, Problem, RunConfig, own_settings, resolve
+from jaxtrain.config import ConfigError, Problem, RunConfig, resolve, shared_settings
 from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
@@ -38,6 +38,7 @@ from jaxtrain.train.memory import (
     size,
     taken_gib,
 )
+from jaxtrain.train.model_flops import model_flops
 from jaxtrain.train.program import Program, build
 from jaxtrain.train.services import Services
 from jaxtrain.watchdog import parse_budgets
@@ -93,12 +94,14 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
     Raises ConfigError for a run that cannot start, with the problems of the first check that fails.
     """
     devices = jax.devices()
+    shared_settings.cache_clear()  # what an earlier run of this process has read
     try:
         import_named_parts(run)
         run = drop_used_step(run, checkpoints)
         data, held_out = open_data(run)
         asked, run = run, with_documents(run, data, *held_out.values())
         program = build(run, devices)
+        model_flops(run)  # a family may state them wrongly
         options = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
         start = choose_start(asked, checkpoints, program)
@@ -178,8 +181,6 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     if run.eval.every_steps:
         evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
     seconds = time.perf_counter() - began
-    for name in own_settings(run.own).unread:
-        console.warn(f"own.{name}: this run's own family, loss, optimizer and data source do not read it")
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {duration(seconds)}; per device: {by_class}")

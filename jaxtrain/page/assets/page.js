@@ -173,6 +173,7 @@ const ofCurves = (chart, { axes: names, curves, zero }) => {
   };
   return {
     view, range, draw,
+    legends: new Set(curves.map((c) => c.legend)),
     stops: () => [...new Set(shown().flatMap((c) => c.x[axisNow()]))].sort((a, b) => a - b),
     words: (stop) => [`${names[axisNow()]} ${number(stop)}`, ...shown().flatMap((c) => value(c, stop))].join("\n"),
   };
@@ -243,6 +244,11 @@ for (const made of all) {
     const box = view().getBoundingClientRect();
     return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
   };
+  const widen = (from, to) => {
+    const [first, last] = numbers(view().dataset.x);
+    if (from <= first && last <= to) zoom();
+    else zoom([Math.max(first, from), Math.min(last, to)]);
+  };
   const placeOf = (part) => range()[0] + part * (range()[1] - range()[0]);
   const inRange = () => stops().filter((stop) => range()[0] <= stop && stop <= range()[1]);
 
@@ -268,8 +274,8 @@ for (const made of all) {
     const [from, to] = range();
     const near = found.includes(at) ? at : placeOf(0.5);
     if (move && found.length) show(found[Math.max(0, Math.min(found.length - 1, found.indexOf(at) + move))]);
-    else if (draw && event.key === "+") zoom([near - (near - from) / 2, near + (to - near) / 2]);
-    else if (draw && event.key === "-" && zoomed[axisNow()]) zoom([2 * from - near, 2 * to - near]);
+    else if (draw && event.key === "+" && to > from) zoom([near - (near - from) / 2, near + (to - near) / 2]);
+    else if (draw && event.key === "-" && zoomed[axisNow()]) widen(2 * from - near, 2 * to - near);
     else if (draw && event.key === "Escape" && zoomed[axisNow()]) zoom();
     else return;
     event.preventDefault();
@@ -298,6 +304,7 @@ for (const made of all) {
   // Each entry of a legend hides its curves in all charts.
   for (const entry of chart.parentElement.querySelectorAll(".key span:has(.swatch)")) {
     const name = entry.textContent;
+    if (!made.legends.has(name)) continue; // a limit, which all curves are compared with
     const button = document.createElement("button");
     button.type = "button";
     button.dataset.legend = name;

@@ -151,8 +151,12 @@ def _is_other(name: str) -> bool:
 
 
 def _digest_of_module(text: str) -> str:
-    """Return a digest of the file of `package.module:name`; `text` itself if there is no file."""
-    spec = importlib.util.find_spec(text.partition(":")[0])
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if there is no file."""
+    spec = importlib.util.find_spec(text.partition(":")[0].partition(".")[0])
+    if spec is None:
         return text
-    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or [Path(spec.origin or "")]
+    if not all(file.is_file() for file in files):
+        return text
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
