@@ -453,8 +453,10 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
         remedy = nearest_key(key, known)
-        if path == [OWN] and not section:
+        if path == [OWN]:
+            near = difflib.get_close_matches(key, [name for name in known if name.startswith(f"{OWN}.")], 1)
             remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
+            remedy = did_you_mean(near) if near else remedy
         return [_explain_refusal(Problem(key, shown, "no such key", remedy))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):

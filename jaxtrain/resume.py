@@ -277,6 +277,13 @@ def compare(
                     "Set it back, or start a new run in another --workdir (--config.init.from starts it from these weights)",
                 )
             )
+    settings = [name for name in {**before, **after} if name.startswith(f"{config.OWN}.")]
+    for name in allowed:
+        if name.startswith(f"{config.OWN}.") and not _matching([name], settings):
+            rule = "neither the checkpoint's config nor this one has such a key"
+            remedy = config.nearest(name, settings) if settings else "Take it out of the list"
+            problems.append(Problem("checkpoint.allow_change", name, rule, remedy))
+    allowed = [name for name in allowed if _matching([name], [*settings, *config.declared()])]
     everything = ",".join(dict.fromkeys([*allowed, *(name for name, _, _ in asked)]))
     for name, _, row in asked:
         former = f"was {_shown(name, before)}" if before.get(name) != after.get(name) else "had other content"

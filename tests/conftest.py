@@ -12,7 +12,6 @@ os.environ.update({} if os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu" else EIG
 import contextlib
 import faulthandler
 import gc
-import importlib
 import json
 import math
 import signal
@@ -162,12 +161,12 @@ def own_part(text: str) -> tuple[str, str]:
         raise pytest.UsageError(
             f"--part={text}: must be {key}=package.module:name; jaxtrain's own parts are tried without --part"
         )
+    from jaxtrain import config, own_parts
+
     try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise pytest.UsageError(f"--part={text}: {module} cannot be imported: {error}. Is its folder on PYTHONPATH?") from None
-    if not hasattr(found, attribute):
-        raise pytest.UsageError(f"--part={text}: {found.__file__} defines no {attribute}")
+        own_parts.load(key, name)
+    except config.ConfigError as error:
+        raise pytest.UsageError(f"--part={text}: {error}") from None
     return key, name
 
 

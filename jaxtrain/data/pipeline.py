@@ -517,8 +517,9 @@ def check(
 class OwnSource:
     """A source from outside the package. Its batches are checked, and all other attributes are its own."""
 
-    def __init__(self, key: str, value: str, made: Any, needed: Sequence[str], rows: int, seq_len: int):
+    def __init__(self, key: str, value: str, made: Any, needed: Sequence[str], rows: int, seq_len: int, vocab_size: int):
         self._named, self._made, self._rows, self._seq_len = (key, value), made, rows, seq_len
+        self._limits = {"tokens": vocab_size, "targets": vocab_size} if vocab_size else {}
         if missing := [name for name in needed if not hasattr(made, name)]:
             rule = f"returns {type(made).__name__} without {', '.join(missing)}"
             raise own_parts.WrongPart(
@@ -551,6 +552,10 @@ class OwnSource:
             array = np.asarray(found[name])
             if array.shape != shape or (np.dtype(dtype).kind == "f") != (array.dtype.kind == "f"):
                 refuse(f"has {name!r} as {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
+            if np.dtype(dtype).kind != "f" and array.size:
+                low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, config.MOST + 1)
+                if low < 0 or high >= limit:
+                    refuse(f"has {low if low < 0 else high:,} in {name!r}, which must be from 0 to {limit - 1:,}")
         return dict(found)
 
 
@@ -692,6 +697,7 @@ def open_source(
     seed: int | None = None,
     seq_len: int | None = None,
     own: config.Own = config.NO_SETTINGS,
+    vocab_size: int = 0,
 ) -> Batches:
     """Return the batches of one split of a source. The token files of stdlib are made if they do not exist.
 
@@ -704,6 +710,7 @@ def open_source(
       data_dir: the folder of stdlib's token files.
       seed, seq_len: replace the values in `data`; None: those values.
       own: the settings of the config's section `own`, for a user's own source.
+      vocab_size: of the model, which the token ids of a user's own source must be below; 0: any.
 
     Raises:
       config.ConfigError: the source cannot be opened, or it is "" although `data.source` is token files.
@@ -722,7 +729,7 @@ def open_source(
         function = own_parts.load(key, source)
         with own_parts.calling(key, source, "name(data, split, global_batch, own)"):
             made = function(data, split, global_batch, own)
-        wrapped: Any = OwnSource(key, source, made, NEEDED[split], global_batch, seq_len)
+        wrapped: Any = OwnSource(key, source, made, NEEDED[split], global_batch, seq_len, vocab_size)
         return wrapped
     common: dict[str, Any] = {
         "global_batch": global_batch,

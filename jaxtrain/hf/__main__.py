@@ -18,7 +18,7 @@ from jaxtrain import flops, hardware, stores
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.command_line import ArgumentParser, run_action
 from jaxtrain.commands import spelled
-from jaxtrain.config import Model
+from jaxtrain.config import OWN, Model
 from jaxtrain.hf.folder import is_raw, locate, open_folder
 from jaxtrain.models import presets
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -155,6 +155,8 @@ def run_config(args: argparse.Namespace) -> int:
     folder = open_folder(args.folder)
     for key, value in dataclasses.asdict(folder.model).items():
         say(f"config.model.{key} = {value!r}")
+    for key, value in folder.run().own if folder.raw else ():
+        say(f"config.{OWN}.{key} = {value!r}")
     for note in folder.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

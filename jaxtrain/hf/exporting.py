@@ -28,7 +28,7 @@ from jaxtrain.hf.importing import check_space, counted, open_origin, rate
 from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.models import FAMILIES, family
+from jaxtrain.models import family
 from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
 from jaxtrain.shapes import is_vector
 
@@ -60,7 +60,7 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], position
         **special,
         "use_cache": True,
     }
-    if run.model.family not in FAMILIES:
+    if run.model.outside:
         out |= {FAMILY: run.model.family, **own_of(run)}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
@@ -88,9 +88,8 @@ def raw_json(run: RunConfig, special: Mapping[str, Any], positions: int = 0) -> 
 
 
 def own_of(run: RunConfig) -> dict[str, Any]:
-    """Return the key of config.json with the section `own` of a config; {} without settings there."""
-    own = config.to_dict(run).get("own")
-    return {OWN: own} if own else {}
+    """Return the key of config.json with the section `own` of a config; {} if no family from outside the package reads it."""
+    return {OWN: dict(run.own)} if run.own and run.model.outside else {}
 
 
 def in_force(m: config.Model) -> config.Model:

@@ -145,7 +145,7 @@ class Folder:
             dtype = self.dtype(name for name in self.tensors if not (self.raw and self.keeps_f32(name)))
         tree = config.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
-        tree |= {"own": self.settings[OWN]} if OWN in self.settings else {}
+        tree |= {config.OWN: self.settings[OWN]} if OWN in self.settings else {}
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute())  # also without a tokenizer.json: text is refused then
@@ -290,7 +290,11 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
         HuggingFaceError: config.json is missing or damaged, or jaxtrain does not support the model.
     """
     path = locate(os.fspath(name))
-    settings = read_settings(path) | dict(changes or {})
+    settings = read_settings(path)
+    if changes and settings.get("model_type") == RAW:
+        rule = f"is a key of other programs' config.json, and {path} has the sections of jaxtrain's configs"
+        raise HuggingFaceError(f"--set={next(iter(changes))}: {rule}. Fix: change `model` in {path / CONFIG}.")
+    settings |= dict(changes or {})
     found = Folder(path, settings, model_of(settings, str(path / CONFIG)))
     if not found.raw and found.model.mtp_layers and any(path.glob("*.safetensors")):
         # transformers writes the number of modules of multi-token prediction, and none of their tensors.
@@ -507,7 +511,7 @@ def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConf
 def describe(path: str) -> dict[str, dict[str, Any]]:
     """Return the sections of a config file that begins from `path`: `config.update(describe(path))`.
 
-    They are `model` and `data`; `own` if it has settings; and for adapters, which are then trained further, `lora`.
+    They are `model` and `data`; `own` for a family from outside the package; `lora` for adapters, which are trained further.
 
     Args:
         path: a Hugging Face folder, hf:NAME, a run's folder, or one of its checkpoints. No tensor is read.
@@ -523,7 +527,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         meta = checkpoints.meta(step)
         run = stored_run(meta, checkpoints.directory / str(step))
         adapters = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
-    own = {"own": found} if (found := config.to_dict(run).get("own")) else {}
+    own = {config.OWN: dict(run.own)} if run.own and run.model.outside else {}
     data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
     return {"model": dataclasses.asdict(run.model), "data": data, **own, **adapters}
 

@@ -36,7 +36,7 @@ WITHOUT_EFFECT = frozenset(
         *("is_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss", "finetuning_task", "num_labels"),
         *("task_specific_params", "tokenizer_class", "processor_class", "prefix", "sep_token_id", "decoder_start_token_id"),
         *("gradient_checkpointing", "loss_type", "_commit_hash", "max_sequence_length", "model_max_length"),
-        *("tie_last_hidden_states", "is_llama_config", "jaxtrain_family", "jaxtrain_own"),
+        *("tie_last_hidden_states", "is_llama_config", FAMILY, OWN),
     )
 )
 PREFIXES = ("unsloth_",)  # of further keys without effect

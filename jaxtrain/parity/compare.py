@@ -130,6 +130,7 @@ def take_steps(
 def open_rows(run: RunConfig) -> Any:
     """Return the source of a run's training batches."""
     how: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
+    how["vocab_size"] = run.model.vocab_size
     return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
 
 

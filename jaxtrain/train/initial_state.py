@@ -201,13 +201,14 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
 
 
 def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str, ...]:
-    """Return a note on each model setting that differs between the weights in `path` and this run, such as the rotary base.
+    """Return a note on each setting of the sections model and own that differs between the weights in `path` and this run.
 
     Raises ConfigError if the weights do not fit this run: a tensor is missing, has another shape or is not in this model; their
     model family computes another function; they are only adapters; or init.what needs an optimizer state, and there is none.
     """
     source, key = open_origin(path), "init.base" if path == run.init.base else "init.from"
     there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
+    settings = source.meta["config"].get(config.OWN, {})
     problems = []
     of, family = there.get("family", ""), run.model.family
     theirs = models.family(of).STRUCTURE if of in models.FAMILIES else None  # other modules may not be here
@@ -244,6 +245,10 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
         f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"
         for name, value in here.items()
         if there.get(name) != value
+    ) + tuple(
+        f"own.{name}: {settings[name]!r} in {key}, {value!r} here"
+        for name, value in run.own
+        if settings.get(name, value) != value
     )
 
 
@@ -261,7 +266,7 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
-    how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own)}
+    how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
     train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
     if not run.eval.every_steps:
         return train, {}

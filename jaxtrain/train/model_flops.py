@@ -9,8 +9,8 @@ If it has no `flops`, its forward pass is traced for one sequence on one device,
                  two operands in the backward pass
     head         by the formula
 
-So recomputation is not counted, nor the padding of a capacity, nor matmuls of the loss other than the head's. Attention that the
-family computes by matmuls of its own counts all pairs of tokens in both conventions.
+So recomputation is not counted, nor the padding of a capacity, nor matmuls of the loss other than the head's. Attention that
+the family computes by matmuls of its own counts all pairs of tokens in both conventions.
 """
 
 import dataclasses

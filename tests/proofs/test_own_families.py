@@ -233,3 +233,10 @@ def test_a_run_whose_module_is_missing_is_refused_by_key(tmp_path: Path, capsys:
             call()
         assert [problem.key for problem in caught.value.problems] == ["model.family"]
     assert capsys.readouterr().err.count("PYTHONPATH") >= 2
+
+
+def test_a_raw_folder_takes_no_keys_of_other_programs(tmp_path: Path):
+    _, run, _ = imported(tmp_path, "llama")
+    exported(run, tmp_path / "raw", raw=True)
+    assert hf.main(["import", str(tmp_path / "raw"), f"--out={tmp_path / 'again'}", "--set=rms_norm_eps=0.5"]) == 2
+    assert not (tmp_path / "again").exists()

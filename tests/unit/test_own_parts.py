@@ -38,7 +38,13 @@ MODULES = {
     "alone = of(lambda u, s, p=None: u)\n"
     "tree = of(lambda u, s, p=None: ({'a': 1}, s))\n"
     "shape = of(lambda u, s, p=None: (jax.tree.map(lambda x: x.sum(), u), s))\n"
-    "state = of(lambda u, s, p=None: (u, (s, s)))\n",
+    "state = of(lambda u, s, p=None: (u, (s, s)))\n"
+    "three = lambda optimizer, dtypes, axes: optax.identity()\n"
+    "number = 3\n"
+    "def closure(*args):\n    def update(u, s, p=None):\n        return u[0]\n"
+    "    return optax.GradientTransformation(lambda p: (), update)\n"
+    "def ends(*args):\n    raise SystemExit(7)\n",
+    "exits.py": "raise SystemExit(3)\n",
 }
 
 
@@ -190,6 +196,9 @@ BATCH = {name: np.zeros((4, 8), dtype) for name, dtype in BATCH_KEYS.items()}
         {k: v[:3] for k, v in BATCH.items()},
         BATCH | {"tokens": BATCH["tokens"] * 1.0},
         BATCH | {"weights": BATCH["tokens"]},
+        BATCH | {"tokens": BATCH["tokens"] + 264},
+        BATCH | {"targets": BATCH["targets"] - 1},
+        BATCH | {"segments": BATCH["segments"].astype(np.int64) + 2**33},
     ],
 )
 def test_a_source_returns_the_arrays_of_a_batch(batch: Any):
@@ -199,10 +208,60 @@ def test_a_source_returns_the_arrays_of_a_batch(batch: Any):
         def batch(self, step: int, rows: Any = None) -> Any:
             return batch
 
-    source = pipeline.OwnSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8)
+    source = pipeline.OwnSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 264)
     assert source.rank == 7 and not hasattr(source, "text")
     error = failure(lambda: source.batch(0))
     assert isinstance(error, WrongPart) and error.problem.key == "data.source"
     batch = {k: v[:2] for k, v in BATCH.items()}
     assert source.batch(0, np.array([0, 3])).keys() == BATCH.keys()
-    assert isinstance(failure(lambda: pipeline.OwnSource("data.source", "a:b", Source(), ("epoch",), 4, 8)), WrongPart)
+    assert isinstance(failure(lambda: pipeline.OwnSource("data.source", "a:b", Source(), ("epoch",), 4, 8, 0)), WrongPart)
+
+
+def test_an_error_belongs_to_the_part_that_was_called():
+    """All parts may be in one module, and their calls closures: the part whose call fails is named, whatever was loaded."""
+    from jaxtrain.optim.optimizer import make_optimizer
+
+    for key in ("model.family", "data.source", "loss.name"):
+        load(key, "lab_of_mine.optimizers:closure")
+    params = {"w": jnp.ones((2, 3))}
+
+    def step(name: str) -> Any:
+        tx = make_optimizer(config.Optimizer(name=f"lab_of_mine.optimizers:{name}"), config.Dtypes(), {})
+        return tx.update(params, tx.init(params), params)
+
+    for name, words in {"closure": "optimizers.py", "three": "(optimizer, dtypes, axes, own)", "ends": "7"}.items():
+        problem = problem_of(failure(lambda name=name: step(name)))
+        assert problem is not None and problem.key == "optimizer.name" and words in str(problem)
+        assert problem.value == f"lab_of_mine.optimizers:{name}"
+
+
+@pytest.mark.parametrize("value", ["lab_of_mine.optimizers:number", "lab_of_mine.exits:x", "lab_of_mine.optimizers:optaxx"])
+def test_what_is_no_function_is_refused_at_its_import(value: str):
+    error = failure(lambda: load("optimizer.name", value))
+    assert isinstance(error, ConfigError) and [p.key for p in error.problems] == ["optimizer.name"]
+
+
+def test_a_source_that_ends_is_a_problem_of_the_source():
+    class Source:
+        batches = iter([BATCH])
+
+        def batch(self, step: int, rows: Any = None) -> Any:
+            return next(self.batches)
+
+    source = pipeline.OwnSource("data.source", "lab_of_mine.sound:part", Source(), ("batch",), 4, 8, 0)
+    assert source.batch(0).keys() == BATCH.keys()
+    error = failure(lambda: source.batch(1))
+    assert isinstance(error, WrongPart) and "StopIteration" in str(error)
+
+
+def test_ctrl_c_in_a_part_is_no_error_of_it():
+    load("loss.name", "lab_of_mine.sound:part")
+    assert problem_of(KeyboardInterrupt()) is None
+
+
+def test_a_search_asks_again_after_a_change_in_the_package(folder: Path):
+    from jaxtrain.plan.search import cache
+
+    before = cache._digest_of_module("lab_of_mine.sound:part")
+    (folder / "losses.py").write_text("x = 1\n")
+    assert before != cache._digest_of_module("lab_of_mine.sound:part")

@@ -47,7 +47,8 @@ def test_keys_of_the_file_keep_their_type_on_the_command_line(file):
 @pytest.mark.parametrize(
     ("argument", "key", "named"),
     [
-        ("--config.own.layers=2.5", "own.layers", "2"),
+        ("--config.own.layers=2.5", "own.layers", "whole number"),
+        ("--config.own.width=2", "own.width", "config.own.width = "),
         ("--config.own.gama=3", "own.gama", "own.gamma"),
         ("--config.loss.gama=3", "loss.gama", "config.own.gama"),
         ("--config.own=3", "own", "own.gamma"),
@@ -84,6 +85,7 @@ def test_parts_receive_attributes_and_what_nobody_reads_is_known():
     assert own.unread == ["gated"]
     with pytest.raises(AttributeError, match=r"own\.beta"):
         _ = own.beta
+    assert own_settings((("gamma", 2), ("gated", False))) != own  # an integer makes other programs than a float
     same = Own((("gamma", 2.0), ("gated", False)))
     assert own == same and hash(own) == hash(same) and own != Own((("gamma", 1.0), ("gated", False)))
     assert copy.deepcopy(own) == pickle.loads(pickle.dumps(own)) == own
@@ -106,3 +108,5 @@ def test_a_change_on_resume_must_be_allowed(before, after):
     notes, problems = resume.compare(old, new, "own.gamma")
     assert len(notes) == 1 and not problems
     assert resume.compare(old, old) == ([], [])
+    _, problems = resume.compare(old, new, "own.gamma,own.gama")
+    assert [(p.key, p.value) for p in problems] == [("checkpoint.allow_change", "own.gama")]
