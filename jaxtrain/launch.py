@@ -454,7 +454,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
         remedy = nearest_key(key, known)
         if path == [OWN]:
-            near = difflib.get_close_matches(last, [*section], 1)
+            near = difflib.get_close_matches(last, [*(section or {})], 1)
             remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
             remedy = did_you_mean([f"{OWN}.{near[0]}"]) if near else remedy
         return [_explain_refusal(Problem(key, shown, "no such key", remedy))]

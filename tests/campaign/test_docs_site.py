@@ -101,7 +101,7 @@ addEventListener("load", () => {
 
 
 @in_browser
-@pytest.mark.parametrize("page", ["finetuning", "observing"])
+@pytest.mark.parametrize("page", ["finetuning", "quickstart"])
 def test_code_can_be_copied_and_commands_are_not_cut(site: tuple[Path, str], page: str, tmp_path: Path):
     """Prompts and output are not copied. At 1280 px, commands wrap and the contents of a page are visible."""
     folder, address = site
@@ -110,7 +110,7 @@ def test_code_can_be_copied_and_commands_are_not_cut(site: tuple[Path, str], pag
     seen = json.loads(
         html.unescape(re.findall(r'<pre id="probe">(.+?)</pre>', shown(f"{address}probed.html", tmp_path), re.S)[0])
     )
-    assert len(seen["copied"]) == len(seen["texts"]) > 3
+    assert len(seen["copied"]) == len(seen["texts"]) > 1
     for given, copied, cut in zip(seen["texts"], seen["copied"], seen["cut"], strict=True):
         commands = [line.removeprefix("$ ") for line in given.splitlines() if line.startswith("$ ")]
         assert copied.splitlines() == (commands or given.rstrip().splitlines())

@@ -137,6 +137,7 @@ found.cursors = charts.map((c) => [...first(c.querySelector(".tip")),
   shown(c).querySelector(".cursor").getAttribute("x1")]);
 found.pressed = press("Tab"); loss.dispatchEvent(new MouseEvent("dblclick")); found.reset = state();
 press("+"); found.plus = state(); press("Escape"); found.escaped = [state(), press("Escape")];
+drag(); for (const _ of "---") press("-"); found.widened = state();
 drag(); reset.click(); found.button = state();
 click("low"); found.hidden = state(); click("low"); found.back = state();"""
 
@@ -153,7 +154,7 @@ def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
     assert all({"140", "160", "180", "200"} <= set(labels) and "300" not in labels for labels in zoomed["labels"])
     assert "80" in before["labels"][0] and "80" not in zoomed["labels"][0], "the y axis follows what is visible"
     assert {tuple(each) for each in found["cursors"]} == {("step 151", "visible", "50%")}
-    for restored in (found["reset"], found["escaped"][0], found["button"], found["back"]):
+    for restored in (found["reset"], found["escaped"][0], found["widened"], found["button"], found["back"]):
         assert restored == before
     assert found["pressed"] and found["escaped"][1], "keys that do nothing on a chart keep their meaning"
     assert set(found["plus"]["x"]) != set(before["x"])
@@ -164,6 +165,19 @@ def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
         assert {curve for curve, rects in drawn if not rects} == of_low
     lowest = min(float(text) for text in hidden["labels"][0] if re.fullmatch(r"[\d.]+", text) and float(text) < 100)
     assert lowest > 40, "the axis begins at the run that is left"
+
+
+def test_a_page_of_one_line_cannot_be_zoomed(tmp_path: Path):
+    run = fake(tmp_path / "run", [line(1, loss=2.0, grad_norm=1.0)])
+    found = laid_out(
+        run_page.html(read_all([run])),
+        tmp_path,
+        1280,
+        SHARED.partition("found.select")[0]
+        + """
+found.before = state(); press("+"); drag(); found.after = state();""",
+    )
+    assert found["before"] == found["after"]
 
 
 SORTED = """const table = [...document.querySelectorAll("table.sortable")]

@@ -275,7 +275,7 @@ for (const made of all) {
     const near = found.includes(at) ? at : placeOf(0.5);
     if (move && found.length) show(found[Math.max(0, Math.min(found.length - 1, found.indexOf(at) + move))]);
     else if (draw && event.key === "+" && to > from) zoom([near - (near - from) / 2, near + (to - near) / 2]);
-    else if (draw && event.key === "-" && zoomed[axisNow()]) widen(2 * from - near, 2 * to - near);
+    else if (draw && event.key === "-" && zoomed[axisNow()]) widen(from - (to - from) / 2, to + (to - from) / 2);
     else if (draw && event.key === "Escape" && zoomed[axisNow()]) zoom();
     else return;
     event.preventDefault();
