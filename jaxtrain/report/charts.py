@@ -20,7 +20,7 @@ from jaxtrain.page.numbers import percent
 from jaxtrain.page.sections import Column, Drawing, Section, Table
 from jaxtrain.report.run import Run
 
-MANY = 8  # most runs on a page, equal to the number of colours
+MANY = 8  # most runs on a page
 LEAST_COLUMNS = 120  # least number of points of a thinned curve if there are many runs
 LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this factor
 SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
