@@ -319,6 +319,6 @@ nan_embedding = damaging(slice(None))
 nan_unused_row = damaging(slice(-1, None))  # synthetic data has no such token, so the loss stays finite
 
 
-def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> Any:
+def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, own: Any) -> Any:
     """Return AdamW with beta1 = 0.99."""
     return adamw(dataclasses.replace(optimizer, beta1=0.99), dtypes, axes)
