@@ -25,7 +25,7 @@ import importlib.util
 import os
 import signal
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -71,18 +71,16 @@ class _QuietJax:
     """A finder of modules, by which the first import of jax runs in `startup.quiet`, in each process that imports jaxtrain."""
 
     @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the spec of jax, with a loader that removes messages about a missing CUDA driver; None for other modules."""
-        if name != "jax":
-            return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name) if name == "jax" else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_quietly(module: ModuleType) -> None:
                 from jaxtrain.startup import quiet
 
+                sys.meta_path.remove(cls)
                 with quiet():
                     execute(module)
 
