@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxtrain.commands import spelled
 from jaxtrain.config import OWN, RULES, Key, RunConfig, declared, flatten, public_name, spelled_value, to_dict
-from jaxtrain.launch import Loaded
+from jaxtrain.launch import Loaded, variables
 
 # Section -> the meaning of its keys without a declaration.
 OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
@@ -60,7 +60,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
 def not_checked(loaded: Loaded, on_gpus: bool) -> str:
     """Return a line with the facts that --explain has not checked, and the command that plans the memory of this config."""
     machine = [] if on_gpus else ["--topology=h200:8"]
-    plan = f"{spelled('python -m jaxtrain.plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
+    plan = f"{variables()}{spelled('python -m jaxtrain.plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
     return f"not checked: memory of the devices ({plan} does), free disk space, contents of data and weights, logins"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import ml_collections
 
 from jaxtrain import config_file
-from jaxtrain.commands import CONFIG
+from jaxtrain.commands import CONFIG, PREFIX
 from jaxtrain.config import (
     OWN,
     SMALLEST,
@@ -35,6 +35,7 @@ from jaxtrain.config import (
     resolve,
     to_dict,
 )
+from jaxtrain.environment import EXPORTED
 from jaxtrain.synonyms import OTHER_UNIT, did_you_mean, nearest_key, nearest_keys
 
 REPO = Path(__file__).resolve().parent.parent
@@ -50,6 +51,8 @@ NO_DROPOUT = (
 BARE = "\0"
 # Rules of a command line.
 NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
+# Variables of the shell without which the same command has other devices, or does not find the user's own modules.
+DECIDING = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")
 STRAYS = (NO_OPTION, LEFT_OVER)
 
 
@@ -518,16 +521,31 @@ def _with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]
     return [explained(p) for p in problems]
 
 
+def variables() -> str:
+    """Return the variables of the shell that decide what a command does, to type before it: "JAX_NUM_CPU_DEVICES=8 ", or "".
+
+    Variables that the program set are left out, and so is the folder in PYTHONPATH that run.sh adds itself.
+    """
+    exported = os.environ.get(EXPORTED, "").split(",")
+    found = {name: os.environ.get(name, "") for name in DECIDING if name not in exported}
+    if os.environ.get(PREFIX):
+        path = found.get("PYTHONPATH", "").split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in found.items() if value)
+
+
 def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
     """Return problems whose remedies name commands with this command line's config and overrides in the place of CONFIG.
 
-    Overrides with a problem of their own are left out.
+    The shell's `variables` are typed before them. Overrides with a problem of their own are left out.
     """
     wrong = {problem.key for problem in problems}
     right = [(key, value) for key, value in launch.overrides if key not in wrong]
     given = shlex.join(dataclasses.replace(launch, overrides=tuple(right)).config_argv)
     command = re.compile(rf"(python -m jaxtrain\.[\w .-]+){CONFIG}")
-    return [dataclasses.replace(p, remedy=command.sub(lambda found: found[1] + given, p.remedy)) for p in problems]
+    return [
+        dataclasses.replace(p, remedy=command.sub(lambda found: variables() + found[1] + given, p.remedy)) for p in problems
+    ]
 
 
 def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:

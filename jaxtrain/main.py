@@ -16,7 +16,7 @@ import ml_collections
 from jaxtrain import distributed, environment, explain, hardware, launch, own_parts
 from jaxtrain.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
 from jaxtrain.config import ConfigError, RunConfig, flatten, to_dict
-from jaxtrain.startup import set_environment, start_jax
+from jaxtrain.startup import choose_cpu, set_environment, start_jax
 from jaxtrain.validate import validate
 from jaxtrain.validate.layout import mesh_sizes
 from jaxtrain.validate.places import check_lock, check_resume, remote
@@ -145,7 +145,7 @@ def start_processes(devices: hardware.Devices, cluster: distributed.Cluster | No
     if not problems:
         start_jax(devices, cluster, check)
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # to import JAX: no device is started
+    choose_cpu()  # to import JAX: no device is started
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     try:
         start_jax(devices, cluster, check, TELL_S)

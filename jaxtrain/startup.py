@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jaxtrain
@@ -39,8 +39,19 @@ def set_environment(overlay: Overlay) -> None:
         before = " ".join(f"{name}={value}" for name, value in absent.items())
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
         raise ConfigError([Problem("environment", before, rule, remedy)])
-    os.environ.update(absent)
-    os.environ[EXPORTED] = ",".join(sorted({*filter(None, os.environ.get(EXPORTED, "").split(",")), *overlay.set}))
+    export(overlay.set)
+
+
+def export(values: Mapping[str, str]) -> None:
+    """Set environment variables, and record that they are not from the shell."""
+    os.environ.update(values)
+    os.environ[EXPORTED] = ",".join(sorted({*filter(None, os.environ.get(EXPORTED, "").split(",")), *values}))
+
+
+def choose_cpu() -> None:
+    """Make JAX start on the CPU."""
+    if os.environ.get("JAX_PLATFORMS") != "cpu":  # otherwise the shell has chosen it
+        export({"JAX_PLATFORMS": "cpu"})
 
 
 def _started_on_gpus() -> bool:
@@ -101,7 +112,7 @@ def start_jax(
         connect_s: seconds for them to connect.
     """
     if devices.kind == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        choose_cpu()
         threads_for_cpus(devices.count)
     else:
         load_nvrtc_builtins()

@@ -34,7 +34,7 @@ from jaxtrain.distributed import PeerLost, Peers, detect
 from jaxtrain.distributed.shared import find_unshared
 from jaxtrain.distributed.words import first_line
 from jaxtrain.divergence import Diverged, explain
-from jaxtrain.launch import Launch, resolved_with_epochs
+from jaxtrain.launch import Launch, resolved_with_epochs, variables
 from jaxtrain.ledger import Ledger
 from jaxtrain.metrics import MetricsError, NotWritten
 from jaxtrain.monitor import Monitor
@@ -434,10 +434,16 @@ def open_services(
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
     try:
         with Console(workdir, process, setup.run.train.steps) as console, ledger, Stop(peers.ask_to_stop) as stop:
+
+            def asked_early(name: str, code: int) -> None:
+                ending.asked_early(name, code)
+                if line := next_command(setup, ending, own_process):
+                    console.say(line)
+
             for line in (*setup.launch.notes, *overlay.lines()):
                 console.say(line)
             if own_process:
-                stop.at_once = ending.asked_early
+                stop.at_once = asked_early
                 peers.listen(stop.asked_elsewhere)
             try:
                 yield Services(console, writers, receipt, ledger, watchdog, peers, stop)
@@ -452,7 +458,7 @@ def open_services(
                 console.warn(str(error))
             if (spent := ledger.close(ending.code, ending.reason)) is not None:
                 console.say(goodput.words(spent))
-                if line := next_command(setup, ending, overlay, own_process):
+                if line := next_command(setup, ending, own_process):
                     console.say(line)
     except BaseException as error:
         ending.reason = str(own_parts.problem_of(error) or f"{type(error).__name__}: {first_line(error)}")
@@ -473,15 +479,14 @@ def open_services(
                     print(f"error: {error}", file=sys.stderr)
 
 
-def next_command(setup: Setup, ending: Ending, overlay: environment.Overlay, own_process: bool) -> str:
+def next_command(setup: Setup, ending: Ending, own_process: bool) -> str:
     """Return a line with the command to type after this run: the same one if it was stopped, else that of its report.
 
     Return "" for a run without a step. The command of several processes is that of their launcher, which is not known here.
     """
     argv, stopped = setup.launch.argv, ending.error is None and ending.code in (AGAIN, INTERRUPTED)
     if stopped and own_process and ending.peers.count == 1:
-        devices = overlay.inherited.get("JAX_NUM_CPU_DEVICES")
-        return f"resume: {f'JAX_NUM_CPU_DEVICES={devices} ' if devices else ''}{training(shlex.join(argv))}"
+        return f"resume: {variables()}{training(shlex.join(argv))}"
     return f"report: {spelled('python -m jaxtrain.report')} {shlex.quote(str(setup.workdir))}" if ending.step else ""
 
 

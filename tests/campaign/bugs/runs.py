@@ -32,6 +32,20 @@ BUGS = (
         "unit/test_next_command.py",
     ),
     Bug(
+        "end of a run: the command to resume it loses the shell's own modules",
+        "jaxtrain/launch.py",
+        'DECIDING = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")',
+        'DECIDING = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")',
+        "unit/test_next_command.py",
+    ),
+    Bug(
+        "end of a run: one without a step does not say how to go on",
+        "jaxtrain/train/run.py",
+        "                stop.at_once = asked_early",
+        "                stop.at_once = ending.asked_early",
+        "proofs/test_resume_line.py",
+    ),
+    Bug(
         "schedule rule: a warm-up as long as the run is refused",
         "jaxtrain/validate/__init__.py",
         "if o.warmup_steps > steps:",
