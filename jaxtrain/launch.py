@@ -135,7 +135,7 @@ def load(
     problems += wrong
     file_read = config is not None
     config = config if config is not None else default_config()
-    from_file, values_of_file = set(assigned(config)) | _changed(config), dict(flatten(config))
+    from_file, run_of_file = _stated(config), resolved(config)[0]
     chosen: set[str] = set()
     for key, text in overrides:
         wrong = apply(config, key, text)
@@ -158,7 +158,7 @@ def load(
     run, wrong, known = resolve_epochs(run)
     problems += wrong
     authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
-    run, fitted = fit_schedule(run, authors, {"default": dict(flatten(default_config())), "file": values_of_file})
+    run, fitted = fit_schedule(run, authors, run_of_file, _steps_of_file(run, run_of_file, from_file))
     notes += [*known, *fitted]
     asked = dict(flatten(config))
     origins = {
@@ -178,10 +178,11 @@ def length(o: Optimizer, steps: int) -> int:
     return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
 
 
-def _changed(config: ml_collections.ConfigDict) -> set[str]:
-    """Return the keys of a config that differ from their defaults, for a config without a record of assignments."""
+def _stated(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
+    """Return the keys that a config file sets; of a config without a record of assignments, those that are not the default."""
     defaults = dict(flatten(default_config()))
-    return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
+    changed = {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
+    return changed | set(assigned(config) if isinstance(config, ml_collections.ConfigDict) else ())
 
 
 BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
@@ -221,20 +222,40 @@ def resolved_with_epochs(
     config: ml_collections.ConfigDict | Mapping[str, Any],
 ) -> tuple[RunConfig, list[Problem], list[str]]:
     """Return (run, problems, notes) of a config without a command line: `resolved`, with the steps of train.epochs."""
-    run, problems = resolved(config)
-    before = dict(flatten(to_dict(run)))
-    run, wrong, notes = resolve_epochs(run)
-    if run.train.steps != before["train.steps"]:
-        run, notes = fit_schedule(run, dict.fromkeys(before, "file") | {"train.steps": BY_EPOCHS}, {"file": before})
+    asked, problems = resolved(config)
+    run, wrong, notes = resolve_epochs(asked)
+    if run.train.steps != asked.train.steps:
+        stated = _stated(config)
+        authors = dict.fromkeys(declared(), "default") | dict.fromkeys(stated, "file") | {"train.steps": BY_EPOCHS}
+        run, notes = fit_schedule(run, authors, asked, _steps_of_file(run, asked, stated))
     return run, _with_own_settings(problems + wrong, run), notes
 
 
+def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[int, str]:
+    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
+
+    Epochs of the command line count in place of those of a file that has none.
+
+    Args:
+        run: the config with the command line's overrides.
+        file: the config without them.
+        stated: keys that the file sets.
+    """
+    epochs = file.train.epochs or run.train.epochs
+    if "train.steps" not in stated and epochs > 0:
+        whole, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
+        if not wrong and not unknown:
+            return whole.train.steps, BY_EPOCHS
+    return file.train.steps, "file" if "train.steps" in stated else "default"
+
+
 def fit_schedule(
-    run: RunConfig, authors: Mapping[str, str], values: Mapping[str, Mapping[str, Any]]
+    run: RunConfig, authors: Mapping[str, str], file: RunConfig, steps_of_file: tuple[int, str]
 ) -> tuple[RunConfig, list[str]]:
     """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
 
-    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run.
+    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run. A
+    default has its fraction of the default train.steps, a length of a file with train.epochs that of the steps of its epochs.
     Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps; of a constant schedule, whose
     rates do not depend on the length of the run, and of steps of the file itself, only if they are too long. lr_min changes
     only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
@@ -243,7 +264,8 @@ def fit_schedule(
     Args:
         run: the resolved config.
         authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
-        values: origin -> the flat config with the values of that origin.
+        file: the config of the file, without overrides.
+        steps_of_file: result of `_steps_of_file`.
 
     Returns:
         the config, and one line for each value that changed.
@@ -258,26 +280,32 @@ def fit_schedule(
     decays = o.schedule != "constant"
     lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
     movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-    # The run in which a length has its fraction: that of the file, unless a default is too long for it.
-    file_steps = values["file"]["train.steps"]
-    before = {
-        n: file_steps if v <= file_steps else values[authors[f"optimizer.{n}"]]["train.steps"] for n, v in movable.items()
-    }
+    usual = RunConfig()
+
+    def whole(name: str) -> tuple[int, str]:
+        """Return (steps, their origin) of the run of which a length is a fraction."""
+        if authors[f"optimizer.{name}"] == "default":
+            return usual.train.steps, "default"
+        # Steps of epochs may be too few for the length, and give no fraction.
+        return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
+
+    before = {n: whole(n) for n in movable}
     if length(o, steps) <= steps:
-        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n]}
+        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n][0]}
     if steps > 0 and movable:
-        fitted = {n: max(1, v * steps // max(steps, before[n])) for n, v in movable.items()}
+        fitted = {n: max(1, v * steps // max(steps, before[n][0])) for n, v in movable.items()}
         room = steps - (length(o, steps) - sum(movable.values()))
         if sum(fitted.values()) > room:
             fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
         changes |= fitted
         for n, v in fitted.items():
-            was = f"{movable[n]} of {before[n]} steps ({authors[f'optimizer.{n}']})"
+            author, (of, counted_by) = authors[f"optimizer.{n}"], before[n]
+            was = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {of} steps ({counted_by})"
             notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
     valid = not declared()["optimizer.lr"].out_of_range(o.lr)
     if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
         author = authors["optimizer.lr_min"]
-        peak = values[author]["optimizer.lr"]
+        peak = (usual if author == "default" else file).optimizer.lr
         lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
         changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
         was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -179,21 +180,58 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
 
 
 @pytest.mark.parametrize(
-    ("body", "steps", "fitted"),
+    ("body", "steps", "fitted", "notes"),
     [
-        ("train.steps = 700", 60, {"warmup_steps": 8}),  # the default of 100 steps
-        ("train.steps = 50", 30, {"warmup_steps": 3}),  # the default is too long for the file, and had 100 of 1000 steps
-        ("train.steps = 500", 800, {"warmup_steps": 100}),
-        ("optimizer.warmup_steps = 0", 60, {"warmup_steps": 0}),
-        ("optimizer.schedule = 'wsd'; config.optimizer.decay_steps = 200", 500, {"warmup_steps": 50, "decay_steps": 100}),
-        ("optimizer.schedule = 'linear'; config.optimizer.decay_steps = 800", 500, {"warmup_steps": 50, "decay_steps": 400}),
+        ("train.steps = 700", 60, {"warmup_steps": 6}, 1),  # the default: 100 of 1000 steps, whatever the file's
+        ("train.steps = 50", 30, {"warmup_steps": 3}, 1),
+        *((f"train.steps = {n}", 20, {"warmup_steps": 2}, 1) for n in (99, 100, 101, 150)),
+        *(("train.steps = 100", n, {"warmup_steps": n // 10}, 1) for n in (99, 100, 101, 150)),
+        ("train.steps = 500", 1000, {"warmup_steps": 100}, 0),
+        ("train.steps = 500; config.optimizer.warmup_steps = 100", 60, {"warmup_steps": 12}, 1),  # the file's own
+        ("train.steps = 500; config.optimizer.warmup_steps = 100", 800, {"warmup_steps": 100}, 0),
+        ("optimizer.warmup_steps = 50", 60, {"warmup_steps": 3}, 1),  # of the 1000 steps that a run of the file has
+        ("optimizer.warmup_steps = 0", 60, {"warmup_steps": 0}, 0),
+        ("optimizer.schedule = 'wsd'; config.optimizer.decay_steps = 200", 500, {"warmup_steps": 50, "decay_steps": 100}, 2),
+        ("optimizer.schedule = 'linear'; config.optimizer.decay_steps = 800", 500, {"warmup_steps": 50, "decay_steps": 400}, 2),
     ],
 )
-def test_a_shorter_run_keeps_the_fractions_of_the_file(tmp_path, body, steps, fitted):
+def test_a_shorter_run_keeps_the_fractions_of_the_file(tmp_path, body, steps, fitted, notes):
     loaded = launch.load([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted and loaded.problems == []
-    same = launch.load([config_file(tmp_path, f"config.{body}")]).run.optimizer
-    assert len(loaded.launch.notes) == sum(value != getattr(same, name) for name, value in fitted.items()) or steps == 30
+    assert len(loaded.launch.notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("body", "typed", "warmup", "origins"),
+    [  # One epoch has 26 steps.
+        ("warmup_steps = 10", "", 10, None),  # steps of the file, which fit
+        ("warmup_steps = 10", "train.steps=13", 5, ["file", "train.epochs", "command line"]),
+        ("warmup_steps = 10", "train.epochs=0.5", 5, ["file", "train.epochs", "train.epochs"]),
+        ("warmup_steps = 10", "train.epochs=2", 10, None),
+        ("warmup_steps = 50", "", 1, ["file", "default", "train.epochs"]),
+        ("warmup_steps = 10; config.train.steps = 100", "", 2, ["file", "train.epochs"]),
+        ("warmup_steps = 10; config.train.steps = 100", "train.steps=20", 2, ["file", "command line"]),
+        ("weight_decay = 0.0", "", 2, ["default", "train.epochs"]),
+        ("weight_decay = 0.0", "train.steps=12", 1, ["default", "command line"]),
+    ],
+)
+def test_a_warmup_of_a_file_with_epochs(tmp_path, body, typed, warmup, origins):
+    """It is in steps, or a fraction of the file's own train.steps. A note tells whose numbers it compares."""
+    text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)
+    data = f"data.seq_len = 16; config.train.global_batch = 4; config.data.source = {str(text)!r}; config.train.epochs = 1.0"
+    file = config_file(tmp_path, f"config.{data}; config.optimizer.{body}")
+    loaded = launch.load([file, *arguments(typed)])
+    assert loaded.run.optimizer.warmup_steps == warmup and loaded.problems == []
+    told = [re.findall(r"\(([a-z. ]+)\)", note) for note in loaded.launch.notes if note.startswith("optimizer.")]
+    assert told == ([origins] if origins else [])
+    if not typed:
+        made = launch.read_file(file.removeprefix("--config="), None)[0]
+        assert made is not None and launch.resolved_with_epochs(made)[0] == loaded.run
+
+
+def test_a_mistake_in_the_steps_of_a_file_is_a_problem(tmp_path):
+    body = "type(config).unlock(config); config.train = dict(config.train, steps='many')"
+    assert [p.key for p in launch.load([config_file(tmp_path, body)]).problems] == ["train.steps"]
 
 
 def test_samples_that_a_file_wants_are_left_out_without_tokens(tmp_path):

@@ -304,16 +304,23 @@ BUGS = (
     Bug(
         "schedule: a short try keeps the warm-up of the whole run",
         "jaxtrain/launch.py",
-        'if decays and authors["train.steps"] != "file" and steps < before[n]}',
-        'if not decays and authors["train.steps"] != "file" and steps < before[n]}',
+        'if decays and authors["train.steps"] != "file" and steps < before[n][0]}',
+        'if not decays and authors["train.steps"] != "file" and steps < before[n][0]}',
         "unit/test_config.py -k shorter_run",
     ),
     Bug(
-        "schedule: steps of the file shorten its default warm-up",
+        "schedule: a default warm-up is taken as the file's part of its run",
         "jaxtrain/launch.py",
-        "n: file_steps if v <= file_steps else values",
-        "n: file_steps if v > file_steps else values",
+        """if authors[f"optimizer.{name}"] == "default":""",
+        """if authors[f"optimizer.{name}"] == "file":""",
         "unit/test_config.py -k shorter_run",
+    ),
+    Bug(
+        "schedule: epochs change a warm-up that the file has in steps",
+        "jaxtrain/launch.py",
+        'if "train.steps" not in stated and epochs > 0:',
+        'if "train.steps" in stated and epochs > 0:',
+        "unit/test_config.py -k file_with_epochs",
     ),
     Bug(
         "refusals: a command that a fix names plans the default config",
