@@ -11,7 +11,7 @@ import pytest
 from made_plans import H200, RATES, above, load, made, plan_inline, tiny
 from rich.console import Console
 
-from jaxtrain.config import Problem, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.plan import topology
 from jaxtrain.plan.report import search_report
 from jaxtrain.plan.search import parallel, search, space
@@ -280,3 +280,51 @@ def test_a_run_with_a_formula_says_nothing_of_its_lack():
     ranked = search.rank(tiny(), "made", TWO, "speed", space.training_check(TWO), RATES)
     tree = search_report.to_json(ranked)
     assert tree["no_formula"] == "" and tree["formula"][0]["formula"]["step_ms"] > 0 and tree["too_big"] >= 0
+
+
+# ---- Searches in which settings fail
+
+
+def of_outcomes(monkeypatch, *outcomes: parallel.Outcome) -> search.SearchResult:
+    """Return the search that has these outcomes, one after the other."""
+
+    def plan_each(following, **_):
+        for outcome in outcomes:
+            yield following()[0], outcome
+
+    monkeypatch.setattr(search, "plan_each", plan_each)
+    return search.search(tiny("train.freeze=layers.mlp.*"), "made", TWO, check=space.training_check(TWO), most=len(outcomes))
+
+
+def refused(key: str) -> parallel.Outcome:
+    problem = Problem(key, "x", "is wrong", "Mend it.")
+    return parallel.Outcome(None, "refused", str(problem), (problem,))
+
+
+def test_a_refusal_of_every_setting_ends_the_search(monkeypatch):
+    """Of a key that the search does not change, in the first outcome: more compiles would tell the same."""
+    for key in ("train.freeze", "model.family"):
+        with pytest.raises(ConfigError) as caught:
+            of_outcomes(monkeypatch, refused(key))
+        assert [p.key for p in caught.value.problems] == [key]
+    planned = parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    assert of_outcomes(monkeypatch, planned, refused("train.freeze")).best
+    assert of_outcomes(monkeypatch, refused("sharding.gather"), planned).best, "another layout may do"
+
+
+def test_failed_settings_are_no_compiled_ones_and_each_reason_is_told_once(monkeypatch):
+    failed = [refused("sharding.gather"), refused("sharding.gather"), parallel.Outcome(None, "failed", "another")]
+    planned = parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    for outcomes in (failed, [*failed, planned]):
+        found = of_outcomes(monkeypatch, *outcomes)
+        told = printed(lambda console, found=found: show_search(console, found))
+        assert f"{len(outcomes) - 3} compiled, 3 failed" in told
+        assert told.count("is wrong") == told.count("another") == 1
+        assert outcomes is not failed or "fit" not in told
+
+
+def show_search(console: Console, found: search.SearchResult) -> None:
+    """Print a search as the command does: each outcome when it comes, and then all."""
+    with search_report.watch(console) as progress:
+        progress(found)
+    search_report.show(found, console)

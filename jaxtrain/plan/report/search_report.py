@@ -47,8 +47,10 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
             nonlocal printed
             new = list(enumerate(found.tried, 1))[printed:]
             printed += len(new)
-            lines = [
-                f"{'compiled ' if c.plan else ''}{n}: {describe(c, found.topology)}: {_came_of(c.outcome)}" for n, c in new
+            lines = [  # `show` tells why settings failed
+                f"{'compiled ' if c.plan else ''}{n}: {describe(c, found.topology)}: "
+                f"{_came_of(c.outcome) if c.plan else c.outcome and c.outcome.kind}"
+                for n, c in new
             ]
             now = "; ".join(describe(c, found.topology) for c in found.running)
             show(len(found.tried), found.most, now, lines)
@@ -95,14 +97,16 @@ def show_ranked(found: SearchResult, console: Console) -> None:
 
 def show(found: SearchResult, console: Console) -> None:
     """Print the settings that were compiled, best first, and the overrides of the best."""
-    _show_table(f"{len(found.tried)} compiled", found, found.tried, console)
+    compiled = sum(c.plan is not None for c in found.tried)
+    failed = f", {len(found.tried) - compiled} failed" if compiled < len(found.tried) else ""
+    _show_table(f"{compiled} compiled{failed}", found, found.tried, console)
     equal = sum(c.verdict in ("best", "equal") for c in found.tried)
     if found.objective == "speed" and equal > 1:
         order = "Of these the first has the least time on links, then the fewest mesh axes, then the shortest step."
         say(console, f"{equal} are equal: their steps differ by {percent(ERROR)} at most, the error of the estimate. {order}")
     left = len(found.candidates) - len(found.tried)
     ending = "complete: every setting was compiled" if found.no_formula and found.ended == "complete" else ENDINGS[found.ended]
-    say(console, f"{ending}; {left:,} settings were not compiled; {duration(found.seconds)}")
+    say(console, f"{ending}; {left:,} settings were not tried; {duration(found.seconds)}")
     show_best(found, console)
 
 
@@ -134,14 +138,25 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
     else:
         notes = own if found.objective == "speed" else [" ".join(c.changes) for c in some]
     columns.append(Column("", notes))
-    failed = [f"{describe(c, found.topology)}: {c.reason}" for c in found.tried if c.outcome and not c.plan]
-    print_sections([Section(title, [Table(title, columns), Listing(failed, "warning")])], console)
+    failed: dict[str, list[Candidate]] = {}  # by reason, told once for all of its settings
+    for c in found.tried:
+        if c.outcome and not c.plan:
+            failed.setdefault(c.outcome.reason, []).append(c)
+    told = [
+        f"{describe(alike[0], found.topology)}{f' and {len(alike) - 1} more' if alike[1:] else ''}: {alike[0].reason}"
+        for alike in failed.values()
+    ]
+    tables = [Table(title, columns)] if some else []
+    print_sections([Section(title, [*tables, Listing(told, "warning")])], console)
 
 
 def show_best(found: SearchResult, console: Console) -> None:
     """Print the overrides of the best setting, and whether the setting is compiled or only estimated by formula."""
     best = found.best
     unknown = 0 if not found.no_formula or found.ended == "complete" else len(found.candidates) - len(found.tried)
+    if best is None and found.tried and not any(c.plan for c in found.tried):
+        say(console, f"no setting could be compiled{f'; {unknown:,} were not tried' if unknown else ''}", "bold red")
+        return
     if best is None:
         none = "no setting was found that fits" if found.tried or found.no_formula else "no setting probably fits by formula"
         none += f", and nothing is known of {unknown:,} that were not compiled" if unknown else ""
@@ -151,7 +166,9 @@ def show_best(found: SearchResult, console: Console) -> None:
     source = "compiled" if best.fits else "by formula, not compiled"
     before = found.shown.index(best) if best in found.shown else 0
     if unknown and found.objective == "speed":
-        source = f"the best of {len(found.tried)} compiled; nothing is known of the {unknown:,} others"
+        source = (
+            f"the best of {sum(c.plan is not None for c in found.tried)} compiled; nothing is known of the {unknown:,} others"
+        )
     elif best.fits and before and found.ended in ("budget", "interrupted"):
         source = f"the best of those compiled; {before} of the best by formula were not compiled: raise --budget"
     fits = "fits" if best.fits else "probably fits"
@@ -180,7 +197,8 @@ def hints(found: SearchResult) -> tuple[str, ...]:
     lines = [f"{' '.join(c.changes)}: {_came_of(c.outcome)} (compiled)" for c in fitting]
     if not fitting and (best := found.best):
         lines = [f"{' '.join(best.changes)}: about {size(best.bound.likely_gib)} (by formula, not compiled)"]
-    return tuple(lines or ["no setting was found that fits"])
+    failed = found.tried and not any(c.plan for c in found.tried)
+    return tuple(lines or ["no setting could be compiled" if failed else "no setting was found that fits"])
 
 
 def show_refusal(why: Refusal, name: str, overrides: Iterable[str], topology: Topology, console: Console) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import config, installed
-from jaxtrain.config import RunConfig
+from jaxtrain.config import Problem, RunConfig
 from jaxtrain.plan.rates import ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.search import FOLDER
@@ -64,12 +64,15 @@ class Outcome:
     """A plan, or the reason why there is none.
 
     Attributes:
-        kind: planned | cached | failed (planning raised) | crashed | out of memory | out of time | stopped.
+        kind: planned | cached | refused (the config has `problems`) | failed (planning raised) | crashed | out of memory |
+            out of time | stopped.
+        problems: of the config, or of the user's own part.
     """
 
     plan: Plan | None
     kind: str
     reason: str = ""
+    problems: tuple[Problem, ...] = ()
 
 
 class Cache:
@@ -101,7 +104,7 @@ class Cache:
         try:
             tree = json.loads(gzip.decompress(path.read_bytes()))
             if "failure" in tree:
-                return Outcome(None, "failed", f"{tree['failure']} (as before; delete {path} to try again)")
+                return Outcome(None, "failed", f"{tree['failure']} (as before; delete {self.folder} to try again)")
             return Outcome(request.label(from_json(tree)), "cached")
         except FileNotFoundError:
             return None

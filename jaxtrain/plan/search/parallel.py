@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain import own_parts
+from jaxtrain.config import ConfigError
 from jaxtrain.durations import duration
 from jaxtrain.plan.search.cache import Cache, Outcome, Request
 
@@ -98,8 +99,12 @@ def work(folder: str) -> None:
     # Every error is returned to the parent as the outcome of this plan.
     except Exception as error:
         traceback.print_exc()
-        reason = " ".join(str(own_parts.problem_of(error) or f"{type(error).__name__}: {error}").split())
-        outcome = Outcome(None, _kind(error), reason if len(reason) <= 400 else reason[:400] + "...")
+        own = own_parts.problem_of(error)
+        problems = (own,) if own else tuple(error.problems) if isinstance(error, ConfigError) else ()
+        reason = "; ".join(map(str, problems)) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        outcome = Outcome(
+            None, "refused" if problems else _kind(error), reason if len(reason) <= 400 else reason[:400] + "...", problems
+        )
     (Path(folder) / "partial").write_bytes(pickle.dumps(outcome))
     os.replace(Path(folder) / "partial", Path(folder) / "outcome")
 

@@ -6,14 +6,15 @@ dtypes of the state, and few changes before many. A setting is not compiled if i
 memory. `rank` takes seconds and compiles nothing.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, Problem, RunConfig, declared
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
@@ -190,6 +191,7 @@ def search(
         on_progress: called after each start and end of a compile.
 
     Raises:
+        ConfigError: the first setting is refused for a key that no other setting changes.
         TopologyError: the machine has no description.
     """
     began = time.monotonic()
@@ -215,14 +217,17 @@ def search(
 
     try:
         how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-        for c, outcome in plan_each(following, deadline=began + (budget_s or math.inf), **how):
-            c.outcome = outcome
-            found.running.remove(c)
-            found.tried.append(c)
-            if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
-                above = max(above, _above(c.bound, outcome.plan))
-                found.sort(todo, above)
-            on_progress(found)
+        with contextlib.closing(plan_each(following, deadline=began + (budget_s or math.inf), **how)) as outcomes:
+            for c, outcome in outcomes:
+                c.outcome = outcome
+                found.running.remove(c)
+                found.tried.append(c)
+                if len(found.tried) == 1 and not own and _is_of_every_setting(outcome.problems, found):
+                    raise ConfigError(list(outcome.problems))
+                if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
+                    above = max(above, _above(c.bound, outcome.plan))
+                    found.sort(todo, above)
+                on_progress(found)
         found.ended = found.ended or ("most" if len(found.tried) >= found.most else "complete")
     except TimeoutError:
         found.ended = "budget"
@@ -234,6 +239,12 @@ def search(
     _judge(found)
     found.seconds = time.monotonic() - began
     return found
+
+
+def _is_of_every_setting(problems: Sequence[Problem], found: SearchResult) -> bool:
+    """Return whether there are problems, all of keys of the config that no setting of the search changes."""
+    changed = {change.partition("=")[0] for c in found.candidates for change in c.changes}
+    return bool(problems) and all(p.key in declared() and p.key not in changed for p in problems)
 
 
 def _above(least: Bound, plan: Plan) -> float:

@@ -11,6 +11,20 @@ SEARCH, BOUND = (f"jaxtrain/plan/search/{name}.py" for name in ("search", "bound
 
 BUGS = (
     Bug(
+        "search: a mistake of the config is compiled with every layout",
+        "jaxtrain/plan/search/search.py",
+        "    return bool(problems) and all(p.key in declared() and p.key not in changed for p in problems)",
+        "    return False",
+        "unit/test_search.py -k refusal",
+    ),
+    Bug(
+        "search: settings that failed count as compiled",
+        "jaxtrain/plan/report/search_report.py",
+        "compiled = sum(c.plan is not None for c in found.tried)",
+        "compiled = len(found.tried)",
+        "unit/test_search.py -k failed_settings",
+    ),
+    Bug(
         "collectives: of an all-to-all what stays in the node crosses the network",
         COLLECTIVES,
         "network = size * (group - local) / group",
