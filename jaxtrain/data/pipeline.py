@@ -390,15 +390,15 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
         header = files[-1].header
         if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
             its = header["tokenizer"]["name"]
-            again = f"prepare the text again with --tokenizer={data.tokenizer}"
+            again = f"prepare the text again with --tokenizer={shlex.quote(data.tokenizer)}"
             # The tokenizer at the file's own path may be gone, or be another one now.
             gone = tokenizers.differs(its, header["tokenizer"])
-            back = f"Set data.tokenizer to a folder with the former {its}" if gone else f"Set data.tokenizer={its}"
-            fix = f"{back}, or {again}."
+            back = f"Set data.tokenizer to a folder with the former {its}" if gone else f"Set data.tokenizer={shlex.quote(its)}"
+            fix = f"{back} or {again}"  # no stop behind what is typed
             if data.tokenizer == "byte" or tokenizers.is_bare(data.tokenizer):  # the default, or it can prepare no text
-                fix = f"{back}."
+                fix = back
             elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
-                fix = f"{again[0].upper()}{again[1:]}."
+                fix = f"{again[0].upper()}{again[1:]}"
             problems.append(config.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
         packed = files[-1].loss_bits is not None or data.packing == "best_fit"
         windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
@@ -485,7 +485,7 @@ def check(
             vocab = tokenizers.ByteTokenizer.vocab_size
             if data.tokenizer != "byte":
                 make = prepare_command(data.tokenizer, options=FORMS[form])
-                fix = f"Set {key} to a token file: {make}; or set data.tokenizer=byte."
+                fix = f"Set data.tokenizer=byte, or {key} to a token file: {make}"
                 problems.append(config.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
         elif source == "synthetic":
             vocab = synthetic.VOCAB
@@ -504,7 +504,7 @@ def check(
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
             problems.append(
-                config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}.")
+                config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}")
             )
         if vocab > max(model_vocab, largest):
             largest = vocab
@@ -561,9 +561,9 @@ class OwnSource:
 
 def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
     """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
-    options += "" if tokenizer == "byte" else f"--tokenizer={tokenizer} "
-    inputs = f"'{text}/*.jsonl'" if Path(text).is_dir() else text
-    return f"python -m jaxtrain.data prepare {options}--input={inputs} --output={token_file_of(text)}"
+    options += "" if tokenizer == "byte" else f"--tokenizer={shlex.quote(tokenizer)} "
+    inputs = shlex.quote(f"{text}/*.jsonl" if Path(text).is_dir() else text)
+    return f"python -m jaxtrain.data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_of(text)))}"
 
 
 def token_file_of(text: str) -> Path:
@@ -581,7 +581,7 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
         return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
     if pairs and not file.pairs:
         options = FORMS["plain pairs" if file.loss_bits is None else "pairs"]
-        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}."
+        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}"
         return config.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
     return None
 

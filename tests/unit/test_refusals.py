@@ -471,6 +471,16 @@ def test_the_command_that_makes_a_token_file_is_named_once(files):
     assert problem.remedy.endswith("--output=corpus/web.tok")
 
 
+def test_the_commands_for_paths_with_spaces_can_be_typed(files):
+    (files / "my texts").mkdir()
+    (files / "in.txt").rename(files / "my texts" / "in.txt")
+    (problem,) = problems(f"'data.source=my texts/in.txt' {HELD}")
+    (words,) = re.findall(r"python -m jaxtrain.data (prepare .*) \(", problem.remedy)
+    assert command(files, *shlex.split(words))[0] == 0 and problems(f"'data.source=my texts/in.tok' {HELD}") == []
+    made = shlex.split(pipeline.prepare_command("my own/tokenizer.json", "my texts"))
+    assert made[4:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.jsonl", "--output=my texts.tok"]
+
+
 ANSWERS = {"loss.name=cross_entropy": ("completion",), "loss.name=dpo": ("chosen", "rejected")}
 
 
