@@ -6,6 +6,7 @@ A config is a RunConfig, the path of a config file, or the name of a file in con
 import dataclasses
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ def load(name: Config, **overrides: Any) -> RunConfig:
         name: a path ("FILE.py", "FILE.py:variant"), or the name of a file in configs/. A RunConfig is returned as it is.
         overrides: dotted keys or sections: `load("llama3_8b", mesh={"fsdp": 4, "tensor": 2}, precision="f32")`.
 
+    A UserWarning tells each value that was changed to fit the overrides, such as a shorter warm-up.
+
     Raises:
         ConfigError: the config has mistakes. The error lists all of them.
         TypeError: overrides of a RunConfig, whose derived values are final.
@@ -58,10 +61,17 @@ def load(name: Config, **overrides: Any) -> RunConfig:
         if overrides:
             raise TypeError("overrides belong to a config file: name the file, or use dataclasses.replace on the RunConfig")
         return name
+    loaded = _load(name, overrides)
+    for note in loaded.launch.notes:
+        warnings.warn(note, stacklevel=2)
+    return loaded.run
+
+
+def _load(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.Loaded:
     loaded = launch.load(_argv(name, overrides))
     if loaded.problems:
-        raise ConfigError(loaded.problems)
-    return loaded.run
+        raise ConfigError(launch.with_config(loaded.problems, loaded.launch))
+    return loaded
 
 
 @_with_own_line
@@ -154,7 +164,13 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     """
     from jaxtrain.train.run import run
 
-    if isinstance(config, RunConfig | str | os.PathLike):
+    if isinstance(config, str | os.PathLike):
+        loaded = _load(config, overrides)
+        try:
+            return run(loaded.run, workdir, loaded.launch.notes)
+        except ConfigError as error:
+            raise ConfigError(launch.with_config(error.problems, loaded.launch)) from error.__cause__
+    if isinstance(config, RunConfig):
         return run(load(config, **overrides), workdir)
     if overrides:
         raise TypeError("overrides belong to a config file: set the keys in the dict")
@@ -193,7 +209,6 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
         ValueError: there is no text with a token to predict.
     """
     import math
-    import warnings
 
     import jax
 
@@ -254,8 +269,6 @@ def generate(
         TokenizerError: the tokenizer cannot be read, or there is no chat template.
         ValueError: prompt and messages are both given, or the chat template cannot write the messages.
     """
-    import warnings
-
     import jax
 
     from jaxtrain.data import text_format

@@ -899,7 +899,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = f" = {self.value!r}" if self.value is not None else ""
-        return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}")
+        return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}".rstrip())
 
 
 def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | None = None) -> list[Problem]:

@@ -59,7 +59,7 @@ def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
 
 def not_checked(loaded: Loaded, on_gpus: bool) -> str:
     """Return a line with the facts that --explain has not checked, and the command that plans the memory of this config."""
-    machine = [] if on_gpus else ["--topology=h200:8"]
+    machine = [] if on_gpus else [f"--topology={loaded.launch.machine}"]
     plan = f"{variables()}{spelled('python -m jaxtrain.plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
     return f"not checked: memory of the devices ({plan} does), free disk space, contents of data and weights, logins"
 

@@ -79,6 +79,11 @@ class Launch:
         file = f"{self.config_file}:{self.variant}" if self.variant else self.config_file
         return [f"--config={file}", *(f"--config.{key}={value}" for key, value in self.overrides)]
 
+    @property
+    def machine(self) -> str:
+        """Return the machine to plan this config for, as --topology takes it."""
+        return f"h200:8x{-(-self.gpus // 8)}" if self.gpus > 8 else f"h200:{self.gpus or 8}"
+
     def other_size(self, gpus: int) -> str:
         """Return a line that names the variant for `gpus` GPUs; "" if the config is for that number, or for any."""
         if self.gpus in (0, gpus):
@@ -565,15 +570,18 @@ def variables() -> str:
 def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
     """Return problems whose remedies name commands with this command line's config and overrides in the place of CONFIG.
 
-    The shell's `variables` are typed before them. Overrides with a problem of their own are left out.
+    The shell's `variables` are typed before them. A machine behind them becomes the one that the config is for. Overrides with
+    a problem of their own are left out.
     """
     wrong = {problem.key for problem in problems}
     right = [(key, value) for key, value in launch.overrides if key not in wrong]
     given = shlex.join(dataclasses.replace(launch, overrides=tuple(right)).config_argv)
-    command = re.compile(rf"(python -m jaxtrain\.[\w .-]+){CONFIG}")
-    return [
-        dataclasses.replace(p, remedy=command.sub(lambda found: variables() + found[1] + given, p.remedy)) for p in problems
-    ]
+    command = re.compile(rf"(python -m jaxtrain\.[\w .-]+){CONFIG}( --topology=[\w:]+)?")
+
+    def typed(found: re.Match[str]) -> str:
+        return f"{variables()}{found[1]}{given}{f' --topology={launch.machine}' if found[2] else ''}"
+
+    return [dataclasses.replace(p, remedy=command.sub(typed, p.remedy)) for p in problems]
 
 
 def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:

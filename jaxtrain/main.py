@@ -62,9 +62,6 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
     if bundle:
         loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
-    if style == "markdown" and not problems:
-        print(explain.markdown(), end="")
-        return 0
     workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
     problems += remote("--workdir", loaded.options["workdir"])
     certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
@@ -91,6 +88,9 @@ def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
 
     if problems and (style or cluster is None or not own_process):
         return refuse(problems)
+    if style == "markdown":
+        print(explain.markdown(), end="")
+        return 0
     if style:
         explain.text(loaded, in_use(loaded.run, devices, workdir))
         print(explain.not_checked(loaded, devices.kind == "gpu"), file=sys.stderr)

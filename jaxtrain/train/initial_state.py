@@ -156,7 +156,7 @@ def changed_rate(was: RunConfig, run: RunConfig, done: int) -> list[str]:
     before, now = (float(jnp.asarray(make_schedule(each.optimizer, each.train.steps)(done))) for each in (was, run))
     if abs(now - before) <= RATE_APART * before:
         return []
-    times = f", {now / before:.3g} times" if before else ""
+    times = f", {now / before:.3g} times" if before and now else ""
     return [f"the learning rate of step {done + 1}: {before:.3g} -> {now:.3g}{times}"]
 
 

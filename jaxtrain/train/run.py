@@ -14,7 +14,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,11 @@ class Result:
     error: Exception | None = None  # the exception that ended it; `run` raises it
 
 
-def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workdir: str | os.PathLike[str]) -> Result:
+def run(
+    config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any],
+    workdir: str | os.PathLike[str],
+    notes: Sequence[str] = (),
+) -> Result:
     """Train in this process, as the command line does: check everything, then resume from `workdir` or start a new run.
 
     If the call is in the main thread, signals (Ctrl-C, an interrupted notebook) end the run with a save. After this call, the
@@ -94,11 +98,12 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
         before, but nothing may have been computed on GPUs: JAX allocates GPU memory (`train.memory_fraction`) when it first
         uses the GPUs.
+      notes: first lines of the log, such as those of `launch.load`.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
     """
-    asked, problems, notes = resolved_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
+    asked, problems, fitted = resolved_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     folder, devices = Path(workdir).expanduser(), hardware.probe()
     problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder), *check_alone()]
     if problems:
@@ -106,7 +111,7 @@ def run(config: ml_collections.ConfigDict | RunConfig | Mapping[str, Any], workd
     overlay, _ = environment.overlay(asked, devices, os.environ)
     set_environment(overlay)
     start_jax(devices)
-    result = attempt(asked, folder, Launch("python", "", (), (), tuple(notes)), overlay)
+    result = attempt(asked, folder, Launch("python", "", (), (), (*notes, *fitted)), overlay)
     if result.error is not None:
         raise result.error
     return result

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,26 @@ def test_load_takes_names_variants_and_sections() -> None:
         jaxtrain.load("tiny", mesh={"tensr": 2})
     with pytest.raises(TypeError):
         api.train({"train": {"steps": 1}}, "runs/none", precision="f32")
+
+
+def test_values_that_were_fitted_to_the_overrides_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the log of a run, and by a warning of a config. A command in a problem names the file of the config."""
+    told: list[tuple[str, ...]] = []
+
+    def attempt(run: RunConfig, folder: Path, how: Any, overlay: Any) -> Any:
+        told.append(how.notes)
+        return SimpleNamespace(error=None)
+
+    monkeypatch.setattr(train, "attempt", attempt)
+    jaxtrain.train("tiny", tmp_path, train={"steps": 60})
+    with pytest.warns(UserWarning, match=r"optimizer.warmup_steps"):
+        run = jaxtrain.load("tiny", train={"steps": 60})
+    assert run.optimizer.warmup_steps == 4
+    assert [[note.partition(":")[0] for note in notes] for notes in told] == [["optimizer.warmup_steps"]]
+    for call in (lambda **wrong: jaxtrain.load("tiny", **wrong), lambda **wrong: jaxtrain.train("tiny", tmp_path, **wrong)):
+        with pytest.raises(ConfigError) as caught:
+            call(memory_estimation={"enable": True})
+        assert f"--config={runs.REPO}/configs/tiny.py" in str(caught.value) and "FILE" not in str(caught.value)
 
 
 def test_a_run_opens_as_data_frames(trained: Path, tmp_path: Path) -> None:

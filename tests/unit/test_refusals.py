@@ -17,7 +17,7 @@ import pytest
 from remedies import named_fix
 from token_files import command, write_conversations
 
-from jaxtrain import config, environment, hardware, launch, main, sample
+from jaxtrain import config, environment, explain, hardware, launch, main, sample
 from jaxtrain.config import Problem, declared
 from jaxtrain.data import pipeline, prepare
 from jaxtrain.hardware import Devices
@@ -247,6 +247,27 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_written(no_jax, tmp_path, 
     assert {*told(capsys)} == {"--config", "model.dpeth", "argument 'stray'", "--steps"}
     assert main.main([TINY, "--explain=html"]) == 2
     assert listing(tmp_path, REPO / "configs") == before
+
+
+@pytest.mark.parametrize(
+    ("config_of", "machine"),
+    [
+        ("tiny.py", "h200:8"),
+        ("llama3_70b.py", "h200:8"),
+        ("llama3_70b.py:gpus=4", "h200:4"),
+        ("llama3_70b.py:gpus=64", "h200:8x8"),
+        ("llama3_405b.py", "h200:8x16"),
+    ],
+)
+def test_a_plan_that_a_message_names_is_for_the_machine_of_the_config(config_of, machine, no_jax, capsys):
+    file = f"--config={REPO}/configs/{config_of}"
+    assert main.main([file, "--config.memory_estimation.enable=true"]) == 2
+    named = {*re.findall(r"--topology=([\w:]+)", capsys.readouterr().err)}
+    assert named == {machine} and f"--topology={machine} does" in explain.not_checked(launch.load([file]), on_gpus=False)
+
+
+def test_a_problem_without_a_remedy_ends_with_its_rule():
+    assert str(config.Problem("cannot start", None, "the disk is full", "")) == "cannot start: the disk is full."
 
 
 @pytest.mark.parametrize("asked", ["model.vocab_size=128264", "memory_estimation.enable=true"])

@@ -185,6 +185,12 @@ def test_configs_of_other_versions_and_own_axes():
         ({}, {"optimizer.schedule": "cosine"}, 690, (1e-2, 1e-3)),
         ({"optimizer.warmup_steps": 50}, {"optimizer.warmup_steps": 100}, 49, (1e-2, 5e-3)),
         ({"train.steps": 60}, {"train.steps": 60, "optimizer.lr": 1.0}, 60, None),  # no further step
+        (
+            {},
+            {"optimizer.schedule": "linear", "optimizer.lr_min": 0.0, "optimizer.decay_steps": 100},
+            690,
+            (1e-2, 0.0),
+        ),
         ({"optimizer.schedule": "linear", "optimizer.lr_min": 0.0, "train.steps": 60}, {"train.steps": 700}, 60, (0.0, 1e-2)),
     ],
 )
@@ -203,3 +209,4 @@ def test_a_resumed_run_says_how_the_rate_of_its_next_step_changes(before, after,
     if rates:
         told = [float(number) for number in re.findall(r"[:>] ([\d.e-]+)", notes[0])]
         assert told == pytest.approx(list(rates), rel=0.03) and f"step {done + 1}" in notes[0]
+        assert ("times" in notes[0]) == all(rates), "there is no factor from or to 0"

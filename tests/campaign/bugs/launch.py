@@ -323,6 +323,20 @@ BUGS = (
         "unit/test_config.py -k file_with_epochs",
     ),
     Bug(
+        "refusals: a config of many nodes is planned for one",
+        "jaxtrain/launch.py",
+        "if self.gpus > 8 else",
+        "if self.gpus > 80_000 else",
+        "unit/test_refusals.py -k machine_of_the_config",
+    ),
+    Bug(
+        "python: a run does not tell that its warm-up is shortened",
+        "jaxtrain/api.py",
+        "return run(loaded.run, workdir, loaded.launch.notes)",
+        "return run(loaded.run, workdir)",
+        "proofs/test_api.py -k fitted",
+    ),
+    Bug(
         "refusals: a command that a fix names plans the default config",
         "jaxtrain/launch.py",
         "problems = with_config(problems, launch) if launch else problems",
