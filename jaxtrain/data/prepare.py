@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import stores
+from jaxtrain.counts import short_count
 from jaxtrain.data import readers
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.readers import Cut, Input, PrepareError
@@ -544,7 +545,7 @@ class Progress:
             of = f" of {self.total / 1e6:,.0f}"
         if self.total and done:
             left = f", {duration((self.total - read) * seconds / done)} left"
-        made = f"{tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:,.2f} M tokens/s"
+        made = f"{short_count(tokens)} tokens, {short_count(tokens / seconds)} tokens/s"
         print(f"prepare: {read / 1e6:,.0f}{of} MB, {made}{left}", file=sys.stderr, flush=True)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import quote
 
 from jaxtrain.config import flatten
+from jaxtrain.counts import short_count
 from jaxtrain.durations import duration
-from jaxtrain.page.charts import controls, short
+from jaxtrain.page.charts import controls
 from jaxtrain.page.html import document, folded, paragraph, plural, swatch, tiles
 from jaxtrain.page.numbers import column, number, percent, size
 from jaxtrain.page.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
@@ -96,8 +97,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         held_out = ", ".join(f"{name or 'held-out'} {compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
         cells.append(("loss", compare.loss(run.train["loss"][-1]), held_out or "nats per token"))
     if run.train.steps and (tokens := run.train["tokens"][-1]):
-        of = f"of {_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
-        cells.append(("tokens", _count(tokens), of))
+        of = f"of {short_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
+        cells.append(("tokens", short_count(tokens), of))
     if per_device is not None:
         devices = (run.receipt.get("devices") or {}).get("count", 1)
         window = f"median of steps {first:,} to {last:,}" if last else ""
@@ -117,11 +118,6 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         stopped = f", and {duration(found.parts['stopped'])} stopped" if found.parts["stopped"] else ""
         cells.append(("elapsed", duration(found.wanted_s), f"goodput {percent(found.goodput)}{stopped}"))
     return cells
-
-
-def _count(tokens: int) -> str:
-    """Return a number of tokens to four digits: 327.7k."""
-    return short(float(f"{tokens:.4g}"))
 
 
 def _evaluations(run: Run) -> Section:

@@ -8,6 +8,7 @@ import jax
 
 from jaxtrain import flops
 from jaxtrain.config import RunConfig
+from jaxtrain.counts import short_count
 from jaxtrain.data.pipeline import epochs_in_words
 from jaxtrain.models.module import part
 from jaxtrain.progress import Console
@@ -44,20 +45,19 @@ def print_summary(
     in_words = epochs_in_words(epochs)
     say(
         f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
-        f"{count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
+        f"{short_count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
     )
     if getattr(data, "answers", False) and epochs > MANY:  # a user's own source may lack it
         console.warn(f"{in_words} of conversations or pairs: a model learns them by heart in a few. Fix: train.epochs=3")
-    parameters = count(program.parameters)
-    met = f" ({count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
+    parameters = short_count(program.parameters)
+    met = f" ({short_count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
-        parameters = (
-            f"{parameters} parameters{met}, and adapters of {count(learnt)} on {run.lora.targets}, the only trained parameters"
-        )
+        adapters = f"adapters of {short_count(learnt)} on {run.lora.targets}"
+        parameters = f"{parameters} parameters{met}, and {adapters}, the only trained parameters"
     else:
         everything = all(jax.tree.leaves(program.trained))
-        parameters += f" parameters{met}" + ("" if everything else f", of which {count(learnt)} are trained")
+        parameters += f" parameters{met}" + ("" if everything else f", of which {short_count(learnt)} are trained")
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     say(
         f"model: {parameters}; mesh: {shape}; attention: {program.kernel.name} ({program.kernel_reason})"
@@ -126,14 +126,6 @@ def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         {file["name"]: (file["content_sha256"], file.get("rows")) for file in each.get("files") or ()} for each in (before, now)
     )
     return [name for name, contents in now_is.items() if was.get(name, contents) != contents]
-
-
-def count(number: float) -> str:
-    """Return a number as text, from 1000 on with a unit and at most three digits: 2097152 as '2.1 M'."""
-    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:g}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "jaxtrain"
 # "name.*" is a package with all its modules.
 LAYERS = {
     "facts": """
-        streams durations config_file callable_module __init__ commands runtime.* train shapes synonyms config own_parts
+        streams durations counts config_file callable_module __init__ commands runtime.* train shapes synonyms config own_parts
         context
         activations train.auto_remat windows optim.moments
         precision hardware optim.groups flops launch command_line stores environment installed train.stages

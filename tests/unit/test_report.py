@@ -112,7 +112,7 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     assert found["step"] == "60.0%" and found["startup"] == "40.0%" and found["stopped"] == "-"
     assert seconds.total == "20.0" and run.wall_time.goodput == 0.6
     tiles = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+)<", page.html([run])))
-    assert tiles["elapsed"] == "20 s" and tiles["tokens"] == "1.235M" and tiles["tokens/s"] == "1,000"
+    assert tiles["elapsed"] == "20 s" and tiles["tokens"] == "1.23 M" and tiles["tokens/s"] == "1,000"
 
 
 def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):

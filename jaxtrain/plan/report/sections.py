@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxtrain.commands import spelled
 from jaxtrain.config import RunConfig
+from jaxtrain.counts import short_count
 from jaxtrain.durations import duration
 from jaxtrain.page.charts import stacked
 from jaxtrain.page.html import plural
@@ -392,7 +393,7 @@ def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
     for name, tokens, count in works:
         seconds = [tokens / plan.tokens_per_step * ms / 1e3 for ms in step_times]
         hours = [each / 3600 * device_count(plan) for each in seconds]
-        rows.append((name, token_count(tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
+        rows.append((name, short_count(tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
     kinds = ("", "number", "number", "number", "number")
     headings = ("", "tokens", "steps", "time", "GPU-hours")
     cells = list(zip(*rows, strict=True))
@@ -401,12 +402,6 @@ def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
         f"Time to train on {plural(device_count(plan), 'GPU')}, {source}",
         [Column(heading, texts, kind=kind) for heading, texts, kind in zip(headings, cells, kinds, strict=True)],
     )
-
-
-def token_count(number: float) -> str:
-    """Return a number of tokens as text with its unit: '262 k', '1.43 M', '1,000 B'."""
-    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if number >= s), (1e3, "k"))
-    return f"{rough(number / scale)} {unit}"
 
 
 def rough_hours(hours: float) -> str:

@@ -13,10 +13,10 @@ UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor
 
 BUGS = (
     Bug(
-        "durations: the unit begins at one of it",
+        "durations: 119.6 s are 120 s",
         "jaxtrain/durations.py",
-        "if seconds >= least or not least)",
-        "if seconds >= size or not least)",
+        "if round(value, _places(value)) * size < least:",
+        "if value * size < least:",
         "unit/test_durations.py",
     ),
     # Metrics, rates, samples
