@@ -366,7 +366,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     found = [] if problems else [(layout, *named.load(layout, _argv(config, overrides))) for layout in asked]
     problems += named.together([(layout.name, wrong) for layout, _, wrong in found])
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(launch.with_config(problems, launch.load(_argv(config, overrides)).launch))
     runs = [(layout, run) for layout, run, _ in found]
     rows, yardstick, types, failed = compare_layouts(runs, steps, rich.console.Console(quiet=True))
     if failed:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ def plan_each(
     cache: Cache | None = None,
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
-) -> Iterator[tuple[Any, Outcome]]:
+) -> Generator[tuple[Any, Outcome]]:
     """Plan requests that are not in the cache, `jobs` at a time. Yield (id, outcome) of each request.
 
     Args:
