@@ -77,7 +77,7 @@ def markdown() -> str:
         "`python -m jaxtrain.main --config=FILE --explain` prints all keys with their values and who set them.",
         "The file may import modules of its own folder and of the current folder.",
         "",
-        "A warm-up or decay keeps its part of a run that `--config.train.steps` or `train.epochs` shortens, unless it was",
+        "A warm-up or decay keeps its part of the file's run (of the default's, if it is one) in a shorter run, unless it was",
         "typed too; that of a constant schedule changes only if it is too long. `optimizer.lr_min` keeps its part of a lower",
         "`--config.optimizer.lr`. A line of the log says so.",
         "",
