@@ -195,5 +195,5 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         assert (before == now) == equal, name
     write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.info(tok))  # the file's own tokenizer is still there
     (problem,) = pipeline.check(data, 700, False)
-    named = problem.remedy.partition("data.tokenizer=")[2].partition(",")[0]
+    named = problem.remedy.partition("data.tokenizer=")[2].partition(" or ")[0]
     assert not pipeline.check(config.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)
