@@ -83,7 +83,7 @@ def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(base,
     attempts = [*receipt["attempts"], receipt]
     assert [a["exit_code"] for a in attempts] == [1, 130, 0]
     assert [a["resumed_from_step"] for a in attempts] == [None, None, stopped]
-    assert attempts[0]["reason"].startswith("OSError") and attempts[1]["reason"].startswith("SIGINT")
+    assert "OSError: the disk is on fire" in attempts[0]["reason"] and attempts[1]["reason"].startswith("SIGINT")
     (aside,) = workdir.glob("metrics.set_aside-*.jsonl")
     assert [json.loads(line)["step"] for line in aside.read_text().splitlines()] == measured
 
