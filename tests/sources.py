@@ -110,6 +110,11 @@ def signs(optimizer: Any, dtypes: Any, axes: Any, own: Any) -> Any:
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates))
 
 
+def exploding(optimizer: Any, dtypes: Any, axes: Any, own: Any) -> Any:
+    """Return sign descent by steps of 1e30 times the learning rate."""
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda g: 1e30 * jnp.sign(g), updates))
+
+
 def breaking(optimizer: Any, dtypes: Any, axes: Any, own: Any) -> Any:
     """Return sign descent that sets one weight of the second layer to NaN in its sixth update."""
 

@@ -533,7 +533,8 @@ class OwnSource:
 
     def batch(self, step: int, *rows: Any) -> dict[str, np.ndarray]:
         """Return batch `step` of the source, or these rows of it. Raises WrongPart if it is no batch."""
-        shape = (len(rows[0]) if rows and rows[0] is not None else self._rows, self._seq_len)
+        count = len(np.arange(self._rows)[rows[0]]) if rows and rows[0] is not None else self._rows
+        shape = (count, self._seq_len)
 
         def refuse(rule: str) -> NoReturn:
             rule = f"its batch({step}) {rule}"

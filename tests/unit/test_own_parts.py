@@ -214,6 +214,7 @@ def test_a_source_returns_the_arrays_of_a_batch(batch: Any):
     assert isinstance(error, WrongPart) and error.problem.key == "data.source"
     batch = {k: v[:2] for k, v in BATCH.items()}
     assert source.batch(0, np.array([0, 3])).keys() == BATCH.keys()
+    assert source.batch(0, slice(1, 3)).keys() == BATCH.keys()
     assert isinstance(failure(lambda: pipeline.OwnSource("data.source", "a:b", Source(), ("epoch",), 4, 8, 0)), WrongPart)
 
 
