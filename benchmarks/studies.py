@@ -21,8 +21,8 @@ from typing import Any
 
 from jaxtrain import hardware, installed, launch
 from jaxtrain.models.families.llama import PRESETS
+from jaxtrain.plan import FOLDER
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search import FOLDER
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
 from jaxtrain.startup import start_jax

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["evaluate", "generate", "load", "load_weights", "open_run", "parity", "plan", "search", "shardings", "train"]
-MODULES = ("parity", "plan", "train")  # functions of the API with the name of a module (callable_module.py)
+MODULES = ("parity", "plan", "train")  # functions of the API with the name of a folder
 
 
 def _check_environment() -> None:
@@ -98,6 +98,26 @@ if is_command:
     streams.begin()
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_interrupted)
+
+
+class _Callable(ModuleType):
+    """The class of a folder with the name of a function of the API: both `jt.plan(...)` and `jaxtrain.plan.make` work."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        function = getattr(importlib.import_module("jaxtrain.api"), self.__name__.rpartition(".")[2])
+        return function(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """The class of this package. The import of a folder sets it as an attribute here, in place of the API's function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in MODULES and isinstance(value, ModuleType):
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -136,7 +136,7 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     Raises:
         ConfigError, TopologyError: as `shardings`.
     """
-    from jaxtrain.plan import search as folder
+    from jaxtrain.plan import FOLDER
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search.cache import Cache
     from jaxtrain.plan.search.search import search as run_search
@@ -144,7 +144,7 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     run, machine = load(config, **overrides), machines.parse(topology)
     _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
-    return run_search(run, name, machine, budget_s=budget, cache=Cache(folder.FOLDER))
+    return run_search(run, name, machine, budget_s=budget, cache=Cache(FOLDER))
 
 
 @_with_own_line

@@ -19,10 +19,10 @@ from typing import Any
 
 from jaxtrain import hardware, launch
 from jaxtrain.page.numbers import GB_PER_GIB
+from jaxtrain.plan import FOLDER as CACHE
 from jaxtrain.plan import topology
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search import FOLDER as CACHE
 from jaxtrain.plan.search import parallel
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.startup import start_jax

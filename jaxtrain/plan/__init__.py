@@ -1,7 +1,4 @@
 """Plan a run: compile its train step for GPUs that need not be present, and estimate memory and step time."""
 
-import sys
-
-from jaxtrain.callable_module import CallableModule
-
-sys.modules[__name__].__class__ = CallableModule
+FOLDER = "~/.cache/jaxtrain/plans"  # finished plans
+MOST = 24  # largest number of plans of a search, unless --most is given

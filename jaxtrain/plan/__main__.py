@@ -15,8 +15,7 @@ from jaxtrain.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, 
 from jaxtrain.config import ConfigError, Problem, RunConfig
 from jaxtrain.launch import Loaded
 from jaxtrain.metrics import write_output
-from jaxtrain.plan import cudnn_library
-from jaxtrain.plan.search import FOLDER, MOST
+from jaxtrain.plan import FOLDER, MOST, cudnn_library
 from jaxtrain.startup import start_jax
 
 if TYPE_CHECKING:

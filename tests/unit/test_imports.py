@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "jaxtrain"
 # "name.*" is a package with all its modules.
 LAYERS = {
     "facts": """
-        streams durations counts config_file callable_module __init__ commands runtime.* train shapes synonyms config own_parts
+        streams durations counts config_file __init__ commands runtime.* train shapes synonyms config own_parts
         context
         activations train.auto_remat windows optim.moments
         precision hardware optim.groups flops launch command_line stores environment installed train.stages
@@ -57,7 +57,6 @@ UP = {
     ("__init__", "api"),
     ("__init__", "startup"),
     ("launch", "data.pipeline"),  # for the steps of train.epochs
-    ("callable_module", "api"),
     ("plan.result", "plan.report.terminal"),
     ("plan.result", "plan.report.page"),
     ("profile.measure", "profile.report"),

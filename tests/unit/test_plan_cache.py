@@ -87,7 +87,6 @@ def imported(name: str) -> set[str]:
 # Modules imported when a finished plan is shown, or when a package is called as a function.
 LATER = {
     "plan.result": {"page", "page.html", "page.sections", "plan.report", "plan.report.page", "plan.report.terminal"},
-    "callable_module": {"api"},
 }
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from jaxtrain import config, installed
 from jaxtrain.config import Problem, RunConfig
+from jaxtrain.plan import FOLDER
 from jaxtrain.plan.rates import ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
-from jaxtrain.plan.search import FOLDER
 from jaxtrain.plan.search.bound import mesh_sizes
 from jaxtrain.plan.topology import Topology
 from jaxtrain.resume import INPUTS, NOTHING, TIME, effect

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from jaxtrain.config import ConfigError, Problem, RunConfig, declared
+from jaxtrain.plan import MOST
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search import MOST
 from jaxtrain.plan.search.bound import ABOVE, Bound, bound, least_state_gib, mesh_sizes, no_formula
 from jaxtrain.plan.search.cache import Cache
 from jaxtrain.plan.search.parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_each
