@@ -26,12 +26,12 @@ fail() { # fail EXIT_CODE MESSAGE
 
 # --- What can be asked for -------------------------------------------------------------------------------------------------
 
-is_command() { [[ $1 =~ ^[a-z][a-z0-9_]*$ ]] && grep -q "^$1 " "$root/jaxtrain/commands.txt"; }
+is_command() { [[ $1 =~ ^[a-z][a-z0-9_]*$ ]] && grep -q "^$1 " "$root/jaxtrain/config/commands.txt"; }
 
 unknown() { # names the nearest command, by any Python
   local python
   for python in "$venv/bin/python" python3 python; do
-    if "$python" -c '' 2>/dev/null; then exec "$python" -I "$root/jaxtrain/commands.py" "$1"; fi
+    if "$python" -c '' 2>/dev/null; then exec "$python" -I "$root/jaxtrain/config/commands.py" "$1"; fi
   done
   fail 2 "unknown command '$1'. Fix: one of those that ./run.sh --help lists"
 }
@@ -53,7 +53,7 @@ usage: ./run.sh                         train configs/tiny.py
 
 commands:
 TEXT
-  sed 's/^/  /' "$root/jaxtrain/commands.txt"
+  sed 's/^/  /' "$root/jaxtrain/config/commands.txt"
   cat <<'TEXT'
 
 On GPUs training begins with a preflight. If it finds a fault, run.sh exits with 3. Before each restart it looks again, without
@@ -246,9 +246,9 @@ prepare() { # prepare dev|notebooks|docs|-
 start() { # becomes the environment's Python, with the repository importable and the exit code its own
   local path=:${PYTHONPATH-}:
   while [[ $path == *::* ]]; do path=${path//::/:}; done # an empty item would mean the current folder
-  if [[ $* == "-m jaxtrain."* ]]; then export PYTHONSAFEPATH=1; fi # a types.py of the current folder is not Python's
+  if [[ $* == "-m jaxtrain"* ]]; then export PYTHONSAFEPATH=1; fi # a types.py of the current folder is not Python's
   # A rehearsal of training is the supervisor's own, where there is an environment that it can run in.
-  if [[ -n ${JAXTRAIN_DRY_RUN-} ]] && ! { [[ $* == "-m jaxtrain.runtime "* ]] && current; }; then
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]] && ! { [[ $* == "-m jaxtrain.commands.supervise "* ]] && current; }; then
     say "would run:$(printf ' %q' "$venv/bin/python" "$@")"
     exit 0
   fi
@@ -259,7 +259,7 @@ start() { # becomes the environment's Python, with the repository importable and
 
 supervise() { # supervise main|preflight ARGUMENTS: preflight, attempts, restarts and nodes are Python's (jaxtrain/runtime)
   prepare -
-  start -m jaxtrain.runtime "$@"
+  start -m jaxtrain.commands.supervise "$@"
 }
 
 # --- The command line ------------------------------------------------------------------------------------------------------
@@ -322,6 +322,6 @@ case ${1-} in
     command=$1
     shift
     prepare -
-    start -m "jaxtrain.$command" "$@"
+    start -m jaxtrain "$command" "$@"
     ;;
 esac

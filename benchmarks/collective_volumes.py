@@ -14,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import studies
-from jaxtrain import flops, launch
-from jaxtrain.config import MESH_AXES, ConfigError, Model, RunConfig, rules_in_use
-from jaxtrain.page.numbers import GB_PER_GIB, number, size
-from jaxtrain.page.sections import markdown_table
+from jaxtrain.config import launch
+from jaxtrain.config.numbers import GB_PER_GIB, number, size
+from jaxtrain.config.schema import MESH_AXES, ConfigError, Model, RunConfig, rules_in_use
+from jaxtrain.models import flops
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.result import Collective, Plan
-from jaxtrain.plan.search.parallel import Request
-from jaxtrain.train.auto_remat import expert_room
+from jaxtrain.plan.search_parallel import Request
+from jaxtrain.report.sections import markdown_table
+from jaxtrain.step.auto_remat import expert_room
 
 PAGE = "docs/evidence/collectives.md"
 COMMAND = "python -m benchmarks.collective_volumes --write"
@@ -222,7 +223,7 @@ def _context_terms(context: str, n: int, m: Model, layers: int, each: float) -> 
 def purpose(c: Collective) -> str:
     """Return the purpose of a collective, one of the values that `Term.purpose` lists."""
     # If XLA merged several collectives, the source line is that of any of them. Most of the bytes are weights.
-    if "kernels/context" in c.source and not WEIGHTS.search(c.op_name):
+    if "kernels/context_parallel" in c.source and not WEIGHTS.search(c.op_name):
         return "attention"
     if c.axis == "stage":
         return "stages"

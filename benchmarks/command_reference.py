@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from jaxtrain import commands
-from jaxtrain.command_line import Command
+from jaxtrain.config import commands
+from jaxtrain.config.command_line import Command
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "commands.md"
 OPTION = re.compile(r"(?<![\w`-])(--[a-z][\w.-]*(?:=[^\s;)]+)?(?<![.,:]))")  # an option in a sentence
 HEAD = """# Commands
 
-`./run.sh COMMAND` runs a command in the environment that it prepares; inside it `python -m jaxtrain.COMMAND` is the same.
+`./run.sh COMMAND` runs a command in the environment that it prepares; inside it `python -m jaxtrain COMMAND` is the same.
 Each has `--help`. [config.md](config.md) lists the keys of a config. `python -m benchmarks.command_reference --write` makes
 this page from the parsers of the commands.
 
@@ -39,8 +39,7 @@ def page() -> str:
 
 def _section(name: str) -> Iterator[str]:
     """Yield the paragraphs of one command."""
-    is_folder = (REPO / "jaxtrain" / name).is_dir()
-    module = importlib.import_module(f"jaxtrain.{name}.__main__" if is_folder else f"jaxtrain.{name}")
+    module = importlib.import_module("jaxtrain.main" if name == "main" else f"jaxtrain.commands.{name}")
     yield f"## {name}"
     if isinstance(command := getattr(module, "COMMAND", None), Command):
         yield _text(command.purpose)

@@ -69,7 +69,7 @@ def time_steps(make: Callable[[int], Any], steps: range, seq_len: int) -> float:
 
 def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
     """Return tokens per CPU second of training's batches in the first and in later epochs, without the prefetch thread."""
-    from jaxtrain import config
+    from jaxtrain.config import schema
     from jaxtrain.data import tokenizer
     from jaxtrain.data.pipeline import open_source
     from jaxtrain.data.tokenfile import TokenWriter
@@ -80,7 +80,7 @@ def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
             writer.write(ids, len(ids))
             writer.end_document()
     for seq_len, packing in product(SEQ_LENS, ("documents", "none")):
-        data = config.Data(source=str(path), seq_len=seq_len, packing=packing)
+        data = schema.Data(source=str(path), seq_len=seq_len, packing=packing)
         batches = open_source(data, data.source, split="train", global_batch=BATCH, data_dir=folder)
         steps = batches.tokens_per_epoch // (BATCH * seq_len)
         of = f"batches, uint{bits}, {seq_len} tokens, packing={packing}"

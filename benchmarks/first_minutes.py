@@ -30,12 +30,13 @@ from typing import Any
 
 from benchmarks import gpu_items
 from benchmarks.gpu_items import HALF_GIB, MAX_FILE_BYTES, background
-from jaxtrain import environment, hardware, launch
-from jaxtrain.bench import node_suite, report
-from jaxtrain.bench.child import LATE
-from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Part, run_parts
-from jaxtrain.command_line import INTERRUPTED, REFUSED, make_console
-from jaxtrain.config import Problem
+from jaxtrain.config import environment, hardware, launch
+from jaxtrain.config.command_line import INTERRUPTED, REFUSED, make_console
+from jaxtrain.config.schema import Problem
+from jaxtrain.node import node_suite
+from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Part, run_parts
+from jaxtrain.report import bench
+from jaxtrain.train.child import LATE
 
 NO_COMPUTE = 3  # exit code
 MARGIN_S = 12.0  # of --seconds: to pack and to print
@@ -236,16 +237,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(*(f"{i.need_s:4.0f} to {i.most_s:4.0f} s  {i.name}" for i in items), sep="\n")
         return 0
-    console, work, out = make_console(report.WIDTH), *(path.expanduser().absolute() for path in (args.work, args.out))
+    console, work, out = make_console(bench.WIDTH), *(path.expanduser().absolute() for path in (args.work, args.out))
     for line in changes:
-        report.print_line(console, line, "dim")
+        bench.print_line(console, line, "dim")
     results = work / "results" / "results.json"
     done: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
     done = {name: before for name, before in done.items() if name not in only}
     node = Node(
         dataclasses.replace(devices, count=1),
         args.smoke,
-        report.Folder(str(work / "results"), "", "first_minutes"),
+        bench.Folder(str(work / "results"), "", "first_minutes"),
         str(work / "compiled"),
     )
     for name in ("logs", "keep"):
@@ -271,10 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nCtrl-C: stopped; finished results are kept.", file=sys.stderr)
         return INTERRUPTED
     if any(done.get(item.name, {}).get("verdict") == BAD for item in items if item.gate):
-        report.print_line(console, "JAX cannot compute on this GPU: see `look` and `compute` in logs.tar.gz.", "bold red")
+        bench.print_line(console, "JAX cannot compute on this GPU: see `look` and `compute` in logs.tar.gz.", "bold red")
         return NO_COMPUTE
     if rest := [i.name for i in items if done.get(i.name, {}).get("verdict") in (OUT, LATE)]:
-        report.print_line(console, f"not done: {'; '.join(rest)}. The same command continues there.")
+        bench.print_line(console, f"not done: {'; '.join(rest)}. The same command continues there.")
     return code
 
 

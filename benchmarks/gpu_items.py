@@ -1,6 +1,6 @@
 """The items of benchmarks/first_minutes.py: checks and measurements on one H100 or H200, correctness and then speed.
 
-An item is a function of (node, seconds) that returns an Outcome (bench/parts.py). What uses the GPU runs in a process of its
+An item is a function of (node, seconds) that returns an Outcome (node/parts.py). What uses the GPU runs in a process of its
 own, with a time limit, so a crash or a timeout of one item does not affect the others.
 """
 
@@ -21,25 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peer_torch
-from jaxtrain import hardware, launch
-from jaxtrain.bench import kernels, node_suite, report
-from jaxtrain.bench.child import (
+from jaxtrain.checkpoint.steps import Steps
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.numbers import percent
+from jaxtrain.node import kernels, node_suite
+from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome
+from jaxtrain.node.train_step import DATA, NOT_DONE, one_device, start_devices
+from jaxtrain.plan import rates
+from jaxtrain.report import bench
+from jaxtrain.train.child import (
     FAILED,
     LATE,
     OK,
     error_line,
+    jaxtrain_command,
     last_lines,
-    module_command,
     open_program,
     run_case,
     run_program,
     save_partial,
 )
-from jaxtrain.bench.parts import BAD, GOOD, OFF, OUT, Node, Outcome
-from jaxtrain.bench.train_step import DATA, NOT_DONE, one_device, start_devices
-from jaxtrain.checkpoint.steps import Steps
-from jaxtrain.page.numbers import percent
-from jaxtrain.plan import rates
 
 MAX_FILE_BYTES = 15 * 2**20  # of a file that is sent back
 CPU = {"JAX_PLATFORMS": "cpu"}
@@ -176,15 +177,15 @@ def compute(node: Node, limit_s: float) -> Outcome:
 
 
 def try_jax(request: dict[str, Any]) -> dict[str, Any]:
-    """Return relative errors of small computations, rates, and facts of the device. This is a case (bench/child.py)."""
+    """Return relative errors of small computations, rates, and facts of the device. This is a case (train/child.py)."""
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtrain.bench import microbenchmarks as micro
     from jaxtrain.kernels.attention import Rows, Spec
     from jaxtrain.models.attention import Kernel
+    from jaxtrain.node import microbenchmarks as micro
 
     on_gpu = one.platform == "gpu"
     out: dict[str, Any] = {"verdict": LATE, "kind": one.device_kind, "memory": one.memory_stats()}
@@ -272,7 +273,7 @@ class Background:
         return not all(work.done() for work in self._begun.values())
 
     def result(self, name: str, limit_s: float) -> dict[str, Any]:
-        """Return the answer of a case (bench/child.py); with the verdict LATE or FAILED if there is none."""
+        """Return the answer of a case (train/child.py); with the verdict LATE or FAILED if there is none."""
         try:
             return self._begun[name].result(max(0.1, limit_s))
         except concurrent.futures.TimeoutError:
@@ -324,7 +325,7 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
     folder, deadline = node.path / "resume", time.monotonic() + limit_s
     shutil.rmtree(folder, ignore_errors=True)
     argv = [node_suite.TINY, *RESUMED, *(SMOKE_RESUMED if node.smoke else ()), f"--config.paths.cache={node.cache}"]
-    command = [*module_command("main", *argv), f"--workdir={folder}"]
+    command = [*jaxtrain_command("main", *argv), f"--workdir={folder}"]
 
     def losses() -> dict[int, float]:
         file = folder / "metrics.jsonl"
@@ -387,17 +388,15 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)
     planned, peak = answer["planned"] or {}, answer["memory"]["peak_gib"]
-    text = (
-        f"{report.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
-    )
-    text += f"MFU {percent(answer['mfu_causal'])} causal, peak {report.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB, "
+    text = f"{bench.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
+    text += f"MFU {percent(answer['mfu_causal'])} causal, peak {bench.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB, "
     text += f"compiled in {answer['compile_s']:.0f} s"
     if answer["not_planned"] and not node.smoke:
         text += f"; not planned: {answer['not_planned']}"
     if background.is_busy:
         text += "; the CPU worked beside it"
     off = note or node_suite.differences_from_plan(case, answer)
-    return Outcome(OFF if off else GOOD, note + text, report.markdown(report.step_details(name, answer)), answer)
+    return Outcome(OFF if off else GOOD, note + text, bench.markdown(bench.step_details(name, answer)), answer)
 
 
 def trace_step(case: str, node: Node, limit_s: float) -> Outcome:
@@ -408,7 +407,7 @@ def trace_step(case: str, node: Node, limit_s: float) -> Outcome:
     if not [*folder.rglob("*.xplane.pb")]:
         late = outcome.verdict == LATE or outcome.data.get("trace") == NOT_DONE
         return dataclasses.replace(outcome, verdict=LATE if late else BAD, found=f"no trace; {outcome.found}")
-    command = module_command("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
+    command = jaxtrain_command("profile", str(folder), f"--html={folder}/report.html", f"--json={folder}/report.json")
     code, said = node.run_program("Report of the trace", command, deadline - time.monotonic())
     files = pack(folder, node.path / "keep" / "trace.tar.gz")
     shutil.rmtree(folder)
@@ -470,12 +469,12 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{answer['verdict']}: {answer['why']}; {text}", data=data)
-    text = f"{report.step_result(answer)}, peak {answer['memory']['peak_gib'] or 0:.1f} GiB, {answer['settings']}; {text}"
+    text = f"{bench.step_result(answer)}, peak {answer['memory']['peak_gib'] or 0:.1f} GiB, {answer['settings']}; {text}"
     for name in PEERS:
         ours = node.folder.results.get("parts", {}).get(name, {}).get("data") or {}
         if ours.get("verdict") == OK:
             text = f"{ours['tokens_per_s'] / answer['tokens_per_s']:.3f} x PyTorch ({name}); {text}"
-    return Outcome(GOOD, text, report.markdown(report.step_table("PyTorch", {"PyTorch": answer})), data)
+    return Outcome(GOOD, text, bench.markdown(bench.step_table("PyTorch", {"PyTorch": answer})), data)
 
 
 # ---- Rates
@@ -498,11 +497,11 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 
 
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
-    """Time the kernels of one kind (bench/kernels.py), and compare each time with its lower bound."""
+    """Time the kernels of one kind (node/kernels.py), and compare each time with its lower bound."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
     answer = run_case(kernels.CASE, request, log=node.folder.log(f"kernels {kind}"), limit_s=limit_s)
     rows = answer.get("rows", [])
-    lines = report.markdown(kernels.make_table(f"Kernels: {kind}", rows))
+    lines = bench.markdown(kernels.make_table(f"Kernels: {kind}", rows))
     bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
     done = [r for r in rows if r["verdict"] == OK]
     text = f"{len(done)} timed"
@@ -527,13 +526,13 @@ def compare_packing(node: Node, limit_s: float) -> Outcome:
 
 
 def time_packing(request: dict[str, Any]) -> dict[str, Any]:
-    """Time attention for pairs of (data.max_segments, documents in a sequence), in a child process (bench/child.py)."""
+    """Time attention for pairs of (data.max_segments, documents in a sequence), in a child process (train/child.py)."""
     began = time.monotonic()
     (one,) = start_devices(one_device(request["cache"]), 1)
     import jax
 
-    from jaxtrain.bench.microbenchmarks import Sizes, attention_loop, looped, timed
     from jaxtrain.kernels.attention import Spec
+    from jaxtrain.node.microbenchmarks import Sizes, attention_loop, looped, timed
 
     smoke = request["smoke"]
     shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)
@@ -565,7 +564,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
 def record_preflight(node: Node, limit_s: float) -> Outcome:
     """Run all checks and measurements of preflight, and record the node."""
     file, recorded = node.path / "preflight.json", node.path / "recorded_node"
-    command = module_command("preflight", f"--json={file}", f"--record={recorded}")
+    command = jaxtrain_command("preflight", f"--json={file}", f"--record={recorded}")
     code, outcome = node.run_program("Preflight", command, limit_s)
     verdict = {0: GOOD, 3: OFF}.get(code or 0, BAD) if code is not None and file.exists() else BAD
     return Outcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
@@ -574,7 +573,7 @@ def record_preflight(node: Node, limit_s: float) -> Outcome:
 def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome, dict[str, Any]]:
     """Train a short run with GPU metrics every `every_s` seconds. Return its outcome and receipt."""
     folder = node.path / name
-    command = module_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
+    command = jaxtrain_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
     command += [f"--config.log.gpu_every_s={every_s}", f"--workdir={folder}"]
     code, outcome = node.run_program(name, command, limit_s)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
@@ -590,7 +589,7 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
     folder = node.path / METRICS_RUN
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seen = [line for line in lines if line["kind"] == "gpu"]
-    code, said = node.run_program("report", module_command("report", str(folder)), deadline - time.monotonic())
+    code, said = node.run_program("report", jaxtrain_command("report", str(folder)), deadline - time.monotonic())
     if code != 0:
         return Outcome(BAD, f"the report: {said.found}", said.lines, receipt)
     if not seen and not node.smoke:

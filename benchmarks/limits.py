@@ -7,7 +7,7 @@ The limit of a layout is, for one GPU and its share of the tokens,
     limit = matmul FLOPs / best matmul rate + attention FLOPs / best attention rate + memory-bound time + least remat
 
 FLOPs are those of the model (flops.py), with 2.5 times as many for backward attention as for forward. The memory-bound time is
-that of the search formula (plan/search/bound.py). The remat is the least that may fit by this formula's lower bound of memory.
+that of the search formula (plan/search_bound.py). The remat is the least that may fit by this formula's lower bound of memory.
 The limit has no exposed communication, no pipeline bubble, and no padding in experts' matmuls.
 
 --write stores the figures of the plans in limits_plans.json and writes the page. Tests compare the figures with tests/golden.
@@ -24,18 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published, studies
-from jaxtrain import flops, launch
-from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.page.numbers import percent, rough
-from jaxtrain.page.sections import markdown_table
+from jaxtrain.config import launch
+from jaxtrain.config.numbers import percent, rough
+from jaxtrain.config.schema import ConfigError, RunConfig
+from jaxtrain.models import flops
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
-from jaxtrain.plan.report.sections import span
 from jaxtrain.plan.result import Kernel, Plan
-from jaxtrain.plan.search.bound import Layout, least_remat, memory_bound_s, mesh_sizes
-from jaxtrain.plan.search.parallel import Request
+from jaxtrain.plan.search_bound import Layout, least_remat, memory_bound_s, mesh_sizes
+from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology
+from jaxtrain.report.plan_sections import span
+from jaxtrain.report.sections import markdown_table
 
 PAGE = "docs/evidence/limits.md"
 COMMAND = "python -m benchmarks.limits --write"

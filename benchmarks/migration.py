@@ -3,7 +3,7 @@
 python -m benchmarks.migration          print the table
 python -m benchmarks.migration --write  write it into docs/migration.md, between its markers
 
-The names of flags come from the tables of docs/coming_from.md, the keys from jaxtrain/synonyms.py.
+The names of flags come from the tables of docs/coming_from.md, the keys from jaxtrain/config/synonyms.py.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from jaxtrain.synonyms import INDEX, OTHER_UNIT
+from jaxtrain.config.synonyms import INDEX, OTHER_UNIT
 
 REPO = Path(__file__).resolve().parents[1]
 SOURCE, PAGE = REPO / "docs" / "coming_from.md", REPO / "docs" / "migration.md"

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxtrain import launch
-from jaxtrain.config import Fp8, Problem, RunConfig
+from jaxtrain.config import launch
+from jaxtrain.config.schema import Fp8, Problem, RunConfig
 from jaxtrain.data.pipeline import with_documents
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.program import build
+from jaxtrain.step.state import create_state
 from jaxtrain.train import evaluate
-from jaxtrain.train.batch import place_batch
 from jaxtrain.train.initial_state import open_data
-from jaxtrain.train.program import build
-from jaxtrain.train.state import create_state
 
 WINDOW = 20  # steps over which the training loss is averaged
 EPS = (1.01, 1.02)  # factors of optimizer.eps, whose effect is chance

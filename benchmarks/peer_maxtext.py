@@ -31,15 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
-from jaxtrain import flops, hardware, launch
-from jaxtrain.config import RunConfig
-from jaxtrain.installed import versions
-from jaxtrain.page.numbers import number, percent
-from jaxtrain.page.sections import markdown_table
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.installed import versions
+from jaxtrain.config.numbers import number, percent
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.metrics.receipt_format import now
+from jaxtrain.models import flops
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
-from jaxtrain.receipt.format import now
-from jaxtrain.startup import start_jax
+from jaxtrain.report.sections import markdown_table
+from jaxtrain.runtime.startup import start_jax
 
 REPO = Path(__file__).resolve().parent.parent
 STEP = Path(__file__).with_name("peer_maxtext_step.py")
@@ -275,7 +276,7 @@ replaced. Its keys: `{" ".join(KEYS)}`. Ours: `{" ".join(CONFIG)}`.
 Peak: XLA's `memory_analysis()`, arguments included. Exposed: collectives that compute waits for. Memory-bound: kernels that
 are neither GEMM nor attention, and waits for copies inside the GPU. MFU causal: model FLOPs, of attention those inside the
 mask, over the dense peak. Options: "XLA's own" are none, "O1" is `optimization_level=O1`, "jaxtrain's" are the choice
-of `jaxtrain/train/compiler.py` for that step, and in MaxText's rows its choice for ours with full remat. In all of them
+of `jaxtrain/step/compiler.py` for that step, and in MaxText's rows its choice for ours with full remat. In all of them
 XLA's trials of ways to write a fusion are off, as in every plan.
 
 ## Where memory-bound bytes go

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import flops
+from jaxtrain.models import flops
 from jaxtrain.plan import result
 from jaxtrain.plan.program import assignment, collectives, hlo, roofline
 from jaxtrain.plan.rates import datasheet

@@ -24,15 +24,17 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import report, train_step
-from jaxtrain.bench.child import FAILED, OK, last_lines, run_case
-from jaxtrain.bench.report import Folder
-from jaxtrain.bench.train_step import DATA
-from jaxtrain.command_line import Command, Option, Parsed, make_console, run_command
-from jaxtrain.config import ConfigError, Problem, RunConfig
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import pipeline
-from jaxtrain.validate.places import writable
+from jaxtrain.models import flops
+from jaxtrain.node import train_step
+from jaxtrain.node.train_step import DATA
+from jaxtrain.report import bench
+from jaxtrain.report.bench import Folder
+from jaxtrain.step.validate_places import writable
+from jaxtrain.train.child import FAILED, OK, last_lines, run_case
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch_step.py"
 EXPORT = "benchmarks.peer_torch:export_example"
@@ -116,7 +118,7 @@ def start(parsed: Parsed) -> int:
 
     Raises ConfigError if PyTorch's step does not support the config, --python lacks a package, or --out is not writable.
     """
-    options, console = parsed.options, make_console(report.WIDTH)
+    options, console = parsed.options, make_console(bench.WIDTH)
     base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
     python = shutil.which(Path(options["python"] or sys.executable).expanduser())
     problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(launch.load(base).run)]
@@ -189,9 +191,9 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.hf.names import PREFIX, entries
     from jaxtrain.models.attention import rotary_frequencies
     from jaxtrain.optim.optimizer import make_schedule
-    from jaxtrain.parity.compare import compile_step, open_rows
-    from jaxtrain.train import state
-    from jaxtrain.train.batch import place_batch
+    from jaxtrain.step import state
+    from jaxtrain.step.batch import place_batch
+    from jaxtrain.train.parity import compile_step, open_rows
 
     folder = Path(request["folder"])
     rows = open_rows(run)
@@ -246,7 +248,7 @@ def export_small(base: Sequence[str], folder: Path, log: Path | None = None, lim
 
 
 def run_peer(python: str, spec: Mapping[str, Any], log: Path | None = None, limit_s: float | None = None) -> dict[str, Any]:
-    """Run PyTorch's step (SCRIPT) in a child process (bench/child.py), and return its answer.
+    """Run PyTorch's step (SCRIPT) in a child process (train/child.py), and return its answer.
 
     Args:
         spec: the script's input: `spec` of the answer of `export`, and
@@ -324,7 +326,7 @@ def run(
         if same["verdict"] != OK:
             return fail(f"comparison of losses: {same['verdict']}: {same['why']}", same_work=same)
         agree = f"{CHECKED} losses of a small model in float32 agree to {same['off']:.1e} (allowed {SAME:.0e})"
-        report.print_line(console, f"same work: {agree}")
+        bench.print_line(console, f"same work: {agree}")
         example = export(base, files, limit_s=left())
         if example["verdict"] != OK:
             return fail(f"batch: {example['verdict']}: {example['why']}")
@@ -343,17 +345,17 @@ def run(
                     if answer["verdict"] == OK:
                         spec["settings"] = [answer["settings"]]  # the settings are chosen only once
             turns.append({"who": who, "name": label, **answer})
-            report.print_line(console, f"{label}: {report.step_result(answer)}")
+            bench.print_line(console, f"{label}: {bench.step_result(answer)}")
             ratio = compare_speeds(turns)
-            table = report.step_table(f"{name} against PyTorch", {t["name"]: t for t in turns})
-            lines = [*report.markdown(table), f"{agree}.", ""]
+            table = bench.step_table(f"{name} against PyTorch", {t["name"]: t for t in turns})
+            lines = [*bench.markdown(table), f"{agree}.", ""]
             lines += [*(f"- {line.strip()}" for line in describe(turns, ratio, given)), ""]
             folder.write("Peer", lines, same_work=same, given=given, turns=turns, compared=ratio)
             if answer["verdict"] != OK:
                 return fail(f"{label}: {answer['verdict']}: {answer['why']}")
-    report.print_table(console, report.step_table("", {t["name"]: t for t in turns}))
+    bench.print_table(console, bench.step_table("", {t["name"]: t for t in turns}))
     for line in describe(turns, ratio, given):
-        report.print_line(console, line, "bold" if line.startswith("ratio") else "")
+        bench.print_line(console, line, "bold" if line.startswith("ratio") else "")
     folder.print_cpu_note(console)
     return 0
 

@@ -7,11 +7,11 @@ python -m benchmarks.pictures --write --compile  compile the step behind fsdp.sv
 
 import argparse
 import ast
-import collections
 import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxtrain
-from jaxtrain import hardware, installed
-from jaxtrain.context import Context
-from jaxtrain.page.html import asset, plural
-from jaxtrain.page.numbers import percent
-from jaxtrain.startup import start_jax
-from jaxtrain.train.stages import Schedule
+from benchmarks.file_tree import purpose
+from jaxtrain.config import hardware, installed
+from jaxtrain.config.context import Context
+from jaxtrain.config.numbers import percent
+from jaxtrain.report.html import asset, plural
+from jaxtrain.runtime.startup import start_jax
+from jaxtrain.step.stages import Schedule
 
 REPO = Path(__file__).resolve().parents[1]
 FOLDER = REPO / "docs" / "pictures"
@@ -160,9 +161,10 @@ def compile_schedule() -> dict[str, Any]:
 
     Keys: `jaxlib`, its version; `exposed_ms`, of communication; `lanes`, lane -> [start ms, end ms, kind, label] of each event.
     """
-    from jaxtrain.plan import layer_schedule, topology
+    from jaxtrain.plan import topology
     from jaxtrain.plan.compile import compile_step
     from jaxtrain.plan.rates import datasheet
+    from jaxtrain.report import layer_schedule
 
     # In a loop over layers, all layers have the same schedule.
     run, machine = jaxtrain.load("llama3_8b", parallel={"scan_layers": True}), topology.parse("h200:8")
@@ -398,30 +400,29 @@ def step() -> str:
 # ---- Architecture
 
 
-def layers() -> dict[str, list[str]]:
-    """Return layer -> its modules, and "name.*" for packages, lowest layer first, from LAYERS in tests/unit/test_imports.py."""
+def floors() -> list[list[str]]:
+    """Return the folders and files of the package by floor, the lowest first, from ROOMS in tests/unit/test_imports.py."""
     tree = ast.parse(IMPORTS.read_text())
-    (table,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "LAYERS")
-    return {layer: names.split() for layer, names in ast.literal_eval(table).items()}
+    (rooms,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "ROOMS")
+    return [line.split() for line in ast.literal_eval(rooms).strip().splitlines()]
 
 
 def architecture() -> str:
-    """Return the picture of the import layers, each with its packages and modules."""
-    p = Picture("Imports point down", "packages and modules by layer, as tests/unit/test_imports.py checks them")
-    found = {layer: {name.partition(".")[0] for name in names} for layer, names in layers().items()}
-    homes, y = collections.Counter(itertools.chain(*found.values())), 64
-    for layer, names in reversed(found.items()):
-        lines = [""]
-        for name in sorted(name for name in names if not name.startswith("__")):
-            kind = "" if not (REPO / "jaxtrain" / name).is_dir() else "/" if homes[name] == 1 else "/..."
-            if len(lines[-1]) + len(name) > 50:
-                lines.append("")
-            lines[-1] += f"{name}{kind}, "
-        p.box(14, y, WIDTH - 52, 16 + 18 * len(lines), BLUE, tint=0.1)
-        p.text(24, y + 21, layer, weight=600)
-        for i, line in enumerate(lines):
-            p.text(150, y + 21 + 18 * i, line.removesuffix(" ").removesuffix("," * (line is lines[-1])))
-        y += 24 + 18 * len(lines)
+    """Return the picture of the folders of jaxtrain, each with its purpose; a folder imports those below it."""
+    p = Picture("Imports point down", "folders of jaxtrain by floor, as tests/unit/test_imports.py checks them")
+    y = 64
+    for rooms in reversed(floors()[:-1]):  # without the files of the package's own folder
+        top, y = y, y + 6
+        for room in rooms:
+            path = REPO / "jaxtrain" / room
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            p.text(24, y + 17, f"{room}/" if path.is_dir() else file.name, weight=600)
+            lines = textwrap.wrap(purpose(file), 62)
+            for i, line in enumerate(lines):
+                p.text(124, y + 17 + 16 * i, line)
+            y += 6 + 16 * len(lines)
+        p.box(14, top, WIDTH - 52, y + 6 - top, BLUE, tint=0.1)
+        y += 14
     p.path(f"M576 66V{y - 12}", arrow=True)
     return p.svg(y + 6)
 

@@ -25,16 +25,16 @@ from typing import Any
 
 from benchmarks import studies
 from benchmarks.studies import MODELS
-from jaxtrain import flops
-from jaxtrain.config import Model, RunConfig, default_config, flatten, resolve, to_dict
-from jaxtrain.page.numbers import percent
-from jaxtrain.page.sections import markdown_table
+from jaxtrain.config.numbers import percent
+from jaxtrain.config.schema import Model, RunConfig, default_config, flatten, resolve, to_dict
+from jaxtrain.models import flops
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search.cache import relevant
-from jaxtrain.plan.search.parallel import Request
+from jaxtrain.plan.search_cache import relevant
+from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology
+from jaxtrain.report.sections import markdown_table
 
 PAGE = "docs/evidence/planned_vs_published.md"
 COMMAND = "python -m benchmarks.published --write"

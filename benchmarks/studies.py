@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import hardware, installed, launch
+from jaxtrain.config import hardware, installed, launch
 from jaxtrain.models.families.llama import PRESETS
 from jaxtrain.plan import FOLDER
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search.cache import Cache
-from jaxtrain.plan.search.parallel import Outcome, Request, plan_many
-from jaxtrain.startup import start_jax
+from jaxtrain.plan.search_cache import Cache
+from jaxtrain.plan.search_parallel import Outcome, Request, plan_many
+from jaxtrain.runtime.startup import start_jax
 
 MARK = "<!-- The rest of this page is written by its command, which is at its end. -->\n"
 

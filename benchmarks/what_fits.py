@@ -16,18 +16,18 @@ from typing import Any
 
 from benchmarks import studies
 from benchmarks.studies import MODELS, Model
-from jaxtrain import flops
-from jaxtrain.config import ConfigError, RunConfig, default_config, resolve
-from jaxtrain.page.numbers import percent, rough
-from jaxtrain.page.sections import markdown_table
+from jaxtrain.config.numbers import percent, rough
+from jaxtrain.config.schema import ConfigError, RunConfig, default_config, resolve
+from jaxtrain.models import flops
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report.sections import describe_remat, mesh, span
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search.bound import BYTES, bound
-from jaxtrain.plan.search.parallel import Outcome, Request, cores, plan_many
-from jaxtrain.plan.search.space import changes, meshes, remat_policies, training_check, with_overrides
+from jaxtrain.plan.search_bound import BYTES, bound
+from jaxtrain.plan.search_parallel import Outcome, Request, cores, plan_many
+from jaxtrain.plan.search_space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
+from jaxtrain.report.plan_sections import describe_remat, mesh, span
+from jaxtrain.report.sections import markdown_table
 
 PAGE = "docs/evidence/what_fits.md"
 COMMAND = "python -m benchmarks.what_fits --write"

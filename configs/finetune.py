@@ -19,10 +19,10 @@ docs/finetuning.md lists the weights that are trained and saved, and shows how t
 
 import ml_collections
 
-from jaxtrain import flops
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import ConfigError, Model, Problem, default_config, parse_arg
 from jaxtrain.hf.folder import describe
+from jaxtrain.models import flops
 from jaxtrain.models.hugging_face import HuggingFaceError
 
 LARGE = 50_000_000  # least number of parameters of a model that is finetuned on GPUs

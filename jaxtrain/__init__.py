@@ -14,7 +14,7 @@
     jt.evaluate("runs/tiny", ["x = 1\\n"])      loss and bits per byte of texts
     jt.parity("tiny", "one,fsdp2,tensor2")      whether layouts take the same steps
 
-`help(jaxtrain.api)` describes each function. `python -m jaxtrain` lists the commands.
+`help(jaxtrain.commands.api)` describes each function. `python -m jaxtrain` lists the commands.
 """
 
 # Importing jaxtrain touches no device and imports no jax. This file runs on Python 3.8 too, so a start outside the environment
@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtrain.api import evaluate, generate, load, load_weights, open_run, parity, plan, search, shardings, train
+    from jaxtrain.commands.api import evaluate, generate, load, load_weights, open_run, parity, plan, search, shardings, train
 
 __version__ = "0.1.0"
 __all__ = ["evaluate", "generate", "load", "load_weights", "open_run", "parity", "plan", "search", "shardings", "train"]
@@ -41,7 +41,7 @@ def _check_environment() -> None:
     """Raise an error if Python is older than 3.12 or, for a command, if jaxtrain's packages are not installed.
 
     Raises:
-        SystemExit: this process was started as `python -m jaxtrain.COMMAND`.
+        SystemExit: this process was started as `python -m jaxtrain COMMAND`.
         ImportError: another program imported jaxtrain.
     """
     as_command = sys.argv[:1] == ["-m"]  # Python's own mark while it looks for the module to run.
@@ -78,7 +78,7 @@ class _QuietJax:
             execute = spec.loader.exec_module
 
             def execute_quietly(module: ModuleType) -> None:
-                from jaxtrain.startup import quiet
+                from jaxtrain.runtime.startup import quiet
 
                 sys.meta_path.remove(cls)
                 with quiet():
@@ -91,9 +91,9 @@ class _QuietJax:
 _check_environment()
 if "jax" not in sys.modules:
     sys.meta_path.insert(0, _QuietJax)
-is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain.COMMAND`
+is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain COMMAND`
 if is_command:
-    from jaxtrain import streams
+    from jaxtrain.runtime import streams
 
     streams.begin()
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -104,7 +104,7 @@ class _Callable(ModuleType):
     """The class of a folder with the name of a function of the API: both `jt.plan(...)` and `jaxtrain.plan.make` work."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        function = getattr(importlib.import_module("jaxtrain.api"), self.__name__.rpartition(".")[2])
+        function = getattr(importlib.import_module("jaxtrain.commands.api"), self.__name__.rpartition(".")[2])
         return function(*args, **kwargs)
 
 
@@ -125,7 +125,7 @@ def __getattr__(name: str) -> object:
     if name in MODULES:
         return importlib.import_module("jaxtrain." + name)
     if name in __all__:
-        return getattr(importlib.import_module("jaxtrain.api"), name)
+        return getattr(importlib.import_module("jaxtrain.commands.api"), name)
     raise AttributeError("module 'jaxtrain' has no attribute " + repr(name))
 
 

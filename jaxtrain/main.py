@@ -13,13 +13,14 @@ from pathlib import Path
 
 import ml_collections
 
-from jaxtrain import distributed, environment, explain, hardware, launch, own_parts
-from jaxtrain.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
-from jaxtrain.config import ConfigError, RunConfig, flatten, to_dict
-from jaxtrain.startup import choose_cpu, set_environment, start_jax
-from jaxtrain.validate import validate
-from jaxtrain.validate.layout import mesh_sizes
-from jaxtrain.validate.places import check_lock, check_resume, remote
+from jaxtrain.config import environment, explain, hardware, launch, own_parts
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
+from jaxtrain.config.schema import ConfigError, RunConfig, flatten, to_dict
+from jaxtrain.runtime import distributed
+from jaxtrain.runtime.startup import choose_cpu, set_environment, start_jax
+from jaxtrain.step.validate import validate
+from jaxtrain.step.validate_layout import mesh_sizes
+from jaxtrain.step.validate_places import check_lock, check_resume, remote
 
 AGAIN = 75  # exit code: start again
 TELL_S = 30  # for a process with problems to connect to the others, and tell them
@@ -237,7 +238,8 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
 
 def replay_bundle(bundle: Path, run: RunConfig) -> int:
     """Repeat the step of a bundle. Return 0 if it fails in the same way again, 1 if not, 2 if it cannot be repeated."""
-    from jaxtrain import checkpoint, replay
+    from jaxtrain import checkpoint
+    from jaxtrain.train import replay
     from jaxtrain.train import run as train
 
     train.set_compile_cache(run)
@@ -248,6 +250,11 @@ def replay_bundle(bundle: Path, run: RunConfig) -> int:
         return REFUSED
 
 
-if __name__ == "__main__":
+def start(argv: Sequence[str]) -> int:
+    """Run the command line as this process's only work, and return its exit code."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it asks for a trace; before the first step it must not end the process
-    sys.exit(main(own_process=True))
+    return main(argv, own_process=True)
+
+
+if __name__ == "__main__":
+    sys.exit(start(sys.argv[1:]))

@@ -3,7 +3,7 @@
 Every array has logical axis names ("batch", "embed", "heads", ...). `sharding.rules` maps them onto the mesh axes (data, fsdp,
 tensor, seq; and stage and expert where they are used). A `Placement` is that map on a mesh.
 
-Gradients are computed inside one `jax.shard_map` over the whole mesh (train/program.py). Inside it every array is this device's
+Gradients are computed inside one `jax.shard_map` over the whole mesh (step/program.py). Inside it every array is this device's
 local shard, and every collective is an explicit call. One rule holds: each device computes a partial loss, and the loss is the
 sum of the partial losses of all devices. Autodiff then gives each device a partial gradient of every weight. The gradient of a
 weight is the sum of the partial gradients over the mesh axes that do not shard the weight.
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import (
+from jaxtrain.config.schema import (
     EXPERT_AXIS,
     MESH_AXES,
     OPTIONAL_AXES,

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from jaxtrain.bench import node_suite, train_step
-from jaxtrain.receipt import collect
+from jaxtrain.metrics import receipt_collect
+from jaxtrain.node import node_suite, train_step
 
 SMALL = ("--config=configs/tiny.py", *node_suite.SMALL)
 PEER = [
@@ -38,7 +38,7 @@ def at_home(monkeypatch, request):
     monkeypatch.setattr(train_step, "set_compile_cache", lambda run: None)
     # The digests of all files take long.
     known = {"commit": "c" * 40, "dirty": False, "patch": "", "files": {}, "config_file": {}}
-    monkeypatch.setattr(collect, "source", lambda *args: known)
+    monkeypatch.setattr(receipt_collect, "source", lambda *args: known)
 
 
 def run_here(function, request, **_):

@@ -14,7 +14,7 @@ from jaxtrain.data import pipeline
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.module import normal, param
 from jaxtrain.models.transformer import Transformer
-from jaxtrain.train.loss import cross_entropy
+from jaxtrain.step.loss import cross_entropy
 
 # ---- Families
 

@@ -29,7 +29,7 @@ import progress
 import pytest
 from hypothesis import settings
 
-from jaxtrain.startup import threads_for_cpus
+from jaxtrain.runtime.startup import threads_for_cpus
 
 # Without bytecode files, workers and child processes would parse every source and rewrite every assertion again.
 sys.dont_write_bytecode = False
@@ -37,7 +37,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ON_GPU = os.environ.get("JAXTRAIN_TEST_DEVICE") == "gpu"
 if ON_GPU:
-    from jaxtrain.bench.train_step import one_device, start_devices
+    from jaxtrain.node.train_step import one_device, start_devices
 
     start_devices(one_device(cache=""), 1)  # with the environment of a training run
 else:
@@ -74,7 +74,7 @@ def programs_make_room() -> Iterator[None]:
     if time.monotonic() - start > 1 and MAPPED.exists() and MAPPED.read_bytes().count(b"\n") > MOST_MAPPED:
         import helpers
 
-        from jaxtrain import snapshot
+        from jaxtrain.train import snapshot
 
         programs.kept.clear()
         for held in (helpers.train_step, helpers.program, snapshot.compile_together, snapshot.compile_by_layer):
@@ -161,7 +161,8 @@ def own_part(text: str) -> tuple[str, str]:
         raise pytest.UsageError(
             f"--part={text}: must be {key}=package.module:name; jaxtrain's own parts are tried without --part"
         )
-    from jaxtrain import config, own_parts
+    from jaxtrain.config import own_parts
+    from jaxtrain.config import schema as config
 
     try:
         own_parts.load(key, name)
@@ -175,7 +176,8 @@ def own_key(text: str) -> tuple[str, Any]:
 
     Also accepts what only the part has: sharding rules of new logical axes, and settings of the section `own`.
     """
-    from jaxtrain import config, launch
+    from jaxtrain.config import launch
+    from jaxtrain.config import schema as config
 
     key, given, value = text.partition("=")
     known = dict(config.flatten(config.default_config()))

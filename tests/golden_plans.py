@@ -17,15 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import hardware, launch
-from jaxtrain.page.numbers import GB_PER_GIB
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.numbers import GB_PER_GIB
 from jaxtrain.plan import FOLDER as CACHE
-from jaxtrain.plan import topology
+from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search import parallel
-from jaxtrain.plan.search.cache import Cache
-from jaxtrain.startup import start_jax
+from jaxtrain.plan.search_cache import Cache
+from jaxtrain.runtime.startup import start_jax
 
 FOLDER = launch.REPO / "tests" / "golden"
 WRITE = "python tests/golden_plans.py --write"
@@ -204,13 +203,13 @@ def _is_far(old: float, new: float, margin: float) -> bool:
 # ---- The command
 
 
-def requests(names: Iterable[str]) -> dict[str, parallel.Request]:
+def requests(names: Iterable[str]) -> dict[str, search_parallel.Request]:
     """Return name -> request to `plan_many`, for golden plans."""
     out = {}
     for name in names:
         config, machine = SHIPPED[name]
         run, where = launch.load([f"--config={launch.REPO / config}"]).run, topology.parse(machine)
-        out[name] = parallel.Request(run, where, config, rates=datasheet(where.gpu, run.precision))
+        out[name] = search_parallel.Request(run, where, config, rates=datasheet(where.gpu, run.precision))
     return out
 
 
@@ -224,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_jax(hardware.probe())
     codes = [0]
 
-    def report(name: str, outcome: parallel.Outcome) -> None:
+    def report(name: str, outcome: search_parallel.Outcome) -> None:
         if outcome.plan is None:
             print(f"{name}: no plan, {outcome.kind}: {outcome.reason}", flush=True)
             codes.append(1)
@@ -239,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.write:
             save(from_plan(outcome.plan), path(name))
 
-    parallel.plan_many(requests(args.names or SHIPPED), on_done=report, cache=Cache(CACHE))
+    search_parallel.plan_many(requests(args.names or SHIPPED), on_done=report, cache=Cache(CACHE))
     return max(codes)
 
 

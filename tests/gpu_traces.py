@@ -8,9 +8,9 @@ import jax
 import pytest
 from hlo_text import BIG, COMPUTATIONS, ELEMENTS, RATES, gemm
 
+from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import roofline
-from jaxtrain.profile import measure, program, trace
-from jaxtrain.profiling import HLO_TEXT
+from jaxtrain.report import profile, profile_program, profile_trace
 
 
 def named(op_name: str) -> str:
@@ -103,7 +103,7 @@ def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roo
 
     Device 1 starts step n (from 0) n times `late_ms` late, and is `late_ms` later still in the kernels `last` and `update`.
     """
-    read = program.read(PROGRAM, MESH, 2)
+    read = profile_program.read(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
     space = Space()
@@ -122,7 +122,7 @@ def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roo
         space.line(f"/device:GPU:{device}", "Stream #20(Kernel)", links)
         # a line that repeats the events: a reader must not count it again
         space.line(f"/device:GPU:{device}", "XLA Ops", compute)
-    space.line(trace.HOST, "python", [("train", n * 0.1, n * 0.1 + 0.05, {"step_num": 40 + n}) for n in range(steps)])
+    space.line(profile_trace.HOST, "python", [("train", n * 0.1, n * 0.1 + 0.05, {"step_num": 40 + n}) for n in range(steps)])
     return space, planned
 
 
@@ -136,7 +136,7 @@ def gpu_run(folder: Path, space: Space) -> Path:
     return folder
 
 
-def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> measure.Profile:
+def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> profile.Profile:
     """Return the profile of a trace, with a plan at the rates RATES."""
-    monkeypatch.setattr(measure, "rates_for", lambda gpu, precision: RATES)
-    return measure.profile(trace.find(gpu_run(folder, space))[0], measure.run_around(folder))
+    monkeypatch.setattr(profile, "rates_for", lambda gpu, precision: RATES)
+    return profile.profile(profile_trace.find(gpu_run(folder, space))[0], profile.run_around(folder))

@@ -19,8 +19,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import config
-from jaxtrain.config import RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.kernels.embedding import TABLE
@@ -29,12 +30,11 @@ from jaxtrain.models.layers import Context
 from jaxtrain.models.module import param, stack
 from jaxtrain.models.transformer import Block, build_as
 from jaxtrain.optim.optimizer import adamw
-from jaxtrain.parity import compare
-from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import all_reduce
-from jaxtrain.train import loss
-from jaxtrain.train.program import Program, build
-from jaxtrain.train.state import NamedLeaf, TrainState, create_state, named_leaves, to_host
+from jaxtrain.step import loss
+from jaxtrain.step.program import Program, build
+from jaxtrain.step.state import NamedLeaf, TrainState, create_state, named_leaves, to_host
+from jaxtrain.train import parity
 
 # Every head count divides by 4, so that the model runs on every mesh. Two query heads share a key/value head.
 TINY = {
@@ -67,13 +67,13 @@ def few(cases: Iterable[Any], *often: Any) -> list[Any]:
 
 def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Return the config of a model that compiles in seconds. It uses one device unless the overrides set a mesh."""
-    tree = config.default_config()
+    tree = schema.default_config()
     for key, value in {**TINY, **(overrides or {})}.items():
         *sections, name = key.split(".")
         functools.reduce(lambda section, part: section[part], sections, tree)[name] = value
-    run, problems = config.resolve(tree)
+    run, problems = schema.resolve(tree)
     if problems:
-        raise config.ConfigError(problems)
+        raise schema.ConfigError(problems)
     return run
 
 
@@ -102,7 +102,7 @@ def lowered(run: RunConfig) -> str:
 
 
 @functools.cache
-def batches(data: config.Data, global_batch: int, split: str = "train") -> pipeline.Batches:
+def batches(data: schema.Data, global_batch: int, split: str = "train") -> pipeline.Batches:
     """Return the run's batches from the real data pipeline. The source must be synthetic or a file."""
     source = data.source if split == "train" else data.eval_source
     return pipeline.open_source(data, source, split=split, global_batch=global_batch, data_dir=".")
@@ -139,14 +139,14 @@ class Trained:
 
     loss: np.ndarray
     tensors: dict[str, np.ndarray]
-    taken: compare.Trained  # the state after the last step, for comparisons
+    taken: parity.Trained  # the state after the last step, for comparisons
 
 
 @functools.cache
 def train(run: RunConfig, steps: int) -> Trained:
     """Train for `steps` steps from the run's initial state."""
     made, state = program(run), fresh_state(run)
-    taken, state = compare.take_steps(made, train_step(run), state, lambda i: host_batch(run, i), steps)
+    taken, state = parity.take_steps(made, train_step(run), state, lambda i: host_batch(run, i), steps)
     return Trained(taken.loss, to_host(state, ""), taken)
 
 
@@ -172,7 +172,7 @@ def start(made: Program) -> TrainState:
     return jax.tree.unflatten(jax.tree.structure(made.state), map(value, named_leaves(made.state)))
 
 
-def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
+def first_steps(run: RunConfig, steps: int = 3) -> parity.Trained:
     """Compile a run's step without the cache of `train_step`, take its first steps from `start`, and return their results.
 
     The step must return parameters and moments with the program's shardings.
@@ -182,7 +182,7 @@ def first_steps(run: RunConfig, steps: int = 3) -> compare.Trained:
     after, _ = step.output_shardings
     for (path, sharding), a in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True):
         assert sharding.is_equivalent_to(a.sharding, len(a.shape)), jax.tree_util.keystr(path)
-    return compare.take_steps(made, step, start(made), lambda i: host_batch(run, i), steps)[0]
+    return parity.take_steps(made, step, start(made), lambda i: host_batch(run, i), steps)[0]
 
 
 def loss_and_gradients(function: loss.LossFunction, spec: loss.LossSpec) -> Callable[..., Any]:
@@ -220,14 +220,14 @@ class WiderFamily:
     """The llama model with a feed-forward block twice as wide."""
 
     @staticmethod
-    def build(model: config.Model, *args: Any) -> Any:
+    def build(model: schema.Model, *args: Any) -> Any:
         return build_as(llama.STRUCTURE, dataclasses.replace(model, d_ff=2 * model.d_ff), *args)
 
 
 class LoudBlock(Block):
     """A layer that is no identity if its weights are 0: it divides by one, and adds another."""
 
-    def __init__(self, model: config.Model, kernel: Any, ctx: Context, rngs: Any):
+    def __init__(self, model: schema.Model, kernel: Any, ctx: Context, rngs: Any):
         super().__init__(model, kernel, ctx, rngs)
         ones = (model.d_model,), ("embed",), lambda *_: jnp.ones(model.d_model), jnp.float32
         self.divisor, self.shift = param(rngs, *ones), param(rngs, *ones)
@@ -242,7 +242,7 @@ class LoudFamily:
     """The llama model with layers of LoudBlock."""
 
     @staticmethod
-    def build(model: config.Model, kernel: Any, plan: Any, ctx: Context, rngs: Any) -> Any:
+    def build(model: schema.Model, kernel: Any, plan: Any, ctx: Context, rngs: Any) -> Any:
         made = build_as(llama.STRUCTURE, model, kernel, plan, ctx, rngs)
         made.layers = stack(lambda r: LoudBlock(model, kernel, made.ctx, r), model.num_layers, rngs)
         return made
@@ -303,7 +303,7 @@ def whole_logits_loss(hidden: jax.Array, head: Any, batch: loss.Batch, spec: los
 def damaging(rows: slice) -> Any:
     """Return a maker of an optimizer: AdamW, whose updates of these rows of the embedding are NaN."""
 
-    def make(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, own: Any) -> optax.GradientTransformation:
+    def make(optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any, own: Any) -> optax.GradientTransformation:
         tx = adamw(optimizer, dtypes, axes)
 
         def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -319,6 +319,6 @@ nan_embedding = damaging(slice(None))
 nan_unused_row = damaging(slice(-1, None))  # synthetic data has no such token, so the loss stays finite
 
 
-def slower_adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, own: Any) -> Any:
+def slower_adamw(optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any, own: Any) -> Any:
     """Return AdamW with beta1 = 0.99."""
     return adamw(dataclasses.replace(optimizer, beta1=0.99), dtypes, axes)

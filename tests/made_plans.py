@@ -9,37 +9,36 @@ import signal
 import time
 from typing import Any
 
-from jaxtrain import config, launch
-from jaxtrain.plan import topology
+from jaxtrain.config import launch, schema
+from jaxtrain.plan import search_bound, search_parallel, topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
-from jaxtrain.plan.search import bound, parallel
-from jaxtrain.plan.search.cache import Outcome, Request
+from jaxtrain.plan.search_cache import Outcome, Request
 
 H200 = topology.parse("h200:8")
 RATES = rates_for(H200.gpu, "bf16")
 
 
-def load(*overrides: str, file: str = "configs/llama3_8b.py") -> config.RunConfig:
+def load(*overrides: str, file: str = "configs/llama3_8b.py") -> schema.RunConfig:
     """Return the run of a config file with overrides KEY=VALUE."""
     loaded = launch.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 
 
-def tiny(*overrides: str) -> config.RunConfig:
+def tiny(*overrides: str) -> schema.RunConfig:
     """Return a run that compiles in seconds, and for which the search has few layouts."""
     sizes = ("num_layers=2", "d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
     batch = ("data.seq_len=256", "train.global_batch=8", "train.grad_accum=1", "loss.chunk=256", "mesh.fsdp=-1")
     return load(*(f"model.{s}" for s in sizes), *batch, "remat.policy=full", "remat.tensors=", *overrides)
 
 
-def flat(run: config.RunConfig) -> dict[str, Any]:
+def flat(run: schema.RunConfig) -> dict[str, Any]:
     """Return {dotted key: value} of a run's config."""
-    return dict(config.flatten(config.to_dict(run)))
+    return dict(schema.flatten(schema.to_dict(run)))
 
 
-def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
+def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
     """Return a plan with this step time and this peak memory."""
     usable = machine.usable_gib()
     buffer = Buffer(peak_gib, "state", "f32[1]", "", "", "p")
@@ -72,13 +71,13 @@ def made(run: config.RunConfig, machine: topology.Topology, step_s: float, peak_
 # ---- Fakes of the planning function
 
 
-def above(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+def above(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
     """Return a plan with 1.1 times the step time of the run's lower bound (search/bound.py), and with its likely memory."""
-    least = bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
+    least = search_bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 
 
-def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+def by_accum(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
     """Raise an error for 2 microbatches, crash for 4, hang for 8; else return a plan."""
     accum = run.train.grad_accum
     if accum == 2:
@@ -90,13 +89,13 @@ def by_accum(run: config.RunConfig, machine: topology.Topology, rates: Rates | N
     return made(run, machine, 1.0 / accum, 10.0, rates)
 
 
-def killed(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+def killed(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
     """Kill this process, as the out-of-memory killer would."""
     os.kill(os.getpid(), signal.SIGKILL)
     return made(run, machine, 1.0, 1.0)
 
 
-def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
+def sleeps(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
     """Sleep for 10 minutes."""
     time.sleep(600)
     return made(run, machine, 1.0, 1.0)
@@ -105,7 +104,7 @@ def sleeps(run: config.RunConfig, machine: topology.Topology, rates: Rates | Non
 class Inline:
     """A fake of parallel.Child, which plans in this process. `started` collects the runs of all instances."""
 
-    started: list[config.RunConfig] = []
+    started: list[schema.RunConfig] = []
 
     def __init__(self, request: Request, plan_one: str, timeout_s: float) -> None:
         self.started.append(request.run)
@@ -123,10 +122,10 @@ class Inline:
         """Do nothing: no process runs."""
 
 
-def plan_inline(monkeypatch: Any) -> list[config.RunConfig]:
+def plan_inline(monkeypatch: Any) -> list[schema.RunConfig]:
     """Let the search plan in this process, one run after the other. Returns the list to which each planned run is appended."""
-    monkeypatch.setattr(parallel, "Child", Inline)
-    monkeypatch.setattr(parallel, "cores", lambda: 1)
-    monkeypatch.setattr(parallel, "POLL_S", 0.0)
+    monkeypatch.setattr(search_parallel, "Child", Inline)
+    monkeypatch.setattr(search_parallel, "cores", lambda: 1)
+    monkeypatch.setattr(search_parallel, "POLL_S", 0.0)
     monkeypatch.setattr(Inline, "started", [])
     return Inline.started

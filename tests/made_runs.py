@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import metrics
-from jaxtrain.receipt.format import FORMAT
+from jaxtrain.metrics import files as metrics
+from jaxtrain.metrics.receipt_format import FORMAT
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Layouts whose steps must agree with steps on one device, each with its model.
 
-The layouts are written as for `python -m jaxtrain.parity --meshes=`. Sequences have several documents, so that some documents
+The layouts are written as for `python -m jaxtrain parity --meshes=`. Sequences have several documents, so that some documents
 cross every border between devices (checked by test_parity.py).
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import helpers
 
-from jaxtrain.config import MESH_AXES, RunConfig, flatten, to_dict
-from jaxtrain.parity import compare, layouts
-from jaxtrain.parity.compare import Bounds, Comparison, Trained
-from jaxtrain.parity.layouts import in_float32
+from jaxtrain.config.schema import MESH_AXES, RunConfig, flatten, to_dict
+from jaxtrain.train import parity, parity_layouts
+from jaxtrain.train.parity import Bounds, Comparison, Trained
+from jaxtrain.train.parity_layouts import in_float32
 
 # Weights ten times as large as usual make attention scores differ, so that a wrong mask or position changes the results.
 BASE = {"model.num_layers": 1, "model.init_std": 0.2, "data.max_segments": 6}
@@ -156,7 +156,7 @@ def pairs(names: Iterable[str]) -> set[tuple[str, str]]:
 
 def config(model: str, layout: str, precision: str) -> RunConfig:
     """Return a tiny run of this model in this layout. Raises ConfigError if the model cannot have the layout."""
-    (found,), problems = layouts.parse(layout)
+    (found,), problems = parity_layouts.parse(layout)
     assert not problems, problems
     types = dict(flatten(to_dict(helpers.tiny())))
     chosen = {o.partition("=")[0]: o.partition("=")[2] for o in found.overrides}
@@ -171,7 +171,7 @@ def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
     run = config(model, "one", precision)
     reference = one_device(run)
     exact = None if precision == "f32" else one_device(in_float32(run))
-    return reference, compare.bounds(reference, exact, parts, run.train.global_batch * run.data.seq_len)
+    return reference, parity.bounds(reference, exact, parts, run.train.global_batch * run.data.seq_len)
 
 
 one_device = functools.cache(helpers.first_steps)
@@ -183,4 +183,4 @@ def against_one_device(name: str, precision: str) -> Comparison:
     run = config(model, layout, precision)
     # The reference comes first, so that a bug that a test plants in the step is not in the reference.
     reference, bounds = allowed(model, precision, len(helpers.devices_of(run)) * run.train.grad_accum)
-    return compare.compare(helpers.first_steps(run), reference, bounds)
+    return parity.compare(helpers.first_steps(run), reference, bounds)

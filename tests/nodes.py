@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import nvidia_smi
-from jaxtrain.preflight.node import RecordedNode, file_name
-from jaxtrain.preflight.table import FAULT
+from jaxtrain.commands import preflight as command
+from jaxtrain.node import nvidia_smi
+from jaxtrain.node.node import RecordedNode, file_name
+from jaxtrain.node.table import FAULT
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 H200 = RECORDED / "h200_healthy"

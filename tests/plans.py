@@ -6,8 +6,8 @@ Each step and each plan is made once in a process.
 import functools
 import importlib.util
 
-from jaxtrain import launch
-from jaxtrain.config import RunConfig
+from jaxtrain.config import launch
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import hlo

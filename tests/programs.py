@@ -1,6 +1,6 @@
 """Compiled programs, kept in this process: a run that another test has already compiled is not compiled again.
 
-JAX's compile cache on disk cannot do this: XLA:CPU loads programs for several devices wrongly (jaxtrain/startup.py).
+JAX's compile cache on disk cannot do this: XLA:CPU loads programs for several devices wrongly (jaxtrain/runtime/startup.py).
 """
 
 import collections

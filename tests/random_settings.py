@@ -17,16 +17,16 @@ import helpers
 import numpy as np
 from remedies import named_fix
 
-from jaxtrain import launch
-from jaxtrain.config import MESH_AXES, ConfigError, Problem, RunConfig
-from jaxtrain.hardware import Devices
+from jaxtrain.config import launch
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import MESH_AXES, ConfigError, Problem, RunConfig
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.models import FAMILIES, presets
 from jaxtrain.models.structure import SIZES
-from jaxtrain.parity import compare
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.program import build
-from jaxtrain.validate import validate_step
+from jaxtrain.step.program import build
+from jaxtrain.step.validate import validate_step
+from jaxtrain.train import parity
 
 DEVICES = 8
 ROUNDS = 16  # of fixes until a draw must be accepted
@@ -212,13 +212,13 @@ def on_one_device(settings: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if not key.startswith(LAYOUT)} | {"mesh.data": "1", "mesh.fsdp": "1"}
 
 
-def train(settings: dict[str, str]) -> list[compare.Trained]:
+def train(settings: dict[str, str]) -> list[parity.Trained]:
     """Return the results of one step, and of STEPS steps, from the same weights."""
     run = launch.load(argv(settings)).run
     made = build(run, helpers.devices_of(run))
     step = helpers.compiled(made)
     batch = functools.partial(helpers.host_batch, run)
-    return [compare.take_steps(made, step, helpers.start(made), batch, steps)[0] for steps in (1, STEPS)]
+    return [parity.take_steps(made, step, helpers.start(made), batch, steps)[0] for steps in (1, STEPS)]
 
 
 def judge(seed: int, say: Callable[[str], None] = lambda line: None) -> Verdict:
@@ -234,8 +234,8 @@ def judge(seed: int, say: Callable[[str], None] = lambda line: None) -> Verdict:
     say(f"training {' '.join(argv(settings)[1:])}")
     run = problems_of(settings)[0]
     pairs = list(zip(train(settings), train(plain), strict=True))
-    bounds = compare.bounds(pairs[0][1], None, 1, run.train.global_batch * run.data.seq_len)
-    first, later = (compare.compare(got, reference, bounds) for got, reference in pairs)
+    bounds = parity.bounds(pairs[0][1], None, 1, run.train.global_batch * run.data.seq_len)
+    first, later = (parity.compare(got, reference, bounds) for got, reference in pairs)
     # An element whose gradient is 0 at first, and rounding later, moves by a whole step of Adam in either direction.
     later = dataclasses.replace(later, parameter=first.parameter)
     measures = (first.gradient, first.parameter, later.loss, later.grad_norm)

@@ -2,7 +2,7 @@
 
 import re
 
-from jaxtrain.config import Problem, declared
+from jaxtrain.config.schema import Problem, declared
 
 
 def named_fix(problem: Problem) -> str:

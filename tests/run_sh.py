@@ -56,7 +56,7 @@ def copy_launcher(repo: Path) -> Path:
     """Copy run.sh and the files that it reads into the folder `repo`."""
     (repo / "jaxtrain").mkdir(parents=True)
     (repo / "notebooks").mkdir()
-    for name in ("run.sh", ".python-version", "jaxtrain/commands.txt", "jaxtrain/commands.py"):
+    for name in ("run.sh", ".python-version", "jaxtrain/config/commands.txt", "jaxtrain/config/commands.py"):
         shutil.copy(REPO / name, repo / name)
     shutil.copytree(REPO / "requirements", repo / "requirements")
     return repo

@@ -20,8 +20,8 @@ import numpy as np
 from compile_options import QUICKLY
 
 from jaxtrain import main as command
-from jaxtrain import metrics
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.metrics import files
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -142,7 +142,7 @@ class Child:
 def lines(workdir: Path) -> list[dict[str, Any]]:
     """Return all lines of metrics.jsonl; none if the file does not exist."""
     path = workdir / "metrics.jsonl"
-    return list(metrics.read(path)) if path.exists() else []
+    return list(files.read(path)) if path.exists() else []
 
 
 def exact(workdir: Path) -> list[dict[str, Any]]:

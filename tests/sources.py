@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxtrain.data import pipeline
-from jaxtrain.train.loss import cross_entropy
+from jaxtrain.step.loss import cross_entropy
 
 MARK = 250  # first token of the rows at which a loss or a gradient goes wrong
 # batch number -> a function that `watched` calls before it returns this training batch

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxtrain import config
+from jaxtrain.commands.data import main
+from jaxtrain.config import schema
 from jaxtrain.data import pipeline
 from jaxtrain.data import tokenizer as text_tokenizers
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.mixture import interleave
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 
@@ -51,7 +51,7 @@ def random_documents(seed: int, count: int, mean: int) -> list[list[int]]:
 
 
 def open_batches(source: Path | str, seq_len: int = 16, global_batch: int = 4, **keys: object) -> pipeline.Batches:
-    data = config.Data(source=str(source), seq_len=seq_len, **keys)  # pyright: ignore[reportArgumentType]
+    data = schema.Data(source=str(source), seq_len=seq_len, **keys)  # pyright: ignore[reportArgumentType]
     return pipeline.open_source(data, data.source, split="train", global_batch=global_batch, data_dir="unused")
 
 
@@ -87,7 +87,7 @@ def train_bpe(folder: Path, special: Sequence[str | AddedToken], **parts: Any) -
 
 
 def command(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run `python -m jaxtrain.data` in this process, in a folder. Returns (exit code, output)."""
+    """Run `python -m jaxtrain data` in this process, in a folder. Returns (exit code, output)."""
     out = io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:

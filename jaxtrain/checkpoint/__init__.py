@@ -6,8 +6,8 @@
 
 meta.json is durable before the arrays are written. So a step is complete exactly when its arrays are committed, even if the
 process is killed at any time. Older steps are deleted only after the new step is durable. Orbax does not detect a flipped bit
-in an array. So each save stores digests of the state, computed on the devices (jaxtrain/digests.py). Each restore compares
-them with the digests of the restored arrays. The modules here handle flat dicts of arrays; jaxtrain/train/state.py
+in an array. So each save stores digests of the state, computed on the devices (checkpoint/digests.py). Each restore compares
+them with the digests of the restored arrays. The modules here handle flat dicts of arrays; jaxtrain/step/state.py
 converts a train state to such a dict.
 
 jax and Orbax are imported on first use; the import of Orbax takes 0.7 s. The command line imports neither. A run imports Orbax
@@ -18,7 +18,6 @@ import json
 import os
 from pathlib import Path
 
-from jaxtrain import stores
 from jaxtrain.checkpoint.manager import Checkpoints as Checkpoints
 from jaxtrain.checkpoint.manager import Failed as Failed
 from jaxtrain.checkpoint.manager import Saved as Saved
@@ -29,6 +28,7 @@ from jaxtrain.checkpoint.storage import Damaged as Damaged
 from jaxtrain.checkpoint.storage import NotFinite as NotFinite
 from jaxtrain.checkpoint.storage import Storage, is_step
 from jaxtrain.checkpoint.storage import Unreachable as Unreachable
+from jaxtrain.config import stores
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Checkpoints, int]:

@@ -1,6 +1,6 @@
 """Digests of a checkpoint's files: sizes and CRC-32, written when a step is complete, and checked without any device.
 
-The digests of files detect truncation, deletion or changed bytes after a save. The digests of arrays (jaxtrain/digests.py),
+The digests of files detect truncation, deletion or changed bytes after a save. The digests of arrays (checkpoint/digests.py),
 which every restore compares, also detect errors between a device and the files.
 """
 

@@ -20,7 +20,7 @@ from jaxtrain.checkpoint import arrays, files
 from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, join_errors, orbax
 from jaxtrain.checkpoint.steps import FORMAT, HELD_OUT, Steps
 from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, NotFinite, Unreachable
-from jaxtrain.distributed import Peers
+from jaxtrain.runtime.distributed import Peers
 
 if TYPE_CHECKING:
     import jax
@@ -146,7 +146,7 @@ class Checkpoints(Steps):
             return None
         size = sum(x.nbytes for x in tensors.values())
         if sums is None:
-            from jaxtrain import digests
+            from jaxtrain.checkpoint import digests
 
             found = digests.digest_arrays(dict(tensors))
             sums = lambda: found  # noqa: E731
@@ -271,7 +271,7 @@ class Checkpoints(Steps):
         """Wait until `tensors` are computed, and write meta.json durably. Raises NotFinite for infinite or NaN parameters."""
         import jax
 
-        from jaxtrain import digests
+        from jaxtrain.checkpoint import digests
 
         jax.block_until_ready(tensors)
         times.copied = time.perf_counter()

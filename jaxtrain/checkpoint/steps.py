@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.checkpoint import files
 from jaxtrain.checkpoint.arrays import PEERS_S, context, describe_error, differences, first_cause, join_errors, orbax
 from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Damaged, Storage, Unreachable
-from jaxtrain.distributed import Peers
+from jaxtrain.runtime.distributed import Peers
 
 if TYPE_CHECKING:
     import jax
@@ -177,7 +177,7 @@ class Steps:
         """
         import jax
 
-        from jaxtrain import digests
+        from jaxtrain.checkpoint import digests
 
         self._device = self.storage.device()
         meta = self.meta(step) if meta is None else meta

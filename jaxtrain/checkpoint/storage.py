@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 from rich.filesize import decimal
 
-from jaxtrain import stores
+from jaxtrain.config import stores
 
 META = "meta.json"
 ARRAYS = "arrays"

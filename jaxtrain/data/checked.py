@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.commands import spelled
+from jaxtrain.config.commands import spelled
 
 SPAN = 4 << 20  # bytes read at a time
 
@@ -29,7 +29,7 @@ def remedy(path: Path) -> str:
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
     return spelled(
-        "Copy it again from an intact copy, or repeat the python -m jaxtrain.data prepare that made it, with --force"
+        "Copy it again from an intact copy, or repeat the python -m jaxtrain data prepare that made it, with --force"
     )
 
 
@@ -110,7 +110,7 @@ class Blocks:
             end = self._new.find(0, first, last)
             end = min(last if end < 0 else end, first + SPAN // self.block_bytes)
             if bad := self._differing(first, end):
-                see = spelled(f"List all damage with: python -m jaxtrain.data verify {shlex.quote(str(self.file.path))}")
+                see = spelled(f"List all damage with: python -m jaxtrain data verify {shlex.quote(str(self.file.path))}")
                 fix = f"No data of this read has been used. {see}. {remedy(self.file.path)}"
                 raise self.file.refuse(f"{self.name(bad[0], bad[0] + 1)} does not match its checksum", fix)
             self._new[first:end] = bytes(end - first)

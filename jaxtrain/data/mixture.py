@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Problem, split_paths
+from jaxtrain.config.schema import Problem, split_paths
 
 WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that counting is exact in integers
 

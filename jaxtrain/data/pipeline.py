@@ -24,20 +24,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxtrain import config, installed, own_parts
-from jaxtrain.config import split_paths
+from jaxtrain.config import installed, own_parts, schema
+from jaxtrain.config.schema import split_paths
+from jaxtrain.config.shapes import BATCH_KEYS, PAIR_KEYS
+from jaxtrain.config.synonyms import MOST, did_you_mean
 from jaxtrain.data import stdlib, synthetic, text_format
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import Mixture, Named, all_exist, identity, is_file, parse_files, parse_schedule, shares
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, Windows, count_windows, make_batch, open_windows
-from jaxtrain.shapes import BATCH_KEYS, PAIR_KEYS
-from jaxtrain.synonyms import MOST, did_you_mean
 
 Rows = slice | np.ndarray | None
 FULL = 0.9  # rows of conversations with a smaller fraction of tokens that are not padding are reported
-CROSS_ENTROPY = config.Loss()
+CROSS_ENTROPY = schema.Loss()
 # Forms of data, and the options of `prepare` for each
 FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain pairs": "--preference "}
 VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
@@ -255,7 +255,7 @@ class _Removed:
         self.name = name
 
 
-def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
+def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
     """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems).
 
     A single source may have no name; its key is then "". A name has only letters, digits, _ and -. If a number follows
@@ -277,7 +277,7 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[config.Problem]]:
             named = (f"{re.sub(r'[^A-Za-z0-9_-]', '_', Path(each).name.partition('.')[0])}={each}" for each in items)
             fix = f"Write {';'.join(each if '=' in each[:-1] else name for each, name in zip(items, named, strict=True))}."
             fix = fix if not name else "Give each set a name of its own."
-            return {"": ""}, [config.Problem("data.eval_source", text, rule, fix)]
+            return {"": ""}, [schema.Problem("data.eval_source", text, rule, fix)]
         sets[name] = source
     return sets or {"": ""}, []
 
@@ -312,7 +312,7 @@ def near_files(path: str) -> list[str]:
     return [str(Path(path).parent / there[stem]) for stem in close]
 
 
-def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> config.Problem:
+def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> schema.Problem:
     """Return the problem of a missing file. Its remedy names similar files; without any, the commands that make the file.
 
     A missing NAME.val.tok is made with NAME.tok by one command. If NAME.tok exists, the command makes both again.
@@ -321,14 +321,14 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
       form: the form of the data that the run needs, a key of FORMS.
     """
     if near := near_files(path):
-        return config.Problem(key, path, GONE, did_you_mean(near))
+        return schema.Problem(key, path, GONE, did_you_mean(near))
     held_out = path.endswith(".val.tok")
     output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
     if held_out and (options := _made_with(output)):
         command = f"{options} --force --output={shlex.quote(output)}"
         without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
-        remedy = f"This command makes both again{without}:\n    python -m jaxtrain.data prepare {command}"
-        return config.Problem(key, path, f"no such file, although {output} is there", remedy)
+        remedy = f"This command makes both again{without}:\n    python -m jaxtrain data prepare {command}"
+        return schema.Problem(key, path, f"no such file, although {output} is there", remedy)
     share = "" if key == "data.eval_source" and not held_out else f"--validation={VALIDATION[form]} "
     ending = f"--tokenizer={shlex.quote(tokenizer)} {share}--output={shlex.quote(output)}"
     if form == "text":
@@ -336,15 +336,15 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> con
             "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
             f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
             "--include 'sample/10BT/*' --local-dir=corpus\n"
-            f"    python -m jaxtrain.data prepare --input='corpus/**/*.parquet' {ending}"
+            f"    python -m jaxtrain data prepare --input='corpus/**/*.parquet' {ending}"
         )
     else:
         what = "pairs" if form == "pairs" else "conversations"
         remedy = (
             f"This command makes it of {what} in JSON lines (plain texts: without --chat):\n"
-            f"    python -m jaxtrain.data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
+            f"    python -m jaxtrain data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
         )
-    return config.Problem(key, path, GONE, remedy)
+    return schema.Problem(key, path, GONE, remedy)
 
 
 def _made_with(path: str) -> str:
@@ -364,7 +364,7 @@ def _made_with(path: str) -> str:
     return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
 
 
-def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
+def open_files(data: schema.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
     """Open the token files that config key `key` names. Raises ConfigError with the problems of all files.
 
     form: the form of the data that the run needs, a key of FORMS, for the commands that the problems name.
@@ -380,12 +380,12 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
         except (TokenFileError, OSError) as e:
             if Path(path).suffix == ".tok":
                 problems.append(
-                    config.Problem(key, path, str(e), f"Check it with: python -m jaxtrain.data verify {shlex.quote(path)}")
+                    schema.Problem(key, path, str(e), f"Check it with: python -m jaxtrain data verify {shlex.quote(path)}")
                 )
             else:
                 note = "with --chat for conversations" if form == "text" else "without --chat for plain texts"
                 fix = f"Make one: {prepare_command(data.tokenizer, path, FORMS[form])} ({note})."
-                problems.append(config.Problem(key, path, "is no token file", fix))
+                problems.append(schema.Problem(key, path, "is no token file", fix))
             continue
         header = files[-1].header
         if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
@@ -399,20 +399,20 @@ def open_files(data: config.Data, named: Sequence[Named], key: str, seq_len: int
                 fix = back
             elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
                 fix = f"{again[0].upper()}{again[1:]}"
-            problems.append(config.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
+            problems.append(schema.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
         packed = files[-1].loss_bits is not None or data.packing == "best_fit"
         windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
         if not 0 < windows <= MAX_WINDOWS:
             rule = f"{path} has {header['tokens']:,} tokens: {windows:,} sequences, outside 1 to 2^32"
             remedy = "Choose another length, more data, or data.packing=best_fit, which pads a short sequence."
-            problems.append(config.Problem("data.seq_len", seq_len, rule, remedy))
+            problems.append(schema.Problem("data.seq_len", seq_len, rule, remedy))
     if problems:
-        raise config.ConfigError(problems)
+        raise schema.ConfigError(problems)
     return files
 
 
 def open_mixture(
-    data: config.Data, source: str, key: str, seq_len: int, schedule: str = "", form: str = "text"
+    data: schema.Data, source: str, key: str, seq_len: int, schedule: str = "", form: str = "text"
 ) -> tuple[list[TokenFile], list[tuple[int, list[float]]]]:
     """Open the token files of a source and of a schedule, each once. form: as for `open_files`.
 
@@ -431,12 +431,12 @@ def open_mixture(
         new = [each for each in phase if identity(each.path) not in files]
         try:
             opened = open_files(data, new, "data.source_schedule" if at else key, seq_len, form)
-        except config.ConfigError as e:
+        except schema.ConfigError as e:
             problems += e.problems
             continue
         files |= {identity(each.path): file for each, file in zip(new, opened, strict=True)}
     if problems:
-        raise config.ConfigError(problems)
+        raise schema.ConfigError(problems)
     weights = []
     for at, phase in phases:
         places = [identity(each.path) for each in phase]
@@ -446,11 +446,11 @@ def open_mixture(
 
 
 def check(
-    data: config.Data, model_vocab: int, need_eval: bool, loss: config.Loss = CROSS_ENTROPY, finetunes: bool = False
-) -> list[config.Problem]:
+    data: schema.Data, model_vocab: int, need_eval: bool, loss: schema.Loss = CROSS_ENTROPY, finetunes: bool = False
+) -> list[schema.Problem]:
     """Return the problems of a run's data, before any file is made or any device is used. Of files, only headers are read.
 
-    jaxtrain/validate has checked the types and ranges of the keys before.
+    jaxtrain/step/validate.py has checked the types and ranges of the keys before.
 
     Args:
       model_vocab: model.vocab_size.
@@ -467,7 +467,7 @@ def check(
     if data.source_schedule and (builtin or is_custom(data.source)):
         rule = f"a schedule is for token files, and data.source={data.source} has none"
         remedy = "Set data.source to token files, or data.source_schedule=''."
-        problems.append(config.Problem("data.source_schedule", data.source_schedule, rule, remedy))
+        problems.append(schema.Problem("data.source_schedule", data.source_schedule, rule, remedy))
     if data.eval_source:
         sets, wrong = parse_sets(data.eval_source)
         problems += wrong
@@ -478,7 +478,7 @@ def check(
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
         made = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
         remedy = f"Set it to held-out text ({made}), or eval.every_steps=0."
-        problems.append(config.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
+        problems.append(schema.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
     for key, source in sources:
         vocab = 0
         if source == "stdlib":
@@ -486,7 +486,7 @@ def check(
             if data.tokenizer != "byte":
                 make = prepare_command(data.tokenizer, options=FORMS[form])
                 fix = f"Set data.tokenizer=byte, or {key} to a token file: {make}"
-                problems.append(config.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
+                problems.append(schema.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
         elif source == "synthetic":
             vocab = synthetic.VOCAB
         elif is_custom(source):
@@ -498,19 +498,19 @@ def check(
                 # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
-            except config.ConfigError as e:
+            except schema.ConfigError as e:
                 named = source in names and [p.rule for p in e.problems] == [GONE]
                 problems += [_as_typed(e.problems[0], names[source], data.tokenizer, form)] if named else e.problems
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
             problems.append(
-                config.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}")
+                schema.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}")
             )
         if vocab > max(model_vocab, largest):
             largest = vocab
             problems = [p for p in problems if p.key != "model.vocab_size"]
             rule = f"must be above {vocab - 1}, the largest id of {key}={source}"
-            problems.append(config.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
+            problems.append(schema.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
     return _one_of_each(problems, data.tokenizer)
 
 
@@ -554,7 +554,7 @@ class OwnSource:
             if array.shape != shape or (np.dtype(dtype).kind == "f") != (array.dtype.kind == "f"):
                 refuse(f"has {name!r} as {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
             if np.dtype(dtype).kind != "f" and array.size:
-                low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, config.MOST + 1)
+                low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, schema.MOST + 1)
                 if low < 0 or high >= limit:
                     refuse(f"has {low if low < 0 else high:,} in {name!r}, which must be from 0 to {limit - 1:,}")
         return dict(found)
@@ -564,7 +564,7 @@ def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "")
     """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
     options += "" if tokenizer == "byte" else f"--tokenizer={shlex.quote(tokenizer)} "
     inputs = shlex.quote(f"{text}/*.jsonl" if Path(text).is_dir() else text)
-    return f"python -m jaxtrain.data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_of(text)))}"
+    return f"python -m jaxtrain data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_of(text)))}"
 
 
 def token_file_of(text: str) -> Path:
@@ -575,19 +575,19 @@ def token_file_of(text: str) -> Path:
     return (path.with_suffix("") if path.suffix in (".gz", ".bz2", ".xz", ".zst") else path).with_suffix(".tok")
 
 
-def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> config.Problem | None:
+def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> schema.Problem | None:
     """Return the problem of a file with pairs if `pairs` is False, or without pairs if `pairs` is True; None otherwise."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
-        return config.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
+        return schema.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
     if pairs and not file.pairs:
         options = FORMS["plain pairs" if file.loss_bits is None else "pairs"]
         fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}"
-        return config.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
+        return schema.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
     return None
 
 
-def _as_typed(problem: config.Problem, name: str, tokenizer: str, form: str) -> config.Problem:
+def _as_typed(problem: schema.Problem, name: str, tokenizer: str, form: str) -> schema.Problem:
     """Return the problem of a held-out set whose only file does not exist: NAME= may be the beginning of its path."""
     typed = f"{name}={problem.value}"
     if os.path.isdir(os.path.dirname(typed)):
@@ -596,9 +596,9 @@ def _as_typed(problem: config.Problem, name: str, tokenizer: str, form: str) -> 
     return dataclasses.replace(problem, value=typed, rule=rule)
 
 
-def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.Problem]:
+def _one_of_each(problems: list[schema.Problem], tokenizer: str) -> list[schema.Problem]:
     """Return the problems, each once: a wrong data.tokenizer or data.seq_len is a problem of every token file of the run."""
-    kept: dict[object, config.Problem] = {}
+    kept: dict[object, schema.Problem] = {}
     for problem in problems:
         own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
         mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
@@ -610,11 +610,11 @@ def _one_of_each(problems: list[config.Problem], tokenizer: str) -> list[config.
     wrong = kept.get("data.tokenizer")
     if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not os.path.exists(Path(tokenizer).expanduser()):
         remedy = "Name byte, the path of a tokenizer.json, or hf:NAME."
-        kept["data.tokenizer"] = config.Problem("data.tokenizer", tokenizer, "no such file", remedy)
+        kept["data.tokenizer"] = schema.Problem("data.tokenizer", tokenizer, "no such file", remedy)
     return list(kept.values())
 
 
-def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
+def with_documents(run: schema.RunConfig, *opened: Any) -> schema.RunConfig:
     """Return the run with `data.max_segments` = 0 replaced by the largest number of documents in a row of any source.
 
     opened: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
@@ -622,14 +622,14 @@ def with_documents(run: config.RunConfig, *opened: Any) -> config.RunConfig:
     """
     if run.data.max_segments:
         return run
-    most = max(getattr(each, "max_segments", config.MOST_DOCUMENTS) for each in opened)
-    if most > config.MOST_DOCUMENTS:
-        rule = f"a data source has {most} documents in a sequence, and up to {config.MOST_DOCUMENTS} are taken by themselves"
-        raise config.ConfigError([config.Problem("data.max_segments", 0, rule, f"Set it to {most}.")])
+    most = max(getattr(each, "max_segments", schema.MOST_DOCUMENTS) for each in opened)
+    if most > schema.MOST_DOCUMENTS:
+        rule = f"a data source has {most} documents in a sequence, and up to {schema.MOST_DOCUMENTS} are taken by themselves"
+        raise schema.ConfigError([schema.Problem("data.max_segments", 0, rule, f"Set it to {most}.")])
     return dataclasses.replace(run, data=dataclasses.replace(run.data, max_segments=most))
 
 
-def open_rows(file: TokenFile, data: config.Data, key: str, seq_len: int, seed: int) -> FileWindows | PackedRows:
+def open_rows(file: TokenFile, data: schema.Data, key: str, seq_len: int, seed: int) -> FileWindows | PackedRows:
     """Return the rows of a token file that config key `key` names, with at most `data.most_documents` documents in each.
 
     Raises config.ConfigError if the file is damaged, or has no row in which a token counts.
@@ -637,18 +637,18 @@ def open_rows(file: TokenFile, data: config.Data, key: str, seq_len: int, seed: 
     try:
         windows = open_windows(file, seq_len, data.most_documents if data.masks_documents else None, seed, data.packing)
     except TokenFileError as e:
-        remedy = f"Check it with: python -m jaxtrain.data verify {shlex.quote(str(file.path))}"
-        raise config.ConfigError([config.Problem(key, str(file.path), str(e), remedy)]) from e
+        remedy = f"Check it with: python -m jaxtrain data verify {shlex.quote(str(file.path))}"
+        raise schema.ConfigError([schema.Problem(key, str(file.path), str(e), remedy)]) from e
     if not windows.windows:
         rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
         enough = int(np.diff(file.doc_offsets[:]).max())
         if isinstance(windows, PairRows):
             rule, enough = f"no pair of {file.path} fits into a sequence and one token more", windows.longest
-        raise config.ConfigError([config.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
+        raise schema.ConfigError([schema.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
     return windows
 
 
-def tokens_per_epoch(data: config.Data, data_dir: Path | str) -> int:
+def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
     """Return `Batches.tokens_per_epoch` of the training data: token files, or stdlib. Imports no jax, and leaves no file.
 
     Of files that are cut into windows, only headers are read. Raises config.ConfigError if a file cannot be opened.
@@ -669,14 +669,14 @@ def tokens_per_epoch(data: config.Data, data_dir: Path | str) -> int:
     return windows * data.seq_len
 
 
-def epochs(run: config.RunConfig) -> float | None:
+def epochs(run: schema.RunConfig) -> float | None:
     """Return the number of epochs in train.steps; None if the data has none or is not here."""
     source, folder = run.data.source, Path(run.paths.data).expanduser()
     if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.paths(folder)[0].exists()):
         return None
     try:
         return run.train.steps * run.tokens_per_step / tokens_per_epoch(run.data, folder)
-    except config.ConfigError:  # training reports it
+    except schema.ConfigError:  # training reports it
         return None
 
 
@@ -689,7 +689,7 @@ def epochs_in_words(number: float) -> str:
 
 
 def open_source(
-    data: config.Data,
+    data: schema.Data,
     source: str,
     *,
     split: str,
@@ -697,7 +697,7 @@ def open_source(
     data_dir: Path | str,
     seed: int | None = None,
     seq_len: int | None = None,
-    own: config.Own = config.NO_SETTINGS,
+    own: schema.Own = schema.NO_SETTINGS,
     vocab_size: int = 0,
 ) -> Batches:
     """Return the batches of one split of a source. The token files of stdlib are made if they do not exist.
@@ -722,7 +722,7 @@ def open_source(
     if not source:
         source = data.source
         if source not in ("stdlib", "synthetic") and not is_custom(source):
-            raise config.ConfigError([config.Problem(key, "", "files have no split of their own", "Name a held-out file.")])
+            raise schema.ConfigError([schema.Problem(key, "", "files have no split of their own", "Name a held-out file.")])
     seed = data.seed if seed is None else seed
     seq_len = data.seq_len if seq_len is None else seq_len
     asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)

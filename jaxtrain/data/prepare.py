@@ -34,15 +34,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import stores
-from jaxtrain.counts import short_count
+from jaxtrain.config import stores
+from jaxtrain.config.counts import short_count
+from jaxtrain.config.durations import duration
 from jaxtrain.data import readers
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.readers import Cut, Input, PrepareError
 from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
 from jaxtrain.data.template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
-from jaxtrain.durations import duration
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from jaxtrain import installed
+from jaxtrain.config import installed
 from jaxtrain.data.rows import KNOWN_COLUMNS, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, load_json, question, unread
 from jaxtrain.data.template import Conversation, RowError
 

@@ -1,1 +1,1 @@
-"""Import and export of Hugging Face checkpoints; jaxtrain/models defines their tensor names and config.json keys."""
+"""Hugging Face folders and adapters, in and out."""

@@ -1,4 +1,4 @@
-"""Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain.hf export CKPT --out=DIR`."""
+"""Export a checkpoint of jaxtrain as a Hugging Face folder: `python -m jaxtrain hf export CKPT --out=DIR`."""
 
 import dataclasses
 import math
@@ -15,11 +15,12 @@ import huggingface_hub
 import numpy as np
 import safetensors.numpy
 
-from jaxtrain import config, windows
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.command_line import progress_bar
-from jaxtrain.commands import spelled
-from jaxtrain.config import RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.command_line import progress_bar
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.shapes import is_vector
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
@@ -28,9 +29,8 @@ from jaxtrain.hf.importing import check_space, counted, open_origin, rate
 from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.models import family
+from jaxtrain.models import family, windows
 from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
-from jaxtrain.shapes import is_vector
 
 SHOWN = 8  # tensors named one by one
 YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]
@@ -92,12 +92,12 @@ def own_of(run: RunConfig) -> dict[str, Any]:
     return {OWN: dict(run.own)} if run.own and run.model.outside else {}
 
 
-def in_force(m: config.Model) -> config.Model:
+def in_force(m: schema.Model) -> schema.Model:
     """Return an equivalent model that can be compared with others: settings without effect have their defaults.
 
     Settings of 0 or "" that stand for a computed value have that value.
     """
-    default, local = config.Model(), windows.LOCAL in windows.kinds(m)
+    default, local = schema.Model(), windows.LOCAL in windows.kinds(m)
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
     scale = m.attn_logit_scale or m.head_dim**-0.5
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
@@ -154,7 +154,7 @@ def export(
     if not raw and getattr(family(run.model.family), "FORMAT", None) is None:
         fix = shlex.join(["hf", "export", path, f"--out={out}", "--raw"])
         rule = "has no FORMAT, and so no names in Hugging Face's checkpoints"
-        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule}. Fix: {spelled(f'python -m jaxtrain.{fix}')}.")
+        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule}. Fix: {spelled(f'python -m jaxtrain {fix}')}.")
     wanted = {} if raw else entries(run.model)
     if out.name in ("", ".."):  # the finished folder could not be renamed to such a name
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")

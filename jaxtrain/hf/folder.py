@@ -16,9 +16,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain import checkpoint, config, installed
-from jaxtrain.commands import spelled
-from jaxtrain.config import Model, RunConfig
+from jaxtrain import checkpoint
+from jaxtrain.config import installed, schema
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import Model, RunConfig
+from jaxtrain.config.shapes import is_vector
 from jaxtrain.data.rows import once
 from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
@@ -26,7 +28,6 @@ from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsew
 from jaxtrain.hf import mxfp4
 from jaxtrain.models import hugging_face, rules
 from jaxtrain.models.hugging_face import OWN, RAW, HuggingFaceError, Settings, family_of, format_of
-from jaxtrain.shapes import is_vector
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -98,7 +99,7 @@ class Folder:
         adapters = [name for name in left if name.startswith("adapter_model.")]
         if (self.path / ADAPTER).is_file() or adapters:
             where = shlex.quote(str(self.path))
-            fix = spelled(f"python -m jaxtrain.hf import-adapter {where} --base={where} --out=RUN; then use RUN")
+            fix = spelled(f"python -m jaxtrain hf import-adapter {where} --base={where} --out=RUN; then use RUN")
             out.append(f"{self.path}: has an adapter of PEFT, which is not applied. With it: {fix}")
         if others := [name for name in left if name not in adapters]:
             shown = ", ".join(others[:SHOWN]) + f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
@@ -109,7 +110,7 @@ class Folder:
             shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
         if not self.seq_len:
-            out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {config.Data().seq_len}")
+            out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {schema.Data().seq_len}")
         try:
             tokens = named_elsewhere(str(self.path)) if (self.path / "tokenizer.json").is_file() else []
         except TokenizerError as error:  # text is refused; logits of ids are not
@@ -143,15 +144,15 @@ class Folder:
         """Return the config of a run with this model and tokenizer. dtype: f32 | bf16 | auto (`self.dtype` of all tensors)."""
         if dtype == "auto":
             dtype = self.dtype(name for name in self.tensors if not (self.raw and self.keeps_f32(name)))
-        tree = config.to_dict(RunConfig())
+        tree = schema.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
-        tree |= {config.OWN: self.settings[OWN]} if OWN in self.settings else {}
+        tree |= {schema.OWN: self.settings[OWN]} if OWN in self.settings else {}
         tree["precision"] = "f32" if dtype == "f32" else "bf16"
         tree["dtypes"]["params"] = dtype
         tree["data"]["tokenizer"] = str(self.path.absolute())  # also without a tokenizer.json: text is refused then
         # The model was trained with positions up to seq_len, so sampling uses no more.
-        tree["data"]["seq_len"] = self.seq_len or config.Data().seq_len
-        run, problems = config.resolve(tree)
+        tree["data"]["seq_len"] = self.seq_len or schema.Data().seq_len
+        run, problems = schema.resolve(tree)
         if problems:
             raise HuggingFaceError("; ".join(map(str, problems)))
         return run
@@ -314,7 +315,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def adapter_alone(path: Path) -> str:
-    fix = spelled(f"python -m jaxtrain.hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
+    fix = spelled(f"python -m jaxtrain hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
     return f"{path}: has an adapter of PEFT, and no model. Fix: {fix}."
 
 
@@ -356,7 +357,7 @@ def _checked_model(values: Any, path: str) -> Model:
     """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have."""
     if not isinstance(values, Mapping):
         raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
-    run, problems = config.resolve(config.to_dict(config.RunConfig()) | {"model": values})
+    run, problems = schema.resolve(schema.to_dict(schema.RunConfig()) | {"model": values})
     if problems := problems or rules.problems_of(run.model):
         raise HuggingFaceError(f"{path}: no run may have this model: " + "; ".join(map(str, problems)))
     return run.model
@@ -501,7 +502,7 @@ def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConf
     Raises:
         HuggingFaceError: this version of jaxtrain does not support the config.
     """
-    run, problems = config.resolve(meta["config"])
+    run, problems = schema.resolve(meta["config"])
     if problems:
         raise HuggingFaceError(f"{step}: its config is not one of this version: {'; '.join(map(str, problems))}")
     there = Path(step).parent.parent / run.data.tokenizer
@@ -527,7 +528,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         meta = checkpoints.meta(step)
         run = stored_run(meta, checkpoints.directory / str(step))
         adapters = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
-    own = {config.OWN: dict(run.own)} if run.own and run.model.outside else {}
+    own = {schema.OWN: dict(run.own)} if run.own and run.model.outside else {}
     data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
     return {"model": dataclasses.asdict(run.model), "data": data, **own, **adapters}
 

@@ -24,21 +24,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
-from jaxtrain import config
 from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
-from jaxtrain.command_line import progress_bar
-from jaxtrain.config import RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.command_line import progress_bar
+from jaxtrain.config.durations import duration
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
-from jaxtrain.durations import duration
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.metrics import write_atomic
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.train.state import Tensors
+from jaxtrain.step.state import Tensors
 
 
 class NotFinite(HuggingFaceError):
@@ -90,7 +90,7 @@ class Origin:
 
     @property
     def adapters(self) -> bool:
-        """Return whether the checkpoint has adapters without their base (jaxtrain/lora.py)."""
+        """Return whether the checkpoint has adapters without their base (jaxtrain/hf/lora.py)."""
         return "base" in self.meta
 
     def run(self) -> RunConfig:
@@ -130,7 +130,7 @@ def origin_of(folder: Folder) -> Origin:
         ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
         for ours, entry in found.items()
     }
-    meta = {"config": config.to_dict(folder.run()), **came_from(folder)}
+    meta = {"config": schema.to_dict(folder.run()), **came_from(folder)}
     read = functools.partial(load, folder, found)
     return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, read, folder=folder)
 
@@ -234,7 +234,7 @@ def _all_finite(x: jax.Array) -> jax.Array:
     return jnp.isfinite(x).all()
 
 
-# ---- `python -m jaxtrain.hf import`
+# ---- `python -m jaxtrain hf import`
 
 
 def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
@@ -313,7 +313,7 @@ def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -
 
     more: further keys of meta.json, `text` and `positions` among them.
     """
-    plain = config.to_dict(run)
+    plain = schema.to_dict(run)
     meta = {
         "config": plain,
         "data": {"tokens": 0, "fingerprint": {}},

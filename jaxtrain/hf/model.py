@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import config, lora
-from jaxtrain.config import RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.hf import lora
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models import FAMILIES
@@ -21,9 +22,9 @@ from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.sharding import Placement, make_placement, replicated
-from jaxtrain.train.definition import for_inference, make_definition
-from jaxtrain.train.kernel import choose_kernel, context_of
-from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.step.definition import for_inference, make_definition
+from jaxtrain.step.kernel import choose_kernel, context_of
+from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
 
 SHOWN = 6  # tensors named one by one
 Logits = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -58,7 +59,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     return found
 
 
-def check_tensors(source: Origin, wanted: Mapping[str, Any], model: config.Model) -> None:
+def check_tensors(source: Origin, wanted: Mapping[str, Any], model: schema.Model) -> None:
     """Raise HuggingFaceError unless the tensors of a model are those that its family builds, with their shapes.
 
     wanted: the tensors that the family builds, by the names of checkpoints.
@@ -121,9 +122,9 @@ def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
     count = len(devices) if run.model.d_model % len(devices) == 0 else 1
     # Every device has all tokens, and with these rules a shard of every expert, so it computes a partial sum for each token. If
     # each expert were on one device, every device would send all tokens to the experts.
-    rules = tuple((axis, config.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
+    rules = tuple((axis, schema.EXPERT_AXIS if axis == "experts" else onto) for axis, onto in run.sharding.rules)
     split = dataclasses.replace(run.sharding, rules=rules)
-    return dataclasses.replace(for_inference(run), mesh=config.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
+    return dataclasses.replace(for_inference(run), mesh=schema.Mesh(data=1, fsdp=count, tensor=1, seq=1), sharding=split)
 
 
 # ---- Logits

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
+from jaxtrain.config.shapes import DENSE, MTP, STACK
 from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError, format_of
-from jaxtrain.shapes import DENSE, MTP, STACK
 
 COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
 PREFIX = "params."  # prefix of parameters among the tensors of a train state

@@ -16,21 +16,22 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxtrain import config, lora
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.commands import spelled
-from jaxtrain.config import Model, RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.data.template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
+from jaxtrain.hf import lora
 from jaxtrain.hf.folder import is_folder, read_object
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, base_digest, placed
 from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
-from jaxtrain.metrics import write_atomic
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hugging_face import HfTensor, HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
-from jaxtrain.train.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
@@ -65,7 +66,7 @@ def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
     return out
 
 
-def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: config.Lora, base: str) -> list[str]:
+def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: schema.Lora, base: str) -> list[str]:
     """Write an adapter for PEFT and return the names of its tensors.
 
     Args:
@@ -104,7 +105,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: c
     return sorted(tensors)
 
 
-def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray], list[str]]:
+def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray], list[str]]:
     """Return (settings, float32 arrays by jaxtrain's names, notes on converted or ignored settings) of PEFT's adapter.
 
     Raises:
@@ -133,7 +134,7 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: must be a number above 0.")
     alpha = float(alpha)
-    if wrong := config.declared()["lora.alpha"].out_of_range(alpha):
+    if wrong := schema.declared()["lora.alpha"].out_of_range(alpha):
         raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: {wrong[0]}.")
     if found.get("use_rslora"):
         notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
@@ -156,7 +157,7 @@ def read(folder: Path, model: Model) -> tuple[config.Lora, dict[str, np.ndarray]
     every = {name: tuple(slice(None) for _ in e.shape) for name, e in wanted.items()}
     ours = {name: e.to_ours([tensors[e.theirs[0]]], np.dtype("float32"), every[name]) for name, e in wanted.items()}
     targets = ",".join(name for name in EQUATIONS if name in adapted)
-    return config.Lora(rank, alpha, targets), ours, notes
+    return schema.Lora(rank, alpha, targets), ours, notes
 
 
 def weight_of(adapter: str) -> str:
@@ -218,7 +219,7 @@ def base_name(path: str) -> str:
     raise HuggingFaceError(
         spelled(
             f"--base: is needed, because the base of these adapters, {path}, is no Hugging Face model that PEFT could load. "
-            f"Fix: python -m jaxtrain.hf export {path} --out=DIR, then --base=DIR; or --base=NAME of a model on the hub."
+            f"Fix: python -m jaxtrain hf export {path} --out=DIR, then --base=DIR; or --base=NAME of a model on the hub."
         )
     )
 
@@ -257,7 +258,7 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     path = source.path
     # Adapters are trained without the base's modules of multi-token prediction.
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp_layers=0))
-    run = dataclasses.replace(run, lora=settings, init=config.Init(path), train=dataclasses.replace(run.train, freeze=""))
+    run = dataclasses.replace(run, lora=settings, init=schema.Init(path), train=dataclasses.replace(run.train, freeze=""))
     abstract = abstract_of(*placed(run))
     wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
     beside = lora.restore_base(path, {name: a for name, a in wanted.items() if name not in found})

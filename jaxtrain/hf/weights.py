@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jaxtrain import lora
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config.shapes import MTP
+from jaxtrain.hf import lora
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.model import placed, read_params
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
-from jaxtrain.shapes import MTP
-from jaxtrain.train.state import TrainState, named_leaves
+from jaxtrain.step.state import TrainState, named_leaves
 
 AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
 Read = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]

@@ -5,8 +5,8 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from jaxtrain import own_parts
-from jaxtrain.config import ConfigError, Problem
+from jaxtrain.config import own_parts
+from jaxtrain.config.schema import ConfigError, Problem
 
 # model.family -> module with PRESETS, STRUCTURE and FORMAT (models/hugging_face.py). A family is one file and one line here.
 FAMILIES = {

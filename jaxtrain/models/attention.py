@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain import windows
-from jaxtrain.config import Model
-from jaxtrain.kernels import context, rope
+from jaxtrain.config.schema import Model
+from jaxtrain.kernels import context_parallel, rope
 from jaxtrain.kernels.attention import Rows, Spec
-from jaxtrain.kernels.context.split import Split
+from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.fp8 import Float8
+from jaxtrain.models import windows
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
@@ -54,7 +54,7 @@ class Kernel:
 
     def prepare(self, rows: Rows) -> tuple[Any, ...]:
         """Return the kernel's description of a batch for each kind of layer; all layers of a kind share it."""
-        return tuple(context.prepare(rows, spec, self.name, self.split) for spec in self.specs)
+        return tuple(context_parallel.prepare(rows, spec, self.name, self.split) for spec in self.specs)
 
     def __call__(
         self,
@@ -75,7 +75,7 @@ class Kernel:
         """
 
         def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
-            return context.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split, sinks_N)
+            return context_parallel.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split, sinks_N)
 
         if isinstance(kind, int):
             return run(kind, q, k, v, prepared, sinks_N)

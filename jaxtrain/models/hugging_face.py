@@ -13,10 +13,9 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain import windows
-from jaxtrain.commands import spelled
-from jaxtrain.config import Model
-from jaxtrain.models import FAMILIES, family
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import Model
+from jaxtrain.models import FAMILIES, family, windows
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
 OWN = "jaxtrain_own"  # key of config.json with the section `own` of a config
@@ -271,7 +270,7 @@ def import_with(path: str, *changes: str) -> str:
     """
     folder = shlex.quote(path.partition("config.json")[0].rstrip("/") or "DIR")
     given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
-    return spelled(f"python -m jaxtrain.hf import {folder} --out=RUN {given}; then use RUN")
+    return spelled(f"python -m jaxtrain hf import {folder} --out=RUN {given}; then use RUN")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +392,7 @@ def format_of(name: str) -> Format:
         return found
     rule = "has no FORMAT, the table of its names in Hugging Face's checkpoints"
     rule = rule if found is None else f"its FORMAT is {type(found).__name__}, and no jaxtrain.models.hugging_face.Format"
-    fix = spelled("python -m jaxtrain.hf export RUN --out=DIR --raw")
+    fix = spelled("python -m jaxtrain hf export RUN --out=DIR --raw")
     raise HuggingFaceError(f"model.family = {name!r}: {rule}. Fix, for jaxtrain's names: {fix}.")
 
 

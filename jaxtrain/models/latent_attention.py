@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
 from jaxtrain.kernels import rope
 from jaxtrain.kernels.dot import dot, einsum
 from jaxtrain.models.attention import Kernel, Shared, appended, score_factor, tables_of

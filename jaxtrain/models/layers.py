@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import NO_SETTINGS, Moe, Own
+from jaxtrain.config.schema import NO_SETTINGS, Moe, Own
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
@@ -18,8 +18,8 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.lora import Adapters, Lora
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.structure import Structure
+from jaxtrain.models.zero import ComputeCopy, Zero
 from jaxtrain.sharding import Placement
-from jaxtrain.zero import ComputeCopy, Zero
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
 from jaxtrain.kernels.experts import feed_forward as kernel
 from jaxtrain.kernels.experts.routing import COLUMNS, route
 from jaxtrain.models.layers import GATED, Context, GatedLinear

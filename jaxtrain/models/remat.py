@@ -1,6 +1,6 @@
 """Activation checkpointing, and the run of layers stacked on axis 0: in a loop (lax.scan), or unrolled.
 
-The activations that can be saved, and the activations that each policy saves, are in jaxtrain/activations.py.
+The activations that can be saved, and the activations that each policy saves, are in jaxtrain/models/activations.py.
 
 With a loop, XLA compiles one group of `remat.every` layers (one layer with policy `none`), and the last group separately. With
 policy `dots`, it compiles the last group separately only if that group is smaller. A loop costs time to copy saved activations
@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.activations import KEPT, parse_tensors
-from jaxtrain.config import Remat
+from jaxtrain.config.schema import Remat
 from jaxtrain.kernels.experts.routing import CHOICE
 from jaxtrain.kernels.fp8 import SCALE
-from jaxtrain.zero import ComputeCopy, StackCheck, StackWeight, zeros
+from jaxtrain.models.activations import KEPT, parse_tensors
+from jaxtrain.models.zero import ComputeCopy, StackCheck, StackWeight, zeros
 
 # The kind of a layer: an int if it is known when the program is traced, an int32 () if a loop runs several kinds.
 Kind = int | jax.Array

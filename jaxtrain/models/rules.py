@@ -6,8 +6,9 @@ Imports no jax.
 import dataclasses
 from collections.abc import Iterable
 
-from jaxtrain import config, windows
-from jaxtrain.config import FIT, Model, Problem, spelled_value, with_fits
+from jaxtrain.config import schema
+from jaxtrain.config.schema import FIT, Model, Problem, spelled_value, with_fits
+from jaxtrain.models import windows
 
 # Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -34,7 +35,7 @@ def problems_of(m: Model) -> list[Problem]:
 
 
 def _problems(m: Model) -> list[Problem]:
-    keys = {name: key for name, key in config.declared().items() if name.startswith("model.")}
+    keys = {name: key for name, key in schema.declared().items() if name.startswith("model.")}
     values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
     found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
     bad = {problem.key for problem in found}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE
@@ -330,7 +330,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return the logits, f32 (B, T, V), on every device, for sampling and checks.
 
-        Training never has the logits of a whole batch in memory (train/loss.py).
+        Training never has the logits of a whole batch in memory (step/loss.py).
         """
         head_VD = self.ctx.zero.gather_weight(self.head_VD, TABLE)
         precision = self.ctx.numerics.precision

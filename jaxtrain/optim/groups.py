@@ -11,7 +11,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxtrain.config import Key, Optimizer, Problem, choices, nearest
+from jaxtrain.config.schema import Key, Optimizer, Problem, choices, nearest
 
 KEY = "optimizer.groups"
 METHODS = choices("optimizer.name")

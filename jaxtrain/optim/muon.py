@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.config.shapes import STACK
 from jaxtrain.kernels.dot import einsum
 from jaxtrain.kernels.numerics import Numerics
-from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Axes, Placement
 
 # x -> a x + b x^3 + c x^5 on singular values, five times (Jordan et al.): [0.005, 1] is mapped into [0.68, 1.16].

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain import config, own_parts
-from jaxtrain.config import ConfigError
+from jaxtrain.config import own_parts, schema
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.config.shapes import DENSE, STACK, is_vector
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
 from jaxtrain.optim.muon import dims, orthogonal, scale_by_muon
 from jaxtrain.optim.quantized import SIGNED, Blocks, decode, encode, is_blocks, scales_of
-from jaxtrain.shapes import DENSE, STACK, is_vector
 from jaxtrain.sharding import Axes, Placement
 
 
-def make_schedule(optimizer: config.Optimizer, steps: int) -> optax.Schedule:
+def make_schedule(optimizer: schema.Optimizer, steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
     The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. Without warm-up, step 0
@@ -75,7 +75,7 @@ class Choice:
     weight_decay: float
 
 
-def choices(optimizer: config.Optimizer, axes: Any) -> Any:
+def choices(optimizer: schema.Optimizer, axes: Any) -> Any:
     """Return a tree with the `Choice` of each parameter, from its logical axes and the group that matches its name.
 
     With optimizer.name=muon, Muon updates the matrices of layers, and AdamW other parameters, unless a group sets `optimizer`.
@@ -95,7 +95,7 @@ def choices(optimizer: config.Optimizer, axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
 
 
-def check_groups(optimizer: config.Optimizer, axes: Any) -> None:
+def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
     """Raise ConfigError for a group to which no parameter belongs, or which sets optimizer=muon for one that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
@@ -177,7 +177,7 @@ def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> opt
     return optax.GradientTransformation(init, update)
 
 
-def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformation:
+def scaled(optimizer: schema.Optimizer, axes: Any) -> optax.GradientTransformation:
     """Return the transformation that adds weight decay, and then multiplies by a factor of the learning rate.
 
     Each parameter's weight decay and factor are those of its `Choice`.
@@ -195,14 +195,14 @@ def scaled(optimizer: config.Optimizer, axes: Any) -> optax.GradientTransformati
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def adamw(optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any) -> optax.GradientTransformation:
+def adamw(optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any) -> optax.GradientTransformation:
     """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with weight decay by `choices`."""
     o = optimizer
     return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
 
 
 def muon(
-    optimizer: config.Optimizer, dtypes: config.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
+    optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
 ) -> optax.GradientTransformation:
     """Return Muon (jaxtrain/optim/muon.py) for the parameters that `choices` selects, and AdamW for other parameters."""
     o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
@@ -219,12 +219,12 @@ FLOAT32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float3
 
 
 def make_optimizer(
-    optimizer: config.Optimizer,
-    dtypes: config.Dtypes,
+    optimizer: schema.Optimizer,
+    dtypes: schema.Dtypes,
     axes: Any,
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
-    own: config.Own = config.NO_SETTINGS,
+    own: schema.Own = schema.NO_SETTINGS,
 ) -> optax.GradientTransformation:
     """Return the optimizer that `optimizer.name` names: adamw, muon, or the result of a user's own function.
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.models.module import Params
-from jaxtrain.train.state import is_stacked
+from jaxtrain.step.state import is_stacked
 
 BFLOAT16 = jnp.dtype("bfloat16")
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain import config
+from jaxtrain.config import schema
+from jaxtrain.config.shapes import STACK
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.module import Params
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.optim.rounding import Rounding
-from jaxtrain.shapes import STACK
 from jaxtrain.sharding import Placement
 
 # (gradients, optimizer state, parameters, factor of the gradients or None, learning rate, taken: bool (), False to change
@@ -59,8 +59,8 @@ def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..
 
 
 def streamed(
-    optimizer: config.Optimizer,
-    dtypes: config.Dtypes,
+    optimizer: schema.Optimizer,
+    dtypes: schema.Dtypes,
     axes: Params,
     placement: Placement,
     numerics: Numerics,

@@ -1,4 +1,4 @@
-"""Plan a run: compile its train step for GPUs that need not be present, and estimate memory and step time."""
+"""A plan: the train step compiled for GPUs that need not be present, its memory, communication and step time."""
 
 FOLDER = "~/.cache/jaxtrain/plans"  # finished plans
 MOST = 24  # largest number of plans of a search, unless --most is given

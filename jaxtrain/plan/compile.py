@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import RunConfig
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.cudnn_library import Library
 from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.plan.topology import Topology
-from jaxtrain.train import compiler
-from jaxtrain.train.memory import compile_to_fit
-from jaxtrain.train.program import Program, build
+from jaxtrain.step import compiler
+from jaxtrain.step.memory import compile_to_fit
+from jaxtrain.step.program import Program, build
 
 # Kernels of a plan never run. Without a GPU, autotuning would compile every candidate and choose the first, which takes more
 # than half of a plan's time. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the

@@ -7,14 +7,14 @@ import dataclasses
 import statistics
 from typing import Any
 
-from jaxtrain import hardware
-from jaxtrain.commands import spelled
-from jaxtrain.config import RunConfig
+from jaxtrain.config import hardware
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
-from jaxtrain.train.auto_remat import expert_fill
-from jaxtrain.train.memory import taken_gib
-from jaxtrain.train.program import Program
+from jaxtrain.step.auto_remat import expert_fill
+from jaxtrain.step.memory import taken_gib
+from jaxtrain.step.program import Program
 
 APART = 0.15  # largest relative difference from a calibrated plan without a warning
 FIRST = 2  # first lines of metrics, which are left out while clocks and caches settle
@@ -99,7 +99,7 @@ class Watch:
     def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
         return (
             f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
-            f"{planned:.3g}. {spelled('python -m jaxtrain.plan --calibrate')} measures the rates of this machine."
+            f"{planned:.3g}. {spelled('python -m jaxtrain plan --calibrate')} measures the rates of this machine."
         )
 
     def measured(self) -> dict[str, float | None]:

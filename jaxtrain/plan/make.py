@@ -4,17 +4,17 @@ import dataclasses
 import itertools
 from collections import Counter
 
-from jaxtrain import installed
-from jaxtrain.config import RunConfig
+from jaxtrain.config import installed
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.models.attention import kind_shares
 from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
 from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
-from jaxtrain.train import auto_remat
-from jaxtrain.train.model_flops import model_flops
-from jaxtrain.train.program import Program
+from jaxtrain.step import auto_remat
+from jaxtrain.step.model_flops import model_flops
+from jaxtrain.step.program import Program
 
 
 def make_plan(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain import hardware
-from jaxtrain.commands import spelled
-from jaxtrain.config import RunConfig
-from jaxtrain.metrics import write_atomic
+from jaxtrain.config import hardware
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan import result
 
 FOLDER = Path("~/.cache/jaxtrain/rates")
@@ -248,7 +248,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: not a calibration of {gpu_name} ({error}). Delete it for published kernel rates, or measure again on "
-            f"that GPU with: {spelled('python -m jaxtrain.plan --calibrate')}"
+            f"that GPU with: {spelled('python -m jaxtrain plan --calibrate')}"
         ) from error
     return rates
 

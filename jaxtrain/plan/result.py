@@ -251,7 +251,7 @@ class Plan:
         Raises:
             ValueError: the table has another name.
         """
-        from jaxtrain.page.sections import data_frame
+        from jaxtrain.report.sections import data_frame
 
         if table in ("collectives", "kernels"):
             return data_frame([dataclasses.asdict(row) for row in getattr(self, table)])
@@ -266,17 +266,17 @@ class Plan:
         raise ValueError(f"table = {table!r}: no such table. Fix: collectives, kernels, memory or timeline.")
 
     def __repr__(self) -> str:
-        """Return the report of `python -m jaxtrain.plan`."""
-        from jaxtrain.plan.report import terminal
+        """Return the report of `python -m jaxtrain plan`."""
+        from jaxtrain.report import plan_terminal
 
-        return terminal.text(self)
+        return plan_terminal.text(self)
 
     def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain.plan --html` in an HTML frame, for a notebook."""
-        from jaxtrain.page.html import framed
-        from jaxtrain.plan.report import page
+        """Return the page of `python -m jaxtrain plan --html` in an HTML frame, for a notebook."""
+        from jaxtrain.report import plan_page
+        from jaxtrain.report.html import framed
 
-        return framed(page.html(self))
+        return framed(plan_page.html(self))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

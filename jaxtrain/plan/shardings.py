@@ -2,7 +2,7 @@
 
 Nothing is allocated and nothing is compiled. Parameters and moments come from the abstract state of the run. Activations come
 from the traced step: inside its shard_map each array has the shape of a device's shard. The trace lacks the global layout of
-these shards, which comes from the logical axes of jaxtrain/activations.py.
+these shards, which comes from the logical axes of jaxtrain/models/activations.py.
 
     found = jaxtrain.shardings("llama3_8b", "h200:8", mesh={"fsdp": 4, "tensor": 2})
     found.filter(name="mlp", kind="parameter")
@@ -25,23 +25,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxtrain.activations import AXES, PLACES
-from jaxtrain.config import ConfigError, Problem, RunConfig, nearest
+from jaxtrain.config.numbers import size
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, nearest
+from jaxtrain.config.shapes import STACK
 from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.activations import AXES, PLACES
 from jaxtrain.models.module import part
-from jaxtrain.page import sections
-from jaxtrain.page.html import plural
-from jaxtrain.page.numbers import size
+from jaxtrain.models.zero import make_zero
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
 from jaxtrain.plan.topology import Topology
-from jaxtrain.shapes import STACK
+from jaxtrain.report import sections
+from jaxtrain.report.html import plural
 from jaxtrain.sharding import Axes
-from jaxtrain.train.batch import MICROBATCHES
-from jaxtrain.train.definition import fp8_weights, numerics_of
-from jaxtrain.train.program import Program, build
-from jaxtrain.zero import make_zero
+from jaxtrain.step.batch import MICROBATCHES
+from jaxtrain.step.definition import fp8_weights, numerics_of
+from jaxtrain.step.program import Program, build
 
 KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch", "array")
 # JAX name of a dtype -> short name, as in the config.
@@ -529,7 +529,7 @@ def _state_rows(program: Program) -> Iterator[Row]:
 
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
-    """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/zero.py)."""
+    """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/models/zero.py)."""
     p, numerics = program.placement, numerics_of(program.run)
     zero = make_zero(program.run, p, numerics)
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxtrain import hardware
+from jaxtrain.config import hardware
+from jaxtrain.runtime.startup import quiet
 from jaxtrain.sharding import node_of
-from jaxtrain.startup import quiet
 
 # Chip -> (most GPUs of a node, the reason in error messages).
 CHIPS: Mapping[str, tuple[int, str]] = {
@@ -72,12 +72,12 @@ class Topology:
 
     @property
     def gpu(self) -> hardware.Gpu:
-        """Return the GPU's data sheet. Raises TopologyError for a GPU that is not in jaxtrain/hardware.py."""
+        """Return the GPU's data sheet. Raises TopologyError for a GPU that is not in jaxtrain/config/hardware.py."""
         found = hardware.lookup(self.device_kind)
         if found is None:
             raise TopologyError(
                 f"device {self.device_kind!r}: its rates are not known. Plan for one of {', '.join(CHIPS)}, or add it to the "
-                "table in jaxtrain/hardware.py."
+                "table in jaxtrain/config/hardware.py."
             )
         return found
 

@@ -1,1 +1,1 @@
-"""The HTML report of a run, or of several runs side by side."""
+"""What people look at: HTML pages, and tables on a terminal."""

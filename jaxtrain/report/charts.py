@@ -1,302 +1,310 @@
-"""The charts of a report: curves of metrics.jsonl and of the GPUs, and the wall time by cause.
+"""Bars and line charts as inline SVG, and the data of their cursors.
 
-With several runs, a chart has one quantity, and a colour for each run. With one run, a chart has several quantities.
+A line chart is drawn once for each x axis (step, tokens, time). If `LineChart.log` is set and all values are positive, the
+chart is drawn again with a logarithmic y axis. `controls` returns the inputs that select one of these views by CSS alone, for
+all charts of a page. page.js adds a cursor that shows values, and redraws curves and axes for a part of the x axis or without
+hidden curves. Positions are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
+
+A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
+Next to each chart, the page has the thinned curves as JSON with every digit.
 """
 
 import dataclasses
 import itertools
+import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard
 
-from jaxtrain import goodput
-from jaxtrain.durations import duration, unit_of
-from jaxtrain.goodput import Goodput
-from jaxtrain.page.charts import COLUMNS, SMOOTHED, Curve, LineChart, draw, is_number, ticks
-from jaxtrain.page.html import paragraph
-from jaxtrain.page.numbers import percent
-from jaxtrain.page.sections import Column, Drawing, Section, Table
-from jaxtrain.report.run import Run
+from jaxtrain.report.html import key
 
-MANY = 8  # most runs on a page
-LEAST_COLUMNS = 120  # least number of points of a thinned curve if there are many runs
-LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this factor
-SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
-UNIT = 2**40  # losses are summed as integers, in units of 1/UNIT nat
-STRETCHES, HEIGHT = 240, 60  # intervals of equal length in the strip of the wall time, and its height in px
-COLOURS = {
-    "step": "var(--c1)",
-    "startup": "var(--c3)",
-    "compile": "var(--c4)",
-    "restore": "var(--c6)",
-    "data": "var(--c2)",
-    "save": "var(--c7)",
-    "eval": "var(--c8)",
-    "repeated": "var(--c5)",
-    "hang": "var(--quiet)",
-    "other": "var(--rule)",
-    "down": "var(--ink)",
-    "stopped": "",  # between attempts; the strip is empty there
-}
-# (title, {key: name}, factor). With several runs, the chart has only the first key, with its name.
-SPEED = (
-    ("Tokens/s per device", {"tokens_per_s_per_device": "tokens/s/device"}, 1.0),
-    ("MFU and HFU, %", {"mfu_causal": "MFU causal", "mfu_full": "MFU full", "hfu": "HFU"}, 100.0),
-    ("Step time, s", {"step_time_s": "step"}, 1.0),
-    ("Waiting for data, s per step", {"data_wait_s": "waiting for data"}, 1.0),
-)
-EXPERTS = (
-    ("Largest load of an expert over an even load", {"expert_load_max": "largest load"}, 1.0),
-    ("Dropped tokens, %", {"dropped_tokens": "dropped"}, 100.0),
-    ("Router entropy, nats", {"router_entropy": "entropy"}, 1.0),
-)
-MEMORY = (("Memory of the fullest device, GiB", {"peak_memory_gib": "peak", "memory_gib": "in use"}, 1.0),)
-GPU = (
-    ("power_w", "Power per GPU, W", 1.0),
-    ("temperature_c", "Temperature, °C", 1.0),
-    ("utilization", "Utilization, %", 100.0),
-    ("throttled", "Throttled, % of the time", 100.0),
-    ("sm_clock_mhz", "SM clock, MHz", 1.0),
-    ("in_use_gib", "Memory in use per GPU, GiB", 1.0),
-)
+COLUMNS = 480
+DOTS = 40  # a curve with at most this number of points has a dot at each point
+MARKED = 40  # largest number of NaN and infinite values of a curve that are marked
+SMOOTHED = ", smoothed"  # ends the name of a smoothed curve
+KEYS = "arrow keys move the cursor, + and - zoom, Escape shows all"
+UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # (least value, size of the unit, letter)
 
 
-class Series(NamedTuple):
-    """Values of one run by step. times: Unix seconds of each step; None: the times of the train lines."""
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """An axis from `low` to `high`. Calling it returns the position of a value as a fraction of the axis."""
 
-    steps: Sequence[int]
-    values: Sequence[Any]
-    times: Sequence[float] | None = None
+    low: float
+    high: float
+    log: bool = False
 
-
-class Charts:
-    """The line charts of one page: runs, their colours, and the x axes that all charts share."""
-
-    def __init__(self, runs: Sequence[Run]):
-        self.runs = runs
-        ends = [run.positions([run.last_step])[2][0] for run in runs]
-        unit, self._seconds = unit_of(max(ends))
-        self.axes = ("step", "tokens", f"time, {unit}")
-
-    def show(self, *charts: LineChart) -> Drawing:
-        """Return HTML with charts next to each other. Charts without values are left out."""
-        columns, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
-        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, columns) for chart in charts)
-        return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
-
-    def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
-        """Return the curve of a series over all x axes. style: `colour` and `kind` of the curve."""
-        step, tokens, seconds = run.positions(series.steps, series.times)
-        return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
-
-    def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
-        """Return a curve for each series of a single run; for several runs, a curve for the first series of each run.
-
-        found: for each run, name of a curve -> its series.
-        """
-        if len(self.runs) == 1:
-            return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
-        return [
-            self.curve(run, run.name, next(iter(series.values())), colour=colour(i))
-            for i, (run, series) in enumerate(zip(self.runs, found, strict=True))
-            if series
-        ]
-
-    def of_keys(self, title: str, keys: Mapping[str, str], factor: float = 1.0, **options: Any) -> LineChart:
-        """Return a chart of train lines: all keys, and the first key's planned values; for several runs only the first key.
-
-        Args:
-            keys: key of a train line -> name of its curve.
-            factor: multiplies the values.
-            options: further arguments of `LineChart`.
-        """
-        first = next(iter(keys))
-        if len(self.runs) > 1:
-            title = title if len(keys) == 1 else f"{keys[first]}, {title.rpartition(', ')[2]}"
-            keys = {first: keys[first]}
-        found = [
-            {
-                name: Series(run.train.steps, [None if v is None else v * factor for v in run.train[key]])
-                for key, name in keys.items()
-                if any(is_number(v) for v in run.train[key])
-            }
-            for run in self.runs
-        ]
-        curves = self.curves(found)
-        limits = planned(self.runs[0]).get(first, ()) if len(self.runs) == 1 and curves else ()
-        for name, value in limits:
-            ends = [[axis[0], axis[-1]] for axis in curves[0].x]
-            curves.append(Curve(f"{name} {float(f'{value:.4g}'):,.10g}", ends, [value, value], "var(--ink)", "limit"))
-        return LineChart(title, curves, **options)
-
-    def training(self) -> Section:
-        """Return the section of loss, held-out loss, gradient norm, learning rate, and figures of experts."""
-        one = len(self.runs) == 1
-        loss, held_out = [], []
-        for i, run in enumerate(self.runs):
-            name, raw = "train" if one else run.name, run.train["loss"]
-            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
-                loss.append(self.curve(run, shown, Series(run.train.steps, values), colour=colour(i), kind=kind))
-        for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
-            title = f"held-out {name}".rstrip()
-            found = [run.evals.get(name) for run in self.runs]
-            series = [{title: Series(c.steps, c["loss"])} if c else {} for c in found]
-            if one:
-                loss.append(self.curve(self.runs[0], title, series[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
-            else:
-                named = f"{title} loss, nats per token{apart(self.runs, name)}"
-                held_out.append(LineChart(named[:1].upper() + named[1:], self.curves(series), log=True))
-        charts = self.show(
-            LineChart(f"Loss, nats per token{apart(self.runs)}", loss, log=True, kind="first"),
-            self.of_keys("Loss of multi-token prediction, nats per token", {"mtp_loss": "mtp loss"}, log=True),
-            *held_out,
-            self.of_keys("Gradient norm", {"grad_norm": "gradient norm"}, log=True),
-            self.of_keys("Learning rate", {"lr": "learning rate"}, zero=True),
-            *(self.of_keys(*row, zero=True) for row in EXPERTS),
-        )
-        return Section("Training", [charts])
-
-    def log_at_first(self) -> bool:
-        """Return whether the page begins with log scales: if a run's highest loss is at least LOG_FROM times its lowest."""
-        every = [[v for v in run.train["loss"] if is_number(v)] for run in self.runs]
-        return any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in every)
-
-    def gpus(self) -> Drawing:
-        """Return charts of NVML's measurements: for one run, mean and range over its GPUs; else the mean of each run."""
-        charts = []
-        for quantity, title, factor in GPU:
-            found = []
-            for run in self.runs:
-                steps, times, *values = list(zip(*moments(run, quantity), strict=True)) or [()] * 5
-                mean, low, high = (Series(steps, [v * factor for v in values[n]], times) for n in (1, 0, 2))
-                found.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
-            title = title if len(self.runs) == 1 else f"{title}, mean"
-            charts.append(LineChart(title, self.curves(found), zero=quantity != "temperature_c"))
-        return self.show(*charts)
+    def __call__(self, value: float) -> float:
+        if self.high == self.low:
+            return 0.5
+        if self.log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
 
 
-def colour(i: int) -> str:
-    """Return the CSS colour of run `i`, or of curve `i` on the page of a single run."""
-    return f"var(--c{i % MANY + 1})"
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Values over one or several x axes.
 
-
-def apart(runs: Sequence[Run], held_out: str | None = None) -> str:
-    """Return a mark for losses whose runs have different training data, or different data in a held-out set; else ""."""
-    known = [data for run in runs if (data := run.data_of(held_out))]
-    return " (different data)" if any(data != known[0] for data in known) else ""
-
-
-def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
-    """Return key of a train line -> (name, value) of each planned value of a run."""
-    plan = run.receipt.get("planned") or {}
-    limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
-    if plan.get("range_s"):
-        limits["step_time_s"] = [("planned, fastest", plan["range_s"][0]), ("planned, slowest", plan["range_s"][1])]
-    elif plan.get("step_s"):
-        limits["step_time_s"] = [("roofline", plan["step_s"])]
-    devices, tokens = (run.receipt.get("devices") or {}).get("count"), run.tokens_per_step
-    if devices and tokens:
-        limits["tokens_per_s_per_device"] = [(name, tokens / devices / s) for name, s in limits["step_time_s"]]
-    if plan.get("peak_gib"):
-        limits["peak_memory_gib"] = [("planned", plan["peak_gib"])]
-    return limits
-
-
-def smoothed(values: Sequence[float | None]) -> list[float | None]:
-    """Return the centered moving average. None, NaN and infinities do not count in the means, and are None in the result."""
-    reach = min(MOST, len(values) // SMOOTH)
-    kept = [v if is_number(v) else None for v in values]
-    # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
-    sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
-    counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
-    out: list[float | None] = []
-    for i, v in enumerate(kept):
-        low, high = max(0, i - reach), min(len(kept), i + reach + 1)
-        out.append(None if v is None else (sums[high] - sums[low]) / (counts[high] - counts[low]) / UNIT)
-    return out
-
-
-def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
-    """Return (step, Unix seconds, lowest, mean, highest) of a quantity over all GPUs, in order of steps.
-
-    Each process writes at times of its own clock, so the lines of two nodes have different steps. Lines are therefore grouped
-    in ranges of twice the steps between two lines of a GPU. The step and the time of a group are those of its last line.
+    Attributes:
+        x: increasing positions, a sequence for each x axis of the chart.
+        y: a value for each position. None is a gap. NaN and infinities are marked by vertical lines.
+        colour: CSS colour.
+        kind: CSS class: "raw" and "smooth" for the two versions of a smoothed curve, "limit" for a dashed line, else "".
     """
-    lines = [line for line in run.gpu if line.get(quantity) is not None]
-    first = sorted({line["step"] for line in lines if all(line[key] == lines[0][key] for key in ("process", "gpu"))})
-    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf])
-    groups: dict[float, list[dict[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["step"] - first[0]) // width, []).append(line)
+
+    name: str
+    x: Sequence[Sequence[float]]
+    y: Sequence[float | None]
+    colour: str = "var(--c1)"
+    kind: str = ""
+
+    @property
+    def legend(self) -> str:
+        """Return the name in the legend, which both versions of a smoothed curve share."""
+        return self.name.removesuffix(SMOOTHED) if self.kind == "smooth" else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class LineChart:
+    """A line chart before it is drawn.
+
+    Attributes:
+        zero: whether the y axis starts at 0.
+        log: whether there is a view with a logarithmic y axis.
+        kind: CSS class: "first" for the full width of the page, else "".
+        named: whether a single curve has a legend too.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    zero: bool = False
+    log: bool = False
+    kind: str = ""
+    named: bool = False
+
+
+def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None) -> str:
+    """Return a stacked bar as SVG.
+
+    Args:
+        label: description of the bar for screen readers.
+        parts: (tooltip, value, colour) of each part.
+        total: value of the bar's full width.
+        mark: value at which a line is drawn, and its name; None: no line.
+    """
+    out = [f'<svg class="bar{" marked" if mark else ""}" role="img" aria-label="{escape(label)}">']
+    out.append('<rect class="empty" x="0" y="0.5" width="100%" height="97%"/>')
+    start = 0.0
+    for text, value, colour in parts:
+        width = 100 * value / total
+        if width > 0:
+            out.append(
+                f'<rect x="{start:.3f}%" width="{width:.3f}%" height="100%" style="fill:{colour};stroke:var(--ground)">'
+                f"<title>{escape(text)}</title></rect>"
+            )
+        start += width
+    if mark is not None:
+        value, name = mark
+        x, anchor = f"{100 * value / total:.3f}%", "end" if value > total / 2 else "start"
+        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="38"/>')
+        out.append(f'<text class="axis" x="{x}" y="-9" text-anchor="{anchor}">{escape(name)}</text>')
+    return "".join([*out, "</svg>"])
+
+
+def cursor_data(data: object) -> str:
+    """Return a script element with JSON, from which page.js or timeline.js shows the values at the cursor."""
+    # "<" is escaped in the JSON, so no name can end the script element.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json">{text}</script>'
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return at most `most` round numbers from `low` to `high` (low < high)."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step *= next(m for m in (1, 2, 2.5, 5, 10, 20) if math.floor(high / (m * step)) - math.ceil(low / (m * step)) < most)
+    return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Return at most `most` round numbers for a logarithmic axis from `low` to `high` (0 < low < high)."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 5), (1, 3), (1,)):
+        found = [m * 10.0**d for d in decades for m in digits if low <= m * 10.0**d <= high]
+        if len(found) <= most:
+            return found if len(found) > 1 else ticks(low, high, most)
+    return found[:: -(-len(found) // most)]
+
+
+def controls(axes: Sequence[str], *, log: bool) -> str:
+    """Return the HTML inputs that select the x axis, log scale and smoothing of all charts of a page.
+
+    Args:
+        axes: names of the x axes.
+        log: whether the logarithmic scale is selected at first.
+    """
+    inputs = (
+        f'<input type="radio" name="x" id="x{i}" value="{i}"{"" if i else " checked"}> {escape(name)}'
+        for i, name in enumerate(axes)
+    )
+    return (
+        f'<form class="views" autocomplete="off"><span>x axis: {" ".join(f"<label>{each}</label>" for each in inputs)}</span>'
+        f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>'
+        '<label><input type="checkbox" id="smooth" checked> smoothed</label></form>'
+    )
+
+
+def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
+    """Return a chart with its title and legend as HTML; "" if no curve has a value. axes: names of the x axes."""
+    curves = sorted((thin(c, columns) for c in chart.curves), key=lambda c: c.kind == "limit")
+    measured = [c for c in curves if c.kind != "limit"]
+    if not any(is_number(v) for c in measured for v in c.y):
+        return ""
+    values = [v for c in curves for v in c.y if is_number(v)]
+    scales = [_y_scale(values, chart.zero, log) for log in ((False, True) if chart.log and min(values) > 0 else (False,))]
+    label, views = escape(describe(chart, axes[0])), []
+    for axis, name in enumerate(axes):
+        x = Scale(min(c.x[axis][0] for c in measured if c.y), max(c.x[axis][-1] for c in measured if c.y))
+        for y in scales:
+            views.append(
+                f'<svg role="img" aria-label="{label}" class="view x{axis} {"log" if y.log else "linear"}" '
+                f'data-axis="{axis}" data-x="{x.low!r} {x.high!r}" data-y="{y.low!r} {y.high!r}">'
+                f'<g class="axes">{_grid(x, y, name)}</g>'
+                '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
+                + "".join(_path(n, c, axis, x, y) for n, c in sorted(enumerate(curves), key=lambda each: each[1].kind != "raw"))
+                + f"</svg>{''.join(_dots(n, c, axis, x, y) for n, c in enumerate(measured))}"
+                '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
+            )
+    # In the JSON, null is a gap, and a string is NaN or an infinity.
+    words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
+    data: list[dict[str, Any]] = [
+        {"name": c.name, "legend": c.legend, "kind": c.kind, "x": [list(at) for at in c.x], "y": y}
+        for c, y in zip(measured, words, strict=True)
+    ]
+    title = escape(chart.title)
+    return (
+        f'<div class="{chart.kind}{" scales" if len(scales) > 1 else ""}"><h3>{title}</h3>{_legend(chart)}'
+        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">{"".join(views)}'
+        f'{cursor_data({"axes": list(axes), "zero": chart.zero, "curves": data})}<div class="tip"></div></div></div>'
+    )
+
+
+def is_number(value: float | None) -> TypeGuard[float]:
+    """Return whether a value is neither a gap nor NaN nor an infinity."""
+    return value is not None and math.isfinite(value)
+
+
+def thin(c: Curve, columns: int) -> Curve:
+    """Return a curve with at most four points in each of `columns` equal ranges of the first x axis, and both ends.
+
+    The points of a range are the lowest, the highest, a gap, and a NaN or infinity. A curve of at most 2 x `columns` points is
+    returned as it is.
+    """
+    at = c.x[0]
+    if len(at) <= 2 * columns:
+        return c
+    width = (at[-1] - at[0]) / columns or 1.0
+    kept = {0, len(at) - 1}
+    for _, group in itertools.groupby(range(len(at)), lambda i: min(columns - 1, int((at[i] - at[0]) / width))):
+        points = list(group)
+        numbers = {i: value for i in points if is_number(value := c.y[i])}
+        kept.update({c.y[i] is None: i for i in points if i not in numbers}.values())
+        if numbers:
+            kept |= {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)}
+    order = sorted(kept)
+    return dataclasses.replace(c, x=[[axis[i] for i in order] for axis in c.x], y=[c.y[i] for i in order])
+
+
+def describe(chart: LineChart, axis: str) -> str:
+    """Return the description of a chart for screen readers."""
+    parts = []
+    for c in chart.curves:
+        if known := [v for v in c.y if is_number(v)]:
+            first, last, low, high = (f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))
+            parts.append(f"{c.name}: {first} to {last}, lowest {low}, highest {high}")
+    return f"{chart.title}, over the {axis}. {'; '.join(parts)}."
+
+
+def short(value: float) -> str:
+    """Return a number as the label of an axis: 25k for 25,000."""
+    size, letter = next(((size, letter) for least, size, letter in UNITS if abs(value) >= least), (1, ""))
+    return f"{value / size:.10g}{letter}"
+
+
+def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
+    """Return the y axis for these values, with 6% of space at both ends, but no space below 0 if the axis starts there."""
+    low, high = min(values), max(values)
+    if log:
+        space = (high / low) ** 0.06 if high > low else 1.5
+        return Scale(low / space, high * space, log=True)
+    low = min(0.0, low) if zero else low
+    space = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+    return Scale(low if zero and low == 0 else low - space, high + space)
+
+
+def _grid(x: Scale, y: Scale, name: str) -> str:
     out = []
-    for _, group in sorted(groups.items()):
-        values = [line[quantity] for line in group]
-        step, time = (max(line[name] for line in group) for name in ("step", "time_unix"))
-        out.append((step, time, min(values), statistics.fmean(values), max(values)))
-    return out
+    for level in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
+        at = f"{100 * (1 - y(level)):.2f}%"
+        out.append(f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>')
+        out.append(f'<text class="axis" x="-8" y="{at}" dy="4" text-anchor="end">{short(level)}</text>')
+    places = ticks(x.low, x.high) if x.high > x.low else [x.low]
+    if x.high > x.low and x(places[0]) > 0.2:
+        places = [x.low, *places]
+    for place in places:
+        at, anchor = f"{100 * x(place):.2f}%", "start" if x(place) < 0.05 else "end" if x(place) > 0.95 else "middle"
+        text = f"{name} {short(place)}" if place == places[0] else short(place)
+        out.append(f'<line class="grid" x1="{at}" x2="{at}" y1="100%" y2="102%"/>')
+        out.append(f'<text class="axis" x="{at}" y="100%" dy="18" text-anchor="{anchor}">{escape(text)}</text>')
+    return "".join(out)
 
 
-def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs.
-
-    Shares are of the same time as goodput, without "stopped".
-    """
-    found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
-    causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
-    total = "all but stopped" if "stopped" in causes else "all"
-    columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
-    strips = []
-    for name, g in found:
-        seconds = [g.parts[cause] for cause in causes]
-        one = len(runs) == 1
-        columns.append(
-            Column("seconds" if one else f"{name}, s", [f"{s:,.1f}" for s in seconds], seconds, f"{g.wanted_s:,.1f}")
-        )
-        shares = [g.parts[cause] / g.wanted_s if cause != "stopped" and g.wanted_s else None for cause in causes]
-        columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
-        text = goodput.words(g)
-        strips.append(paragraph(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.") + wall_time_strip(g))
-    columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
-    return Section("Wall time", [Drawing("".join(strips)), Table("Wall time by cause", columns, style="sortable")])
+def _stretches(c: Curve, axis: int) -> list[list[tuple[int, float, float]]]:
+    """Return the points (index, x, y) of a curve, with a new list after each gap, NaN or infinity."""
+    out: list[list[tuple[int, float, float]]] = [[]]
+    for i, (place, value) in enumerate(zip(c.x[axis], c.y, strict=True)):
+        if is_number(value):
+            out[-1].append((i, place, value))
+        elif out[-1]:
+            out.append([])
+    return [stretch for stretch in out if stretch]
 
 
-def wall_time_strip(g: Goodput) -> str:
-    """Return the strip of the wall time as SVG: equal intervals with the share of each cause. Lines mark new attempts."""
-    unit, size = unit_of(g.wall_s)
-    start, length = g.spans[0].start, g.wall_s / STRETCHES
-    shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
-    begins: dict[int, float] = {}
-    for span in g.spans:
-        first, last = (span.start - start) / length, (span.end - start) / length
-        for i in range(int(first), min(STRETCHES - 1, int(last)) + 1):
-            inside = max(0.0, min(last, i + 1) - max(first, i))
-            for cause, seconds in span.seconds.items():
-                shares[i][cause] += seconds / length * inside / (last - first) if last > first else 0.0
-        if span.attempt:
-            begins.setdefault(span.attempt, first / STRETCHES)
-    label = f"Wall time in order, {duration(g.wall_s)} in {len(begins)} attempts"
-    out = [f'<svg class="lanes" style="height:{HEIGHT + 32}px" role="img" aria-label="{label}">']
-    out.append(f'<rect class="empty" x="0" y="0" width="100%" height="{HEIGHT}"/>')
-    end = 0
-    for share, group in itertools.groupby(shares, lambda share: [round(s, 2) for s in share.values()]):
-        at, end, low = end, end + len(list(group)), 0.0
-        text = f"{duration(at * length)} to {duration(end * length)} from the start"
-        # Adjacent rectangles overlap by 0.02%, so no gap is visible between them.
-        place = f'x="{100 * at / STRETCHES:.3f}%" width="{100 * (end - at) / STRETCHES + 0.02:.3f}%"'
-        for cause, part in zip(COLOURS, share, strict=True):
-            if part and COLOURS[cause]:
-                low += part
-                place_y = f'y="{HEIGHT * (1 - low):.1f}" height="{HEIGHT * part:.1f}"'
-                out.append(f'<rect {place} {place_y} fill="{COLOURS[cause]}"><title>{cause}, {text}</title></rect>')
-    for begin in begins.values():
-        x = f"{100 * begin:.2f}%"
-        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="{HEIGHT + 4}"/>')
-    for tick in ticks(0, g.wall_s / size, 7):
-        part = tick * size / g.wall_s
-        anchor = "end" if part > 0.95 else "middle" if tick else "start"
-        place = f'x="{100 * part:.2f}%" y="{HEIGHT + 20}" text-anchor="{anchor}"'
-        out.append(f'<text class="axis" {place}>{escape(f"{tick:g}" if tick else f"0 {unit}")}</text>')
-    note = f"In order of time. Lines mark the starts of {len(begins)} attempts." if len(begins) > 1 else ""
-    return "".join([*out, "</svg>", paragraph(note, "quiet")])
+def _path(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
+    lines = "".join(
+        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for _, a, b in stretch) for stretch in _stretches(c, axis)
+    )
+    of = f'data-limit="{c.y[0]!r}"' if c.kind == "limit" else f'data-curve="{n}"'
+    return f'<path {of} class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
+
+
+def _dots(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
+    """Return dots for the points of short curves and points between gaps, and vertical lines for NaN and infinities."""
+    few = len(c.y) <= DOTS and c.kind != "raw"
+    out = [
+        f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}" '
+        f'data-curve="{n}" data-point="{i}"/>'
+        for stretch in _stretches(c, axis)
+        if few or len(stretch) == 1
+        for i, a, b in stretch
+    ]
+    lost = [(i, v) for i, v in enumerate(c.y) if v is not None and not math.isfinite(v)]
+    for i, value in lost[:MARKED]:
+        place = c.x[axis][i]
+        at, text = f"{100 * x(place):.2f}%", escape(f"{c.name}: {_word(value)} at {place:g}")
+        of = f'data-curve="{n}" data-point="{i}"'
+        out.append(f'<line {of} class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')
+    return "".join(out)
+
+
+def _word(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _legend(chart: LineChart) -> str:
+    """Return the legend: the names of several curves, and the number of NaN and infinities. "" if it has neither."""
+    lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
+    notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
+    named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
+    return key(named, notes) if len(named) > 1 or chart.named or notes else ""

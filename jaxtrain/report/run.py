@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import goodput, metrics
-from jaxtrain import samples as sample_files
-from jaxtrain.durations import duration
-from jaxtrain.goodput import Goodput
-from jaxtrain.page.sections import data_frame
-from jaxtrain.receipt import format as receipts
+from jaxtrain.config.durations import duration
+from jaxtrain.metrics import files as metrics
+from jaxtrain.metrics import goodput
+from jaxtrain.metrics import receipt_format as receipts
+from jaxtrain.metrics import samples as sample_files
+from jaxtrain.metrics.goodput import Goodput
+from jaxtrain.report.sections import data_frame
 
 PAGE = "report.html"  # a run's own page, in its folder
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of these files is a run
@@ -84,14 +85,15 @@ class Run(receipts.Run):
         return data_frame([line for line in self.lines if line["kind"] == kind])
 
     def profile(self) -> Any:
-        """Return the jaxtrain.profile.measure.Profile of the run's newest trace. Raises TraceError if there is no trace."""
-        from jaxtrain.profile import measure, trace
+        """Return the jaxtrain.report.profile.Profile of the run's newest trace. Raises TraceError if there is no trace."""
+        from jaxtrain.report import profile as measure
+        from jaxtrain.report import profile_trace
 
-        return measure.profile(trace.find(self.folder)[-1], measure.run_around(self.folder))
+        return measure.profile(profile_trace.find(self.folder)[-1], measure.run_around(self.folder))
 
     def write_report(self, html: str | Path = "") -> Path:
         """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
-        from jaxtrain.report.page import html as page
+        from jaxtrain.report.run_page import html as page
 
         target = Path(html).expanduser() if html else self.folder / PAGE
         metrics.write_atomic(target, page([self], target))

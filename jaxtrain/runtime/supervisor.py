@@ -353,7 +353,7 @@ class Supervisor:
         return attempt.run(self.signals, again=self.restarts.row > 0)
 
     def _command(self, command: str, arguments: list[str]) -> list[str]:
-        return [*self.program, f"jaxtrain.{command}", *arguments]
+        return [*self.program, "jaxtrain", command, *arguments]
 
     def _become(self, command: str, arguments: list[str]) -> int:
         """Replace this process by a command. Only a dry run returns (0). Raises End if a signal has asked for an end."""

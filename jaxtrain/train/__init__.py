@@ -1,1 +1,1 @@
-"""The train step, its state, its compilation, and the training loop."""
+"""The process around the step: setup, state, loop, evaluation, checkpoints, generation, parity, replay."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.context import Context
-from jaxtrain.train.batch import HostBatch, place_batch, rows_here
-from jaxtrain.train.loss import Batch
+from jaxtrain.config.context import Context
+from jaxtrain.step.batch import HostBatch, place_batch, rows_here
+from jaxtrain.step.loss import Batch
 
 POLL_S = 0.05  # between two checks whether a batch is still wanted
 

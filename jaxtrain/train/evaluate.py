@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain import generation, samples
-from jaxtrain.config import RunConfig
-from jaxtrain.context import Context
-from jaxtrain.metrics import Writers
+from jaxtrain.config.context import Context
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.metrics import samples
+from jaxtrain.metrics.files import Writers
+from jaxtrain.metrics.samples import Sample
 from jaxtrain.models.module import Params
-from jaxtrain.samples import Sample
-from jaxtrain.train.batch import HostBatch
+from jaxtrain.step.batch import HostBatch
+from jaxtrain.step.loss import CROSS_ENTROPY, Batch
+from jaxtrain.step.program import Program
+from jaxtrain.train import generation
 from jaxtrain.train.batch_feed import BatchFeed
-from jaxtrain.train.loss import CROSS_ENTROPY, Batch
-from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Setup
 

@@ -17,18 +17,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain import config, lora, models, own_parts, position, resume, stored_form
+from jaxtrain import models
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
-from jaxtrain.config import ConfigError, RunConfig, own_settings
+from jaxtrain.config import own_parts, schema
+from jaxtrain.config.schema import ConfigError, RunConfig, own_settings
+from jaxtrain.config.shapes import MTP
 from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.hf import lora
 from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.optim.optimizer import make_schedule
-from jaxtrain.position import Position
-from jaxtrain.shapes import MTP
-from jaxtrain.timelimit import launch_time
-from jaxtrain.train import state
-from jaxtrain.train.program import Program
+from jaxtrain.runtime.timelimit import launch_time
+from jaxtrain.step import resume, state, stored_form
+from jaxtrain.step.program import Program
+from jaxtrain.train import position
+from jaxtrain.train.position import Position
 from jaxtrain.train.services import Services
 
 
@@ -65,7 +68,7 @@ def import_named_parts(run: RunConfig) -> None:
     These checks are not in `validate`: a user's module may import jax, and XLA_CLIENT_MEM_FRACTION must be set before that.
     """
     problems = []
-    names = [(key, value) for key, value in config.flatten(config.to_dict(run)) if key != "data.eval_source"]
+    names = [(key, value) for key, value in schema.flatten(schema.to_dict(run)) if key != "data.eval_source"]
     names += [("data.eval_source", source) for source in pipeline.parse_sets(run.data.eval_source)[0].values()]
     for key, value in names:
         if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
@@ -120,7 +123,7 @@ def choose_start(
             return Start(0, False, False, beginning, check_init_source(run, program, run.init.from_), {})
         if program.adapters:
             rule = "adapters need the weights of a trained model, and init.from names none"
-            raise ConfigError([config.Problem("init.from", "", rule, NAME_ONE)])
+            raise ConfigError([schema.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
     meta = checkpoints.meta(at)
     if imported := resume.check_trained(meta, str(checkpoints.directory)):
@@ -129,13 +132,13 @@ def choose_start(
     notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
     if at > run.train.steps:
         problems.append(
-            config.Problem(
+            schema.Problem(
                 "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
             )
         )
     if problems:
         raise ConfigError(problems)
-    notes += changed_rate(config.resolve(meta["config"])[0], run, at)
+    notes += changed_rate(schema.resolve(meta["config"])[0], run, at)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
@@ -169,12 +172,12 @@ def begin_adapters(run: RunConfig, program: Program, beginning: Position) -> Sta
     if not source.adapters:
         if run.init.base:
             rule = f"has no effect: {source.name} is a base itself, and holds no adapters"
-            raise ConfigError([config.Problem("init.base", run.init.base, rule, "Leave it out.")])
+            raise ConfigError([schema.Problem("init.base", run.init.base, rule, "Leave it out.")])
         notes, base = check_base(run, program, run.init.from_)
         return Start(0, False, False, beginning, notes, {}, base)
     if lora.settings_of(source.run().lora) != lora.settings_of(run.lora):
         rule = f"{source.name} holds adapters with other settings"
-        raise ConfigError([config.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
+        raise ConfigError([schema.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
     notes, base = check_base(run, program, run.init.base or lora.base_path(source.meta))
     return Start(0, False, False, beginning, notes, {}, base, source.path)
 
@@ -193,7 +196,7 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
     The tokens that a capacity factor drops depend on the sizes of the mesh. So with a capacity factor, the actual mesh sizes
     replace the sizes in the configs, which may be -1 (all remaining devices).
     """
-    before, now = dict(meta["config"]), config.to_dict(run)
+    before, now = dict(meta["config"]), schema.to_dict(run)
     if run.model.num_experts and run.moe.capacity_factor:
         for tree, shape in ((before, meta["mesh"]), (now, program.placement.mesh.shape)):
             tree["mesh"] = {axis: shape.get(axis, 1) for axis in tree["mesh"]}
@@ -207,18 +210,18 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     model family computes another function; they are only adapters; or init.what needs an optimizer state, and there is none.
     """
     source, key = open_origin(path), "init.base" if path == run.init.base else "init.from"
-    there, here = source.meta["config"]["model"], config.to_dict(run)["model"]
-    settings = source.meta["config"].get(config.OWN, {})
+    there, here = source.meta["config"]["model"], schema.to_dict(run)["model"]
+    settings = source.meta["config"].get(schema.OWN, {})
     problems = []
     of, family = there.get("family", ""), run.model.family
     theirs = models.family(of).STRUCTURE if of in models.FAMILIES else None  # other modules may not be here
     if theirs and getattr(models.family(family), "STRUCTURE", theirs) != theirs:
         # Settings of another function with tensors of the same names and shapes.
         rule = f"its weights are those of model.family = {of}, which computes another function: {theirs}"
-        problems.append(config.Problem("model.family", family, rule, f"Set model.family to {of}."))
+        problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {of}."))
     if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
-        problems.append(config.Problem("init.what", run.init.what, rule, "Set weights."))
+        problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
     if source.adapters:
         rule = f"{source.name} holds only adapters"
         remedy = (
@@ -226,7 +229,7 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
         )
         if program.adapters:
             remedy = "Name the base of the adapters."
-        problems.append(config.Problem(key, path, rule, remedy))
+        problems.append(schema.Problem(key, path, rule, remedy))
     if problems:
         raise ConfigError(problems)
     stored = source.stored
@@ -239,8 +242,8 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     if wrong:
         rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        of = f"its config.json (python -m jaxtrain.hf config {path})" if source.hugging_face else "that run (its config.json)"
-        raise ConfigError([config.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
+        of = f"its config.json (python -m jaxtrain hf config {path})" if source.hugging_face else "that run (its config.json)"
+        raise ConfigError([schema.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
     return tuple(
         f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"
         for name, value in here.items()

@@ -1,6 +1,6 @@
 """The loop over steps: a batch, the compiled step, the metrics of the step before, and the work that is due between steps.
 
-The metrics of a step are read after the next step is dispatched. So the loop notices a skipped step (train/guard.py) when the
+The metrics of a step are read after the next step is dispatched. So the loop notices a skipped step (step/guard.py) when the
 next step is already dispatched. The guard holds that next step, and the loop takes it again.
 """
 
@@ -12,20 +12,20 @@ from typing import Any
 
 import jax
 
-from jaxtrain import digests, position, replay
-from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
-from jaxtrain.config import own_settings
-from jaxtrain.corruption import Verifier
-from jaxtrain.divergence import Bad, Bads, Diverged, describe_batch, explain
-from jaxtrain.durations import duration
-from jaxtrain.position import Positioned
-from jaxtrain.profiling import Tracer
-from jaxtrain.replay import ReplayError
-from jaxtrain.train import compiler, guard, state, step
-from jaxtrain.train.batch import HostBatch
+from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError, digests
+from jaxtrain.config.durations import duration
+from jaxtrain.config.schema import own_settings
+from jaxtrain.metrics.profiling import Tracer
+from jaxtrain.step import compiler, guard, state, train_step
+from jaxtrain.step.batch import HostBatch
+from jaxtrain.train import position, replay
 from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.corruption import Verifier
+from jaxtrain.train.divergence import Bad, Bads, Diverged, describe_batch, explain
 from jaxtrain.train.evaluate import HeldOut, SampleWriter
 from jaxtrain.train.initial_state import Restored, continue_sources
+from jaxtrain.train.position import Positioned
+from jaxtrain.train.replay import ReplayError
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Compiled, Setup
@@ -156,7 +156,7 @@ class Loop:
             self._start_times.end("data")
         return rows, placed
 
-    def _take(self, batch: Any) -> step.Metrics | None:
+    def _take(self, batch: Any) -> train_step.Metrics | None:
         """Dispatch a step and return its metrics; None if the metrics of the step before caused a rollback instead.
 
         The metrics of the step before are read only if this step is computed twice (train.sdc_check_every).

@@ -28,18 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import lora
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.config import Problem, RunConfig, to_dict
+from jaxtrain.config.schema import Problem, RunConfig, to_dict
 from jaxtrain.data.windows import PairRows
-from jaxtrain.metrics import write_atomic
+from jaxtrain.hf import lora
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.lora import B, is_adapter
 from jaxtrain.models.module import Params, names
-from jaxtrain.train import state
+from jaxtrain.step import state
+from jaxtrain.step.program import Program
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.evaluate import mask_rows
 from jaxtrain.train.initial_state import Restored
-from jaxtrain.train.program import Program
 from jaxtrain.train.services import Services
 
 FORMAT, VERSION = "jaxtrain reference log-probabilities", 1

@@ -22,38 +22,44 @@ import jax
 import ml_collections
 from rich.filesize import decimal
 
-from jaxtrain import environment, goodput, hardware, installed, metrics, own_parts, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.checkpoint.storage import free_bytes
-from jaxtrain.commands import spelled, training
-from jaxtrain.config import ConfigError, Problem, RunConfig, to_dict
-from jaxtrain.corruption import Corrupted
+from jaxtrain.config import environment, hardware, installed, own_parts
+from jaxtrain.config.commands import spelled, training
+from jaxtrain.config.launch import Launch, resolved_with_epochs, variables
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenfile import TokenFileError
-from jaxtrain.distributed import PeerLost, Peers, detect
-from jaxtrain.distributed.shared import find_unshared
-from jaxtrain.distributed.words import first_line
-from jaxtrain.divergence import Diverged, explain
-from jaxtrain.launch import Launch, resolved_with_epochs, variables
-from jaxtrain.ledger import Ledger
-from jaxtrain.metrics import MetricsError, NotWritten
-from jaxtrain.monitor import Monitor
+from jaxtrain.metrics import files as metrics
+from jaxtrain.metrics import goodput, samples
+from jaxtrain.metrics.files import MetricsError, NotWritten
+from jaxtrain.metrics.gpu_monitor import Monitor
+from jaxtrain.metrics.ledger import Ledger
+from jaxtrain.metrics.progress import Console
+from jaxtrain.metrics.receipt import Receipt, config_sha256
+from jaxtrain.metrics.receipt_format import ReceiptError
+from jaxtrain.metrics.receipt_machine import device_facts, rank_map
+from jaxtrain.metrics.trackers import TrackerError, open_trackers
 from jaxtrain.plan.expect import Watch
-from jaxtrain.progress import Console
-from jaxtrain.receipt import Receipt, config_sha256
-from jaxtrain.receipt.format import ReceiptError
-from jaxtrain.receipt.machine import device_facts, rank_map
+from jaxtrain.runtime.distributed import PeerLost, Peers, detect
+from jaxtrain.runtime.shared import find_unshared
+from jaxtrain.runtime.signals import Stop
+from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
+from jaxtrain.runtime.timelimit import TimeLimit, forbid_restart, limit_s
 from jaxtrain.runtime.variables import RESTART
-from jaxtrain.signals import Stop
-from jaxtrain.startup import set_compile_cache, set_environment, start_jax
-from jaxtrain.timelimit import TimeLimit, forbid_restart, limit_s
-from jaxtrain.trackers import TrackerError, open_trackers
-from jaxtrain.train import references, state
-from jaxtrain.train.compiler import KernelNotBuilt
+from jaxtrain.runtime.watchdog import Watchdog, parse_budgets
+from jaxtrain.runtime.words import first_line
+from jaxtrain.step import state
+from jaxtrain.step.compiler import KernelNotBuilt
+from jaxtrain.step.memory import OutOfMemory, check_free_memory, out_of_memory_explained
+from jaxtrain.step.validate import validate
+from jaxtrain.step.validate_places import remote
+from jaxtrain.train import references
+from jaxtrain.train.corruption import Corrupted
+from jaxtrain.train.divergence import Diverged, explain
 from jaxtrain.train.evaluate import SampleWriter
 from jaxtrain.train.initial_state import BadInit, Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
-from jaxtrain.train.memory import OutOfMemory, check_free_memory, out_of_memory_explained
 from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
@@ -61,9 +67,6 @@ from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_tim
 from jaxtrain.train.step_log import StepLog
 from jaxtrain.train.summary import print_summary
 from jaxtrain.train.timing import StartTimes, process_age_s
-from jaxtrain.validate import validate
-from jaxtrain.validate.places import remote
-from jaxtrain.watchdog import Watchdog, parse_budgets
 
 if TYPE_CHECKING:
     from etils import epath
@@ -492,7 +495,7 @@ def next_command(setup: Setup, ending: Ending, own_process: bool) -> str:
     argv, stopped = setup.launch.argv, ending.error is None and ending.code in (AGAIN, INTERRUPTED)
     if stopped and own_process and ending.peers.count == 1:
         return f"resume: {variables()}{training(shlex.join(argv))}"
-    return f"report: {spelled('python -m jaxtrain.report')} {shlex.quote(str(setup.workdir))}" if ending.step else ""
+    return f"report: {spelled('python -m jaxtrain report')} {shlex.quote(str(setup.workdir))}" if ending.step else ""
 
 
 def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain import config, installed
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, NotFinite, Saved
-from jaxtrain.config import RunConfig
-from jaxtrain.divergence import Diverged, explain
-from jaxtrain.snapshot import Snapshots
-from jaxtrain.train.program import Program
+from jaxtrain.config import installed, schema
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.step.program import Program
+from jaxtrain.step.state import TrainState
+from jaxtrain.train.divergence import Diverged, explain
 from jaxtrain.train.services import Services
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.snapshot import Snapshots
 
 MOST_FAILURES = 3  # in a row end a run: it would continue without a checkpoint
 RETRY_S = 5.0  # before the save of a last step is repeated
@@ -32,7 +32,7 @@ class Saver:
         self.checkpoints, self._services, self._saved_part = checkpoints, services, program.saved
         self.snapshots = Snapshots(program.saved(program.state))
         self._meta = {
-            "config": config.to_dict(asked),
+            "config": schema.to_dict(asked),
             "mesh": dict(program.placement.mesh.shape),
             "receipt": services.receipt.id,
             "versions": installed.versions(PACKAGES),

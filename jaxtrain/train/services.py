@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtrain.distributed import Peers
-from jaxtrain.ledger import Ledger
-from jaxtrain.metrics import Writers
-from jaxtrain.progress import Console
-from jaxtrain.receipt import Receipt
-from jaxtrain.signals import Stop
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.metrics.files import Writers
+from jaxtrain.metrics.ledger import Ledger
+from jaxtrain.metrics.progress import Console
+from jaxtrain.metrics.receipt import Receipt
+from jaxtrain.runtime.distributed import Peers
+from jaxtrain.runtime.signals import Stop
+from jaxtrain.runtime.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,24 +12,25 @@ from typing import Any
 
 import jax
 
-from jaxtrain import generation, hardware, own_parts, profiling, samples
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import ConfigError, Problem, RunConfig, resolve, shared_settings
+from jaxtrain.config import hardware, own_parts
+from jaxtrain.config.durations import duration
+from jaxtrain.config.launch import Launch
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, resolve, shared_settings
 from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
-from jaxtrain.distributed import Peers
-from jaxtrain.durations import duration
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.kernels.attention import Unsupported
-from jaxtrain.launch import Launch
+from jaxtrain.metrics import profiling, samples
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.plan.expect import Watch, expect
+from jaxtrain.runtime.distributed import Peers
+from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.sharding import LayoutError, node_of
-from jaxtrain.train import compiler, state
-from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
-from jaxtrain.train.memory import (
+from jaxtrain.step import compiler, state
+from jaxtrain.step.memory import (
     OutOfMemory,
     check_host_memory,
     compile_to_fit,
@@ -38,10 +39,11 @@ from jaxtrain.train.memory import (
     size,
     taken_gib,
 )
-from jaxtrain.train.model_flops import model_flops
-from jaxtrain.train.program import Program, build
+from jaxtrain.step.model_flops import model_flops
+from jaxtrain.step.program import Program, build
+from jaxtrain.train import generation
+from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
 from jaxtrain.train.services import Services
-from jaxtrain.watchdog import parse_budgets
 
 REFUSALS = (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError, OSError)  # with a remedy
 

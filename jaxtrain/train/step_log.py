@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 
-from jaxtrain import hardware, throughput
-from jaxtrain.config import RunConfig
-from jaxtrain.monitor import MfuAlert, Monitor
+from jaxtrain.config import hardware
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
+from jaxtrain.metrics import throughput
+from jaxtrain.metrics.gpu_monitor import MfuAlert, Monitor
+from jaxtrain.metrics.progress import Console
 from jaxtrain.plan.expect import Watch
-from jaxtrain.progress import Console
-from jaxtrain.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
-from jaxtrain.train import guard, step
-from jaxtrain.train.batch import HostBatch
-from jaxtrain.train.model_flops import model_flops
+from jaxtrain.step import guard
+from jaxtrain.step import train_step as step
+from jaxtrain.step.batch import HostBatch
+from jaxtrain.step.model_flops import model_flops
 from jaxtrain.train.services import Services
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 
-from jaxtrain import flops
-from jaxtrain.config import RunConfig
-from jaxtrain.counts import short_count
+from jaxtrain.config.counts import short_count
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.data.pipeline import epochs_in_words
+from jaxtrain.metrics.progress import Console
+from jaxtrain.models import flops
 from jaxtrain.models.module import part
-from jaxtrain.progress import Console
 from jaxtrain.sharding import large_replicated_arrays
-from jaxtrain.train import state
+from jaxtrain.step import state
+from jaxtrain.step.program import Program
+from jaxtrain.step.stages import IDLE, Schedule
 from jaxtrain.train.initial_state import Start
-from jaxtrain.train.program import Program
-from jaxtrain.train.stages import IDLE, Schedule
 
 MANY = 5  # epochs of conversations or pairs; above them the run warns
 LOST = 0.05  # fraction of the tokens of conversations: if more are lost, the run warns

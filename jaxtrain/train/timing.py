@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxtrain.durations import duration
+from jaxtrain.config.durations import duration
 
 
 def process_age_s() -> float:

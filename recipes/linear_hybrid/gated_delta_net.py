@@ -23,12 +23,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import ConfigError, Model, Problem
-from jaxtrain.flops import Flops, attention, projections
 from jaxtrain.kernels.attention import Rows
-from jaxtrain.kernels.context import heads
+from jaxtrain.kernels.context_parallel import heads
 from jaxtrain.kernels.dot import dot, einsum
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Kernel, Shared, share
+from jaxtrain.models.flops import Flops, attention, projections
 from jaxtrain.models.layers import Context, Embed, RMSNorm
 from jaxtrain.models.module import normal, param, stack
 from jaxtrain.models.remat import Kind, Plan

@@ -15,16 +15,17 @@ import runs
 from hugging_face import SAME, TOKENS, exported, tensors_of
 from safetensors.numpy import load_file
 
-from jaxtrain import generation, main
+from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.hf import __main__ as command
+from jaxtrain.commands import hf as command
 from jaxtrain.hf import peft
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
-from jaxtrain.train.batch import place_batch
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.state import to_tensors
+from jaxtrain.train import generation
 from jaxtrain.train.initial_state import choose_start, initial_state
-from jaxtrain.train.state import to_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "reference" / "peft_training.py"

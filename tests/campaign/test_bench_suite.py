@@ -17,22 +17,24 @@ from bench_helpers import PEER, SMALL, at_home, run_here  # noqa: F401
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import peer_torch
-from jaxtrain import launch
-from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import child, node_suite, parts, report, train_step
-from jaxtrain.bench.train_step import DATA
-from jaxtrain.parity.__main__ import main as parity_main
+from jaxtrain.commands import bench as command
+from jaxtrain.commands.parity import main as parity_main
+from jaxtrain.config import launch
+from jaxtrain.node import node_suite, parts, train_step
+from jaxtrain.node.train_step import DATA
+from jaxtrain.report import bench
+from jaxtrain.train import child
 
 
 def program_here(command, log, *, environ=None, limit_s=None):
     """Run parity in this process. Return fixed results for preflight, kernel tests and training, which other tests cover."""
-    if command[2] == "jaxtrain.preflight":
+    if command[3] == "preflight":
         return 0, "a warning\n12 checks"
     if command[2] == "pytest":
         log.parent.mkdir(exist_ok=True)
         Path(environ["JAXTRAIN_TEST_RESULTS"]).write_text('{"test": "a", "outcome": "passed", "why": "", "ratio": 0.5}\n')
         return 0, "1 passed"
-    if command[2] == "jaxtrain.main":
+    if command[3] == "main":
         assert not launch.load(command[3:], {"workdir": ""}).problems
         (workdir,) = [Path(arg.partition("=")[2]) for arg in command if arg.startswith("--workdir=")]
         workdir.mkdir()
@@ -95,7 +97,7 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
 
     monkeypatch.setattr(Checkpoints, "restore", restore)
     monkeypatch.setattr(node_suite, "run_case", run_here)
-    node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    node = parts.Node(train_step.devices_for(0), True, bench.Folder(str(tmp_path / "node"), "", "suite"))
     found = node_suite.check_checkpoint(node, 60.0)
     assert found.verdict == "FAILED" and "params.final_norm.scale" in found.found
 
@@ -106,10 +108,10 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
 def test_as_a_user_runs_it(tmp_path):
     out, file, compiled = tmp_path / "out", tmp_path / "bench.json", tmp_path / "compiled"
     argv = [*SMALL, "--steps=2", "--warmup=1", f"--out={out}", f"--json={file}", f"--config.paths.cache={compiled}"]
-    done = subprocess.run([sys.executable, "-m", "jaxtrain.bench", *argv], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", "bench", *argv], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert not compiled.exists(), "programs for several CPU devices are not kept"
-    assert report.NO_MEASUREMENT in done.stdout
+    assert bench.NO_MEASUREMENT in done.stdout
     tree = json.loads(file.read_text())
     assert tree == json.loads((out / "results.json").read_text())
     assert tree["format"] == 1 and tree["kind"] == "steps" and tree["best"] == "tiny"
@@ -141,7 +143,7 @@ time.sleep(600)
 # Like benchmarks/first_minutes.py: a command that starts child processes itself.
 NESTED = """
 import sys, pathlib
-from jaxtrain.bench.child import run_program
+from jaxtrain.train.child import run_program
 run_program([sys.executable, "-c", sys.argv[1], sys.argv[2]], pathlib.Path(sys.argv[2] + ".log"))
 """
 
@@ -180,7 +182,7 @@ def test_children_end_with_a_parent_that_is_ended(tmp_path):
 
 
 def test_a_process_that_dies_or_takes_too_long(tmp_path):
-    r = child.run_case("jaxtrain.bench:nothing", {}, log=tmp_path / "log.txt")
+    r = child.run_case("jaxtrain.node:nothing", {}, log=tmp_path / "log.txt")
     assert r["verdict"] == "failed" and "nothing" in r["why"] and "Traceback" in (tmp_path / "log.txt").read_text()
     assert child.run_case(train_step.CASE, {}, limit_s=0.01)["verdict"] == "out of time"
 

@@ -8,9 +8,8 @@ import packages
 import pytest
 from token_files import command
 
-from jaxtrain import api, sample
+from jaxtrain.commands import api, hf, sample
 from jaxtrain.data.tokenfile import TokenFile
-from jaxtrain.hf import __main__ as hf
 from jaxtrain.hf.importing import open_origin
 
 # template -> (special tokens of the base, the token that ends a turn, eos of the export)

@@ -11,7 +11,7 @@ OWN = """
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtrain.train.loss import cross_entropy
+from jaxtrain.step.loss import cross_entropy
 
 made = [0]
 

@@ -10,7 +10,7 @@ import runs
 from faults import Faults, dice, same
 
 from jaxtrain.checkpoint import CheckpointError, files
-from jaxtrain.checkpoint.__main__ import main as command
+from jaxtrain.commands.checkpoint import main as command
 
 FLIPS, CUTS = 60, 20
 

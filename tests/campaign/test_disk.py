@@ -11,7 +11,7 @@ import pytest
 import runs
 from faults import Faults, same, steps_written
 
-from jaxtrain.checkpoint.__main__ import main as command
+from jaxtrain.commands.checkpoint import main as command
 
 SIZE = 3 << 20
 

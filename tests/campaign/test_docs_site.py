@@ -121,7 +121,7 @@ def test_code_can_be_copied_and_commands_are_not_cut(site: tuple[Path, str], pag
 
 
 def test_functions_have_their_docstrings(site: tuple[Path, str]):
-    from jaxtrain import api
+    from jaxtrain.commands import api
 
     text = (site[0] / "api.html").read_text()
     assert re.findall(r'id="jaxtrain\.api\.(\w+)"', text) == [name for name in vars(api) if name in api.__all__]

@@ -13,9 +13,9 @@ import packages
 from hugging_face import SAME, TOKENS
 from odd_folders import NOTED, READ, WITHOUT_TEXT
 
-from jaxtrain import sample
+from jaxtrain.commands import hf as command
+from jaxtrain.commands import sample
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
 
@@ -57,7 +57,7 @@ def test_folders_that_libraries_leave_behind(tmp_path):
     (again,) = open_origin(str(tmp_path / "again")).notes
     assert odd_folders.INDEX in again and open_origin(str(tmp_path / "shared")).notes == ()
     (note,) = open_origin(str(tmp_path / "adapted")).notes
-    typed = shlex.split(note.partition("python -m jaxtrain.hf ")[2].partition(";")[0])
+    typed = shlex.split(note.partition("python -m jaxtrain hf ")[2].partition(";")[0])
     assert command.main([word.replace("--out=RUN", f"--out={tmp_path / 'run'}") for word in typed]) == 0
     peft = hugging_face.HERE / "peft_logits.py"
     hugging_face.ask(peft, tmp_path / "t.npy", tmp_path / "plain", tmp_path / "adapted", tmp_path / "l.npz")

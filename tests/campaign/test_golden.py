@@ -15,13 +15,12 @@ import pytest
 from golden_plans import SHIPPED, compare, load, path
 
 from benchmarks import pictures, published
-from jaxtrain import installed, launch
-from jaxtrain.plan import topology
+from jaxtrain.config import installed, launch
+from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.program import traffic
 from jaxtrain.plan.result import Plan
-from jaxtrain.plan.search import parallel
-from jaxtrain.train.program import build
+from jaxtrain.step.program import build
 
 H200S = topology.parse("h200:8")
 ALWAYS = ("llama3_8b", "llama3_70b")
@@ -32,7 +31,7 @@ ALWAYS = ("llama3_8b", "llama3_70b")
 
 @functools.cache
 def planned(name: str) -> Plan:
-    outcome = parallel.plan_many(golden_plans.requests([name]))[name]
+    outcome = search_parallel.plan_many(golden_plans.requests([name]))[name]
     assert outcome.plan, f"{name}: {outcome.kind}: {outcome.reason}"
     return outcome.plan
 
@@ -47,7 +46,15 @@ def test_a_shipped_config_is_as_its_golden_plan(name):
 
 def test_pages_show_the_plan_of_llama3_8b_as_it_is():
     """Each page shows the first 40 words of the printed plan. The command gets workspace sizes from cuDNN."""
-    command = [sys.executable, "-m", "jaxtrain.plan", "--config=configs/llama3_8b.py", "--topology=h200:8", "--cudnn=library"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain",
+        "plan",
+        "--config=configs/llama3_8b.py",
+        "--topology=h200:8",
+        "--cudnn=library",
+    ]
     done = subprocess.run(command, cwd=launch.REPO, capture_output=True, text=True, check=True)
     for page in ("README.md", "docs/plan.md"):
         (shown,) = re.findall(r"^```text\n(fits: .*?)```$", (launch.REPO / page).read_text(), re.DOTALL | re.MULTILINE)
@@ -140,7 +147,7 @@ def test_the_picture_of_a_layer_is_what_is_compiled_today():
 )
 def test_what_once_aborted_xla_is_planned(of, sizes):
     run = plans.config(f"model.{sizes[0]}", *sizes[1:], of=f"configs/{of}.py")
-    (found,) = parallel.plan_many({0: parallel.Request(run, H200S)}).values()
+    (found,) = search_parallel.plan_many({0: search_parallel.Request(run, H200S)}).values()
     assert found.plan, found.reason
 
 
@@ -149,7 +156,7 @@ def test_a_stored_plan_of_a_published_run_is_made_again():
     stored = published.stored()
     assert installed.versions() == stored["versions"], published.COMMAND
     (row,) = [row for row in published.rows(stored) if row.run.name == "Llama 2 7B, 8 H100"]
-    outcome = parallel.plan_many({0: row.run.request})[0]
+    outcome = search_parallel.plan_many({0: row.run.request})[0]
     assert outcome.plan, outcome.reason
     figures = published.figures_of(row.run.request, outcome.plan)
     for name in ("step_s", "gemm_tflop", "taken_gib"):

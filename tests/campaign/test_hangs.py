@@ -15,7 +15,7 @@ CHILD = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
 from jaxtrain import watchdog
-from jaxtrain.watchdog import Watchdog
+from jaxtrain.runtime.watchdog import Watchdog
 workdir = Path(sys.argv[1])
 def facts(): return {{"last_step": 7}}
 def ended(cause): print("ended:", cause, flush=True)
@@ -79,7 +79,7 @@ import time
 import jax
 import jax.numpy as jnp
 from jaxtrain.data import pipeline
-from jaxtrain.train.loss import cross_entropy
+from jaxtrain.step.loss import cross_entropy
 
 HOW = os.environ.get("HANGS", "")
 

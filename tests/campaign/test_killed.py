@@ -12,8 +12,8 @@ import runs
 from faults import Faults, dice, same, saving, steps_written
 from pages import Read
 
-from jaxtrain import goodput
-from jaxtrain.report import page
+from jaxtrain.metrics import goodput
+from jaxtrain.report import run_page
 from jaxtrain.report.run import read
 
 # While the file "eval" or "save" exists, held-out data does not come, or nothing of a checkpoint reaches the disk. While the
@@ -148,7 +148,7 @@ def test_the_parts_are_the_wall_time(recording: Recording):
     assert found.parts["down"] + found.parts["stopped"] >= recording.downs_s - 0.5
     told = runs.receipt(recording.hunted)["goodput"]
     assert told["attempts"] == found.attempts and math.isclose(sum(told["parts_s"].values()), told["wall_s"], abs_tol=0.02)
-    words = " ".join(Read(page.html([read(recording.hunted)])).words)
+    words = " ".join(Read(run_page.html([read(recording.hunted)])).words)
     assert all(f"{seconds:,.1f}" in words for seconds in found.parts.values() if seconds)
 
 

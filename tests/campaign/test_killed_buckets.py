@@ -14,7 +14,7 @@ from faults import Faults
 from saved import abstract, assert_same, mesh, placed, save_steps, values
 
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.checkpoint.__main__ import main as command
+from jaxtrain.commands.checkpoint import main as command
 
 server, bucket = buckets.server, buckets.bucket
 TESTS = Path(__file__).parents[1]

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from token_files import finished, write_lines
 
+from jaxtrain.commands.data import main
 from jaxtrain.data import prepare
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.tokenfile import TokenFile, verify
 
 
 def start(folder: Path, *args: str, program: str = "") -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", program] if program else [sys.executable, "-m", "jaxtrain.data"]
+    command = [sys.executable, "-c", program] if program else [sys.executable, "-m", "jaxtrain", "data"]
     return subprocess.Popen([*command, "prepare", *args], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -87,7 +87,7 @@ def test_a_full_disk_is_an_error_that_leaves_no_file(tmp_path):
     write_lines(tmp_path / "a.jsonl", 20_000, 100)
     # a limit on the size of files replaces a full disk
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, 1 << 21)); "
-    program = f"{limit}import sys; from jaxtrain.data.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    program = f"{limit}import sys; from jaxtrain.commands.data import main; sys.exit(main(sys.argv[1:]))"
     # while a part is written, or while parts are merged
     for shard_mb, left in ((64, ["a.jsonl"]), (1, ["a.jsonl", "a.tok.partial"])):
         process = start(

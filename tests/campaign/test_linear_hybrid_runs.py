@@ -37,7 +37,7 @@ def run(module: str, *words: str, devices: int = 1) -> tuple[int, str]:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICKLY}",
     }
     done = subprocess.run(
-        [sys.executable, "-m", f"jaxtrain.{module}", *words], cwd=runs.REPO, env=environ, capture_output=True, text=True
+        [sys.executable, "-m", "jaxtrain", module, *words], cwd=runs.REPO, env=environ, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -95,7 +95,7 @@ def test_plans_of_a_program_beside_such_modules(tmp_path: Path):
     (tmp_path / "lib").mkdir()
     program = tmp_path / "lib" / "program.py"
     program.write_text(
-        "import sys\nfrom jaxtrain.plan.search import parallel\nimport time\n"
+        "import sys\nfrom jaxtrain.plan import search_parallel as parallel\nimport time\n"
         "child = parallel.Child(None, 'no:thing', 60)\n"
         "while not (outcome := child.outcome()): time.sleep(0.1)\n"
         "print(outcome)\n"

@@ -18,7 +18,7 @@ import packages
 import pytest
 
 from jaxtrain import main as main_command
-from jaxtrain.plan import __main__ as plan
+from jaxtrain.commands import plan
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -14,10 +14,9 @@ from made_runs import everything, fake, line
 from pages import curves_of
 from sample_plan import sample
 
-from jaxtrain.plan.report import page as plan_page
-from jaxtrain.profile import measure, trace
-from jaxtrain.profile import report as profile_report
-from jaxtrain.report import page as run_page
+from jaxtrain.report import plan_page, profile_trace, run_page
+from jaxtrain.report import profile as measure
+from jaxtrain.report import profile_page as profile_report
 from jaxtrain.report.run import read_all
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -215,7 +214,7 @@ def test_the_page_of_a_profile(tmp_path: Path, width: int):
     an operation's name.
     """
     folder = gpu_run(tmp_path / "run", gpu_space()[0])
-    profile = measure.profile(trace.find(folder)[-1], measure.run_around(folder))
+    profile = measure.profile(profile_trace.find(folder)[-1], measure.run_around(folder))
     probe = """const table = document.querySelector("table.sortable");
 table.tHead.querySelectorAll("button")[1].click();
 found.first = Number(table.tBodies[0].rows[0].cells[1].dataset.value);

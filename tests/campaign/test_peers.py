@@ -16,7 +16,7 @@ COUNT = 3
 # index, count, port, time limit of the start in seconds, and the code of each process between its start and its end
 PROCESS = """
 import os, sys, time
-from jaxtrain.distributed import Cluster, ClusterError, Peers, leave, start
+from jaxtrain.runtime.distributed import Cluster, ClusterError, Peers, leave, start
 
 index, count, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
 try:

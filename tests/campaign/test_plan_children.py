@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from made_plans import flat, load, tiny
 
-from jaxtrain.config import Problem, RunConfig
-from jaxtrain.plan import topology
-from jaxtrain.plan.search import parallel, search, space
-from jaxtrain.plan.search.bound import mesh_sizes
-from jaxtrain.plan.search.cache import Cache
-from jaxtrain.plan.search.parallel import Request
+from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.plan import search, search_parallel, search_space, topology
+from jaxtrain.plan.search_bound import mesh_sizes
+from jaxtrain.plan.search_cache import Cache
+from jaxtrain.plan.search_parallel import Request
 
 ONE = topology.parse("h200:1")
 
@@ -32,7 +31,7 @@ def request(accum: int = 1) -> Request:
 
 def test_children_that_go_wrong_are_named_and_the_rest_goes_on(children, tmp_path):
     requests, kept, heard = {a: request(a) for a in (1, 2, 4, 32)}, Cache(tmp_path), []
-    found = parallel.plan_many(
+    found = search_parallel.plan_many(
         requests, jobs=2, cache=kept, plan_one="made_plans:by_accum", on_done=lambda ident, outcome: heard.append(ident)
     )
     assert [found[a].kind for a in requests] == ["planned", "failed", "crashed", "planned"] and sorted(heard) == [1, 2, 4, 32]
@@ -45,19 +44,19 @@ def test_children_that_go_wrong_are_named_and_the_rest_goes_on(children, tmp_pat
 
 
 def test_a_child_that_takes_too_long_is_stopped(children):
-    found = parallel.plan_many({8: request(8)}, jobs=1, plan_one="made_plans:by_accum", timeout_s=2.0)
+    found = search_parallel.plan_many({8: request(8)}, jobs=1, plan_one="made_plans:by_accum", timeout_s=2.0)
     assert found[8].kind == "out of time"
 
 
 def test_a_child_that_the_system_kills_ran_out_of_memory(children):
-    found = parallel.plan_many({0: request()}, plan_one="made_plans:killed")
+    found = search_parallel.plan_many({0: request()}, plan_one="made_plans:killed")
     assert found[0].kind == "out of memory"
 
 
 @pytest.mark.parametrize("after", [1, 2], ids=["while the first starts", "with two"])
 def test_no_child_outlives_an_interrupt(children, monkeypatch, after):
     started = []
-    popen = parallel.subprocess.Popen
+    popen = search_parallel.subprocess.Popen
 
     def start(*args, **options):
         started.append(popen(*args, **options))
@@ -65,15 +64,15 @@ def test_no_child_outlives_an_interrupt(children, monkeypatch, after):
             signal.raise_signal(signal.SIGINT)
         return started[-1]
 
-    monkeypatch.setattr(parallel.subprocess, "Popen", start)
+    monkeypatch.setattr(search_parallel.subprocess, "Popen", start)
     with pytest.raises(KeyboardInterrupt):
-        parallel.plan_many({i: request() for i in range(3)}, jobs=2, plan_one="made_plans:sleeps")
+        search_parallel.plan_many({i: request() for i in range(3)}, jobs=2, plan_one="made_plans:sleeps")
     assert [process.poll() for process in started] == [-signal.SIGKILL] * after
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
-    command = [sys.executable, "-c", parallel.BEGIN, str(tmp_path), str(os.getppid())]  # not the id of this process
+    command = [sys.executable, "-c", search_parallel.BEGIN, str(tmp_path), str(os.getppid())]  # not the id of this process
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")  # a real parent would miss the file `request`
 
@@ -81,9 +80,9 @@ def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
 # ---- With XLA
 
 
-def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> space.Check:
+def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> search_space.Check:
     """Return a check that refuses changes of keys other than `keys`, so that few layouts are compiled."""
-    legal = space.training_check(machine)
+    legal = search_space.training_check(machine)
     own = flat(run) | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, machine).items()}
 
     def check(r: RunConfig) -> list[Problem]:
@@ -114,7 +113,7 @@ def test_a_model_that_does_not_fit_is_made_to(tmp_path):
     machine = topology.parse("h100:1")
     small = ("model.num_layers=4", "data.seq_len=4096", "train.global_batch=1", "loss.chunk=2048", "data.packing=none")
     run, kept = tiny(*small, "train.memory_fraction=0.002", "remat.policy=none"), Cache(tmp_path)
-    plan = parallel.plan_many({0: Request(run, machine, "tiny")}, cache=kept)[0].plan
+    plan = search_parallel.plan_many({0: Request(run, machine, "tiny")}, cache=kept)[0].plan
     assert plan and not plan.fits
     check = only(run, machine, {"remat.policy", "remat.every"})
     found = search.search(run, "tiny", machine, "fit", check=check, own=plan, cache=kept, jobs=1)

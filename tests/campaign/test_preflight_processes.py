@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nodes import RECORDED, a_plain_environment, faults  # noqa: F401
 
-from jaxtrain.preflight import measure, rates
+from jaxtrain.node import measure, rates
 
 REPO = Path(__file__).resolve().parents[2]
 ENVIRON = {"PYTHONPATH": str(REPO)}
@@ -41,7 +41,7 @@ def test_what_was_overlooked_ends_too(tmp_path):
     pid = tmp_path / "pid"
     script = f"""
 import sys, time
-from jaxtrain.preflight import __main__ as command
+from jaxtrain.commands import preflight as command
 command.LATE_S = 9
 def hang(context, *_):
     context.node.start(["sh -c 'echo $$ > {pid}; exec sleep 300'"])
@@ -61,7 +61,8 @@ def two(second: str, before: str = "", *more: str) -> list[subprocess.Popen[str]
     """Start two processes over loopback, each on a recorded node. Each runs `before` before the command."""
     script = f"""
 import sys, time
-from jaxtrain.preflight import __main__ as command, multi_node
+from jaxtrain.commands import preflight as command
+from jaxtrain.node import multi_node
 {before}
 sys.exit(command.main(sys.argv[1:], own_process=True))
 """
@@ -92,7 +93,7 @@ def test_nodes_have_one_verdict(second, code, verdict):
 def test_a_node_is_judged_without_the_other_process(node, code, verdict, found):
     """Without a known fault run.sh starts again."""
     options = [f"--recorded={RECORDED / 'two_nodes' / node}", "--json", f"--coordinator={free_address()}", "--num-processes=2"]
-    command = [sys.executable, "-m", "jaxtrain.preflight", *options, "--process-id=0", "--meet=5"]
+    command = [sys.executable, "-m", "jaxtrain", "preflight", *options, "--process-id=0", "--meet=5"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRON, timeout=300, check=False)
     told = json.loads(done.stdout)
     assert (done.returncode, told["verdict"], [*faults(told)]) == (code, verdict, found)
@@ -132,8 +133,8 @@ def test_everything_is_measured_in_another_process(tmp_path):
 def test_two_processes_measure_together():
     script = """
 import json, sys
-from jaxtrain.distributed import Cluster
-from jaxtrain.preflight.measure import measure
+from jaxtrain.runtime.distributed import Cluster
+from jaxtrain.node.measure import measure
 print(json.dumps(measure({}, 300, Cluster(sys.argv[1], 2, int(sys.argv[2]), None, "this test"), on_cpu=True)))
 """
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -149,7 +150,7 @@ def instead(monkeypatch, tmp_path: Path, code: str) -> None:
     """Replace the measurements: the child saves a partial result from the middle of a collective, and then runs `code`."""
     (tmp_path / "instead.py").write_text(f"""
 import os, time
-from jaxtrain.bench import child
+from jaxtrain.train import child
 
 def case(request):
     answer = {{"verdict": child.LATE, "current": "all-reduce over the node's 8 GPUs", "key": "all_reduce_bus_gb_s",
@@ -184,7 +185,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
     """If its parent is killed, the measuring process ends too, because other processes need the GPUs."""
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")
-    script = "from jaxtrain.preflight import measure\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 900.0, on_cpu=True)"
+    script = "from jaxtrain.node import measure\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 900.0, on_cpu=True)"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"})
     while not (note.exists() and note.read_text().endswith("\n")):
         assert asking.poll() is None

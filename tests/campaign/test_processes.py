@@ -17,14 +17,17 @@ def python(code: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, timeout=300, check=False, **pipes)
 
 
-VALIDATED = "from pathlib import Path; from jaxtrain import hardware, launch; from jaxtrain.validate import validate;"
+VALIDATED = (
+    "from pathlib import Path; from jaxtrain.config import hardware, launch; from jaxtrain.step.validate import validate;"
+)
 VALIDATED += "assert not validate(launch.load([]).run, hardware.probe(), Path('runs/test'))"
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "import jaxtrain.metrics, jaxtrain.progress, jaxtrain.receipt, jaxtrain.signals, jaxtrain.monitor",
+        "import jaxtrain.metrics.files, jaxtrain.metrics.progress, jaxtrain.metrics.receipt, jaxtrain.metrics.gpu_monitor",
+        "import jaxtrain.runtime.signals, jaxtrain.config.launch, jaxtrain.commands.api",
         "import jaxtrain.main, jaxtrain.models, jaxtrain.models.families.llama",
         VALIDATED,
     ],
@@ -89,7 +92,7 @@ with progress.Console({str(tmp_path)!r}, 0, 40) as console:
 
 LOOP = """
 import sys, time
-from jaxtrain.signals import Stop
+from jaxtrain.runtime.signals import Stop
 with Stop() as stop:
     print("ready", flush=True)
     BODY

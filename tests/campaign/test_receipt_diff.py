@@ -13,8 +13,9 @@ import runs
 
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.receipt import collect, diff
-from jaxtrain.receipt.format import open_run
+from jaxtrain.metrics import receipt_collect
+from jaxtrain.metrics.receipt_format import open_run
+from jaxtrain.report import receipt_diff
 
 # One process for several runs: starting Python and jax takes most of a small run's time.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"
@@ -101,7 +102,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     ],
 )
 def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, expected: list[tuple[str, str]]) -> None:
-    found = diff.compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
+    found = receipt_diff.compare(open_run(bench.folder / "base"), open_run(bench.folder / name))
     assert [(d.group, d.name) for d in found.differences] == expected
     if name == "line":
         lines = [line for line in found.differences[0].lines if "@@" not in line]
@@ -122,11 +123,11 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (tmp_path / "readme").write_text("a")
-    assert collect.git_state(package) is None  # no checkout
+    assert receipt_collect.git_state(package) is None  # no checkout
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "readme")
     git(tmp_path, "commit", "-qm", "one")
-    assert collect.git_state(package) is None  # in the checkout's folder, but not part of it
+    assert receipt_collect.git_state(package) is None  # in the checkout's folder, but not part of it
     monkeypatch.setenv("PATH", str(tmp_path))
-    state = collect.git_state(package)
+    state = receipt_collect.git_state(package)
     assert state is not None and "git" in state["error"]

@@ -14,8 +14,8 @@ import pytest
 import runs
 from safetensors.numpy import load_file
 
-from jaxtrain import launch
-from jaxtrain.train.model_flops import model_flops
+from jaxtrain.config import launch
+from jaxtrain.step.model_flops import model_flops
 
 CONFIG = """
 from jaxtrain.config import default_config
@@ -57,7 +57,7 @@ def command(lab: Path, module: str, *words: str, devices: int = 8, config: bool 
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": runs.QUICKLY,
     }
-    line = [sys.executable, "-m", f"jaxtrain.{module}", *["--config=lab.py"] * config, *words]
+    line = [sys.executable, "-m", "jaxtrain", module, *["--config=lab.py"] * config, *words]
     done = subprocess.run(line, cwd=lab, env=environ, capture_output=True, text=True, encoding="utf-8")
     return done.returncode, done.stdout + done.stderr
 

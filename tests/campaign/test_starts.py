@@ -130,7 +130,7 @@ def test_a_mistake_in_one_command_is_told_at_once(tmp_path: Path):
 def test_a_refusal_after_the_connection_reaches_the_other(tmp_path: Path):
     """A loss of the user's own is imported after the processes have connected. On node 1 its module lacks it."""
     nodes = [tmp_path / "node0", tmp_path / "node1"]
-    for folder, text in zip(nodes, ("from jaxtrain.train.loss import cross_entropy as mine\n", "\n"), strict=True):
+    for folder, text in zip(nodes, ("from jaxtrain.step.loss import cross_entropy as mine\n", "\n"), strict=True):
         folder.mkdir()
         (folder / "own.py").write_text(text)
     env = [{"PYTHONPATH": os.pathsep.join([str(runs.REPO), str(folder)])} for folder in nodes]

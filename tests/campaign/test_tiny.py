@@ -14,7 +14,7 @@ SHORTER = (f"--config.train.steps={LAST}", "--config.eval.every_steps=60", "--co
 
 def as_a_user(module: str, *arguments: str) -> str:
     """Run a command of jaxtrain in a new process on one CPU device, and return its output."""
-    line = [sys.executable, "-m", f"jaxtrain.{module}", *arguments]
+    line = [sys.executable, "-m", "jaxtrain", module, *arguments]
     environment = {k: v for k, v in runs.os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(line, cwd=runs.REPO, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import runs
 
-from jaxtrain.profile import measure, trace
+from jaxtrain.report import profile, profile_trace
 
 TINY = runs.REPO / "configs" / "tiny.py"
 
@@ -25,12 +25,12 @@ def test_a_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     assert code == 75 and runs.receipt(workdir)["reason"].startswith("SIGTERM")
     windows = [(int(a), int(b)) for a, b in re.findall(r"Tracing steps (\d+) to (\d+)\.", said)]
     assert len(windows) == 2 and windows[0] == (3, 4) and windows[1][1] == windows[1][0] + 1
-    assert [path.parent.name.rpartition("_")[2] for path in trace.find(workdir)] == [str(a) for a, _ in windows]
+    assert [path.parent.name.rpartition("_")[2] for path in profile_trace.find(workdir)] == [str(a) for a, _ in windows]
     rates = {line["step"]: line["step_time_s"] for line in runs.lines(workdir)}
     for first, last in windows:
         # A line counts finished steps: after step 3 it has 4.
         assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
-    found = measure.profile(trace.find(workdir)[0], measure.run_around(workdir))
+    found = profile.profile(profile_trace.find(workdir)[0], profile.run_around(workdir))
     # Operations of a known part of the model have nearly all of the time.
     assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]

@@ -15,15 +15,16 @@ import packages
 import pytest
 from hugging_face import EXPERTS, FAMILIES, GOLDEN, SAME, TOKENS, exported, imported, tensors_of
 
-from jaxtrain import generation, main
+from jaxtrain import main
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.commands import hf as command
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
 from jaxtrain.models import family
-from jaxtrain.train.batch import place_batch
+from jaxtrain.step.batch import place_batch
+from jaxtrain.train import generation
 from jaxtrain.train.initial_state import Start, initial_state
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,13 +12,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from jaxtrain import main
-from jaxtrain.data import __main__ as data_command
+from jaxtrain.commands import data as data_command
+from jaxtrain.commands import hf as command
+from jaxtrain.config.launch import load
+from jaxtrain.config.shapes import REWARD_METRICS
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import PairRows
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf.folder import open_folder
-from jaxtrain.launch import load
-from jaxtrain.shapes import REWARD_METRICS
 from jaxtrain.train.initial_state import open_data
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import ranks_on_one_device
 
-from jaxtrain.context import make_context
-from jaxtrain.kernels import attention, context
+from jaxtrain.config.context import make_context
+from jaxtrain.kernels import attention, context_parallel
 from jaxtrain.kernels.attention import Rows, reference
-from jaxtrain.kernels.context.split import Split
+from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models.attention import Kernel
 
 RANKS = 4
@@ -109,8 +109,8 @@ def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Row
         return x.reshape(x.shape[0], len(order), -1, *x.shape[2:])[:, np.argsort(order)].reshape(x.shape)
 
     def rank(q: Any, k: Any, v: Any, do: Any, segments: Any, positions: Any) -> Any:
-        prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
-        o, back = jax.vjp(lambda q, k, v: context.attention(q, k, v, prepared, spec, kernel, split), q, k, v)
+        prepared = context_parallel.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
+        o, back = jax.vjp(lambda q, k, v: context_parallel.attention(q, k, v, prepared, spec, kernel, split), q, k, v)
         return o, *back(do)
 
     def all_ranks(q: Any, k: Any, v: Any, do: Any) -> Any:

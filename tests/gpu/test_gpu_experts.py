@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
-from jaxtrain.bench import kernel_workloads as experts
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import grouped, pallas
 from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.node import kernel_workloads as experts
 
 LOADS = ("even", "uneven", "one has all", "rows without expert")
 # (rows, experts, D, F). The last sizes are no multiples of any tile.

@@ -18,8 +18,9 @@ import pytest
 import runs
 
 import jaxtrain
-from jaxtrain import api, environment
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.commands import api
+from jaxtrain.config import environment
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
@@ -68,7 +69,7 @@ def test_importing_is_light_and_touches_no_device() -> None:
 import importlib, pkgutil, sys, jaxtrain
 assert "jax" not in sys.modules and set(jaxtrain.__all__) <= set(dir(jaxtrain)) and not hasattr(jaxtrain, "nothing")
 assert jaxtrain.load("tiny") == jaxtrain.load("configs/tiny.py")
-import jaxtrain.lm_eval, jaxtrain.trackers
+import jaxtrain.commands.lm_eval, jaxtrain.metrics.trackers
 assert not {"jax", "lm_eval", "wandb"} & set(sys.modules)
 for module in pkgutil.walk_packages(jaxtrain.__path__, "jaxtrain."):
     importlib.import_module(module.name)

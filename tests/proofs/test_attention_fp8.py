@@ -20,7 +20,7 @@ from kernel_bounds import ROUNDOFF, in_8_bits
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.attention import EMULATED, KERNEL, NOTHING, Rows, Spec, implementation, pallas, pallas_kernels
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, Tile, paired, swapped
-from jaxtrain.kernels.context import ring
+from jaxtrain.kernels.context_parallel import ring
 
 B, N, K = 2, 4, 2
 GROUP, u = N // K, ROUNDOFF["bf16"]

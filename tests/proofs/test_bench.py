@@ -10,10 +10,11 @@ import pytest
 from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
-from jaxtrain import flops, hardware, launch
-from jaxtrain.bench import kernel_workloads, kernels, microbenchmarks, train_step
-from jaxtrain.bench.train_step import DATA
-from jaxtrain.train import compiler
+from jaxtrain.config import hardware, launch
+from jaxtrain.models import flops
+from jaxtrain.node import kernel_workloads, kernels, microbenchmarks, train_step
+from jaxtrain.node.train_step import DATA
+from jaxtrain.step import compiler
 
 
 def ask(**more):
@@ -63,7 +64,7 @@ def test_a_case_stops_at_its_limit_and_says_what_auto_keeps(compiled, monkeypatc
 
 def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch, tmp_path):
     """The plan and the trace fail. The result keeps everything measured before."""
-    from jaxtrain import profiling
+    from jaxtrain.metrics import profiling
 
     def broken(*_, **__):
         raise RuntimeError("no such luck\nand much more")

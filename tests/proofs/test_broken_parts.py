@@ -8,8 +8,9 @@ import helpers
 import pytest
 import test_contract as contract
 
-from jaxtrain import launch, main
-from jaxtrain.config import RunConfig
+from jaxtrain import main
+from jaxtrain.config import launch
+from jaxtrain.config.schema import RunConfig
 
 
 def run_with(key: str, name: str, **more: str) -> RunConfig:

@@ -14,10 +14,12 @@ import pytest
 from buckets import Bucket
 from saved import abstract, assert_same, mesh, placed, save_steps, values
 
-from jaxtrain import checkpoint, position, stores
+from jaxtrain import checkpoint
 from jaxtrain import main as command
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, Failed, Unreachable
-from jaxtrain.checkpoint.__main__ import main
+from jaxtrain.commands.checkpoint import main
+from jaxtrain.config import stores
+from jaxtrain.train import position
 
 server, bucket = buckets.server, buckets.bucket
 RUN = "run/checkpoints"

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from jaxtrain import launch
-from jaxtrain.bench import microbenchmarks as micro
-from jaxtrain.bench.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
+from jaxtrain.config import launch
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.plan import calibrate, rates, topology
-from jaxtrain.plan.calibrate import CalibrationError, to_rates
+from jaxtrain.node import calibrate
+from jaxtrain.node import microbenchmarks as micro
+from jaxtrain.node.calibrate import CalibrationError, to_rates
+from jaxtrain.node.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
+from jaxtrain.plan import rates, topology
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
-from jaxtrain.train import compiler
-from jaxtrain.train.program import build
+from jaxtrain.step import compiler
+from jaxtrain.step.program import build
 
 SIZES = dataclasses.replace(TINY, gemms=TINY.gemms[:1], curve_mib=TINY.curve_mib[:1], attention=(1, 32, 2, 1, 16))
 

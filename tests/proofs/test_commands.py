@@ -11,7 +11,7 @@ import runs
 RUN = """
 import hashlib, os, signal, sys, threading, time
 {before}
-from jaxtrain.command_line import Command, run_command
+from jaxtrain.config.command_line import Command, run_command
 def watch(clock, until):
     while time.clock_gettime(clock) < until:
         time.sleep(0.01)
@@ -61,7 +61,7 @@ def test_ctrl_c_during_a_computation_is_answered_and_a_second_one_ends_it():
 @pytest.mark.parametrize("line", ["main --workdir=", "plan --jobs=0", "checkpoint list nowhere", "data"])
 def test_a_wrong_command_line_is_refused(line: str):
     name, *argv = line.split()
-    done = subprocess.run([sys.executable, "-m", f"jaxtrain.{name}", *argv], capture_output=True, text=True, cwd=runs.REPO)
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", name, *argv], capture_output=True, text=True, cwd=runs.REPO)
     assert done.returncode == 2 and done.stdout == ""
     assert "error: " in done.stderr and "Traceback" not in done.stderr
 
@@ -69,7 +69,7 @@ def test_a_wrong_command_line_is_refused(line: str):
 def test_the_command_for_checkpoints_prints_nothing_of_xla(tmp_path):
     """jaxtrain.checkpoint reads files without jax: jax's CUDA plugin would print lines on a machine without a GPU."""
     line = (
-        "import sys; from jaxtrain.checkpoint.__main__ import main; main(['list', sys.argv[1]]); sys.exit('jax' in sys.modules)"
+        "import sys; from jaxtrain.commands.checkpoint import main; main(['list', sys.argv[1]]); sys.exit('jax' in sys.modules)"
     )
     environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", line, str(tmp_path)], capture_output=True, text=True, env=environ)

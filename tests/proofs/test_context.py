@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.context import Context
-from jaxtrain.kernels import context
+from jaxtrain.config.context import Context
+from jaxtrain.kernels import context_parallel
 from jaxtrain.kernels.attention import Rows, Spec, Unsupported, cudnn, reference
-from jaxtrain.kernels.context.split import Split
+from jaxtrain.kernels.context_parallel.split import Split
 
 B, T, H = 2, 64, 8
 WAYS = {
@@ -78,8 +78,8 @@ def compare(way: Context, spec: Spec, kernel: str, heads: int = 8, kv_heads: int
 
     def spread(q, k, v, sinks, segments, positions):
         def local(q, k, v, sinks, segments, positions):
-            prepared = context.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
-            return context.attention(q, k, v, prepared, spec, kernel, split, sinks)
+            prepared = context_parallel.prepare(Rows(segments, positions, segments, positions), spec, kernel, split)
+            return context_parallel.attention(q, k, v, prepared, spec, kernel, split, sinks)
 
         mesh = Mesh(np.array(jax.devices()[: way.size]), ("seq",))
         tokens = P(None, "seq")

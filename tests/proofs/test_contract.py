@@ -18,22 +18,22 @@ import ledger
 import numpy as np
 import pytest
 
-from jaxtrain import config
-from jaxtrain.config import RunConfig
+from jaxtrain.config import schema
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline
-from jaxtrain.generation import Sampler
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.transformer import empty_cache
+from jaxtrain.models.zero import make_zero
 from jaxtrain.optim.groups import METHODS
-from jaxtrain.parity import compare
-from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.definition import numerics_of
-from jaxtrain.train.loss import LOSSES, LossSpec, find_loss, token_weight
-from jaxtrain.train.program import build
-from jaxtrain.train.state import abstract_tensors, from_tensors, shardings, to_tensors
-from jaxtrain.zero import make_zero
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.definition import numerics_of
+from jaxtrain.step.loss import LOSSES, LossSpec, find_loss, token_weight
+from jaxtrain.step.program import build
+from jaxtrain.step.state import abstract_tensors, from_tensors, shardings, to_tensors
+from jaxtrain.train import parity
+from jaxtrain.train.generation import Sampler
 
 PARTS = {
     "model.family": tuple(FAMILIES),
@@ -101,7 +101,7 @@ def run(part: tuple[str, str], request: pytest.FixtureRequest) -> RunConfig:
 
 def on(run: RunConfig, mesh: Mapping[str, int]) -> RunConfig:
     """Return the same run on a mesh."""
-    return dataclasses.replace(run, mesh=config.Mesh(**{"data": 1, "fsdp": 1} | {k[5:]: n for k, n in mesh.items()}))
+    return dataclasses.replace(run, mesh=schema.Mesh(**{"data": 1, "fsdp": 1} | {k[5:]: n for k, n in mesh.items()}))
 
 
 def far(ours: Any, theirs: Any) -> float:
@@ -222,11 +222,11 @@ KEPT = (
 @pytest.mark.parametrize("how", helpers.few(KEPT, KEPT[0]), ids=lambda how: ",".join(f"{k}={v}" for k, v in how.items()))
 def test_family_gradients_do_not_depend_on_how_layers_are_run(part, run, how):
     """The gradients are equal for all remat policies, with a loop over layers and without."""
-    tree = config.to_dict(run)
+    tree = schema.to_dict(run)
     for key, value in how.items():
         section, name = key.split(".")
         tree[section][name] = value
-    other, problems = config.resolve(tree)
+    other, problems = schema.resolve(tree)
     assert not problems
     off = far(gradients(other), gradients(run))
     assert off < 1e-5, f"loss and gradients are the same with {how}: they are off by {off:.1e}"
@@ -240,7 +240,7 @@ def test_family_takes_the_same_steps_on_any_layout(part, run):
 def same_steps(run: RunConfig) -> None:
     """Check that two steps on fsdp=2 x tensor=2 equal those on one device, within the bounds of the parity tests."""
     one, many = (helpers.train(r, 2).taken for r in (run, on(run, SPLIT)))
-    found = compare.compare(many, one, compare.bounds(one, None, 1, 1))
+    found = parity.compare(many, one, parity.bounds(one, None, 1, 1))
     assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
 
 

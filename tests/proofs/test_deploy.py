@@ -23,11 +23,11 @@ import pytest
 import yaml
 from run_sh import HUNG_S, script, wait_for
 
-from jaxtrain import launch
-from jaxtrain.distributed import detect
-from jaxtrain.hardware import Devices
+from jaxtrain.config import launch
+from jaxtrain.config.hardware import Devices
 from jaxtrain.main import COMMAND
-from jaxtrain.validate import validate
+from jaxtrain.runtime.distributed import detect
+from jaxtrain.step.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
 DEPLOY = REPO / "deploy"

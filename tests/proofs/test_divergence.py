@@ -13,12 +13,13 @@ import pytest
 import runs
 from faults import same
 
-from jaxtrain import main, replay
+from jaxtrain import main
 from jaxtrain.checkpoint import files
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.train import state
-from jaxtrain.train.batch import place_batch
+from jaxtrain.step import state
+from jaxtrain.step.batch import place_batch
+from jaxtrain.train import replay
 
 TOKENS = 8 * 32  # tokens of a step
 ROLLBACK = {"train__on_divergence": "rollback", "train__max_skipped_steps": 3}

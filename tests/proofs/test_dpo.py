@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import runs
 
-from jaxtrain import generation, hardware, launch, samples, validate
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import to_dict
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.schema import to_dict
+from jaxtrain.config.shapes import REWARD_METRICS
 from jaxtrain.data import pipeline, text_format, tokenizer
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenWriter
-from jaxtrain.scoring import Scored, Scorer
-from jaxtrain.shapes import REWARD_METRICS
-from jaxtrain.train import loss, references
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.state import abstract_tensors, from_tensors, to_tensors
+from jaxtrain.metrics import samples
+from jaxtrain.step import loss, validate
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.state import abstract_tensors, from_tensors, to_tensors
+from jaxtrain.train import generation, references
+from jaxtrain.train.scoring import Scored, Scorer
 
 BYTE = tokenizer.ByteTokenizer()
 MODEL = {

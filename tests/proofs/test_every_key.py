@@ -19,15 +19,20 @@ import numpy as np
 import pytest
 import runs as whole_runs
 
-from jaxtrain import config, generation, hardware, main, metrics, samples
+from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import RunConfig
+from jaxtrain.config import hardware
+from jaxtrain.config import schema as config
+from jaxtrain.config.launch import Launch
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.launch import Launch
+from jaxtrain.metrics import files as metrics
+from jaxtrain.metrics import samples
 from jaxtrain.optim.optimizer import make_schedule
 from jaxtrain.sharding import LayoutError, make_placement
-from jaxtrain.train import compiler
+from jaxtrain.step import compiler
+from jaxtrain.train import generation
 from jaxtrain.train import run as train
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.initial_state import open_data

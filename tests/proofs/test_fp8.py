@@ -16,27 +16,26 @@ from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 from jax.extend.core import jaxprs_in_params
 from kernel_bounds import FORMATS, in_8_bits
 
-from jaxtrain import flops, launch, precision
-from jaxtrain.config import ConfigError
-from jaxtrain.hardware import Devices
+from jaxtrain.config import launch
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.experts import eight, feed_forward, pallas
-from jaxtrain.models import layers
-from jaxtrain.parity import compare
-from jaxtrain.parity.layouts import in_float32
-from jaxtrain.plan import result
+from jaxtrain.models import flops, layers, precision
+from jaxtrain.models.zero import ComputeCopy, make_zero
+from jaxtrain.plan import result, search_bound
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.op_cost import Work
-from jaxtrain.plan.search import bound
 from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
-from jaxtrain.train.definition import fp8_weights, numerics_of
-from jaxtrain.train.state import abstract_tensors
-from jaxtrain.validate import validate_step
-from jaxtrain.zero import ComputeCopy, make_zero
+from jaxtrain.step.definition import fp8_weights, numerics_of
+from jaxtrain.step.state import abstract_tensors
+from jaxtrain.step.validate import validate_step
+from jaxtrain.train import parity
+from jaxtrain.train.parity_layouts import in_float32
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -259,7 +258,7 @@ EIGHT_EXPERTS = {"model.num_experts": 8, "model.d_ff": 32, "model.shared_d_ff": 
     ids=["dense", "experts"],
 )
 def test_a_layout_takes_the_step_of_one_device(model, layout):
-    """Loss, gradients and weights differ from one device's within the bounds of rounding (parity/compare.py), with matmuls and
+    """Loss, gradients and weights differ from one device's within the bounds of rounding (train/parity.py), with matmuls and
     attention's forward pass in FP8. Each device has its own scales.
     """
     usual = {
@@ -271,8 +270,8 @@ def test_a_layout_takes_the_step_of_one_device(model, layout):
     }
     one, run = helpers.tiny(usual | model), helpers.tiny(usual | model | layout)
     reference, exact = (helpers.first_steps(r, 1) for r in (one, in_float32(one)))
-    bounds = compare.bounds(reference, exact, len(helpers.devices_of(run)), run.train.global_batch * run.data.seq_len)
-    comparison = compare.compare(helpers.first_steps(run, 1), reference, bounds)
+    bounds = parity.bounds(reference, exact, len(helpers.devices_of(run)), run.train.global_batch * run.data.seq_len)
+    comparison = parity.compare(helpers.first_steps(run, 1), reference, bounds)
     assert not comparison.wrong, comparison.wrong
 
 
@@ -280,7 +279,7 @@ def first_gradients(run) -> dict[str, np.ndarray]:
     """Return the gradients of the first step, by tensor. XLA may not skip roundings to bfloat16 that the program contains."""
     made = helpers.program(run)
     step = made.train_step.lower(made.state, made.batch).compile(compiler_options={"xla_allow_excess_precision": False})
-    return compare.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
+    return parity.take_steps(made, step, helpers.fresh_state(run), lambda i: helpers.host_batch(run, i), 1)[0].gradients
 
 
 @pytest.mark.more
@@ -438,7 +437,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step():
 def test_rates_differ_by_type():
     """The plan uses the measured 1,280 TFLOP/s for FP8 matmuls, and 720 for bfloat16."""
     run, _, made = planned(LLAMA)
-    least = bound.bound(run, NODE, made.rates)
+    least = search_bound.bound(run, NODE, made.rates)
     assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib
     product = Work("gemm", flops=1e15)
     eight_bits = dataclasses.replace(product, fp8=True).seconds(made.rates)

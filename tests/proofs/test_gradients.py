@@ -8,9 +8,9 @@ import pytest
 
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.numerics import Numerics
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
-from jaxtrain.train.batch import place_batch
-from jaxtrain.zero import make_zero
+from jaxtrain.step.batch import place_batch
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}

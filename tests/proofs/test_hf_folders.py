@@ -16,17 +16,18 @@ from hugging_face import exported, tensors_of
 from odd_folders import NOTED, READ, REFUSED, WITHOUT_TEXT
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import api, lm_eval, main, sample
+from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import default_config, resolve
+from jaxtrain.commands import api, lm_eval, sample
+from jaxtrain.commands import hf as command
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import default_config, resolve
 from jaxtrain.data.tokenizer import TokenizerError
-from jaxtrain.hardware import Devices
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models import presets
 from jaxtrain.models.hugging_face import GENERATION, HuggingFaceError
-from jaxtrain.validate import validate_step
+from jaxtrain.step.validate import validate_step
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNE = f"--config={ROOT / 'configs' / 'finetune.py'}:base="
@@ -244,7 +245,7 @@ def test_a_key_that_is_left_out_goes_on(good, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main.main(finetune(folder, tmp_path / "run")) == 2
     error = capsys.readouterr().err
-    typed = shlex.split(error.partition("python -m jaxtrain.hf ")[2].partition(";")[0])
+    typed = shlex.split(error.partition("python -m jaxtrain hf ")[2].partition(";")[0])
     assert typed.count("--set") == 2 and command.main(typed) == 0
     assert sample.main(["--workdir=RUN", *ASK]) == 0
     wanted, found = (read_all(open_origin(str(place))) for place in (good, tmp_path / "RUN"))
@@ -273,7 +274,7 @@ def test_rotary_keys_that_are_not_known_can_be_left_out(tmp_path, capsys):
             odd_folders.keys(**{"rope_parameters" if version == 5 else "rope_scaling": rope})(folder)
             assert command.main(["import", str(folder), f"--out={place}.no"]) == 2
             error = capsys.readouterr().err
-            typed = shlex.split(error.partition("python -m jaxtrain.hf ")[2].partition("; then")[0])
+            typed = shlex.split(error.partition("python -m jaxtrain hf ")[2].partition("; then")[0])
             assert "new_key" in error
             typed = [word.replace("--out=RUN", f"--out={place}.run") for word in typed]
             assert command.main(typed) == 0, capsys.readouterr().err

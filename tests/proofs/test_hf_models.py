@@ -17,11 +17,12 @@ import saved
 from hugging_face import DOCUMENTS, FAMILIES, GOLDEN, SAME, TOKENS, YARN, exported, imported, off, tensors_of
 
 import jaxtrain
-from jaxtrain import generation, main, sample
+from jaxtrain import main
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.commands import hf as command
+from jaxtrain.commands import sample
 from jaxtrain.data.template import Conversation
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf import exporting, peft
 from jaxtrain.hf.folder import describe, is_folder, model_of, open_folder, write_byte_tokenizer
 from jaxtrain.hf.importing import import_folder, open_origin
@@ -29,8 +30,9 @@ from jaxtrain.hf.model import logits_of, read_params
 from jaxtrain.hf.names import entries
 from jaxtrain.models.attention import rotary_factor, rotary_frequencies, score_factor
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.state import TrainState, to_tensors
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.state import TrainState, to_tensors
+from jaxtrain.train import generation
 
 ROOT = Path(__file__).resolve().parents[2]
 SEGMENTS = np.ones_like(TOKENS)

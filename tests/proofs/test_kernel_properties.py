@@ -24,8 +24,8 @@ from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE, embed
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import make_placement, to_block
-from jaxtrain.zero import Zero
 
 TYPES = {"f32": ("f32", "f32"), "bf16": ("bf16", "bf16"), "bf16, reduced in f32": ("bf16", "f32")}  # (compute, reduce)
 B, T, D, F, H, V = 4, 6, 16, 24, 8, 40

@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.parity --known-issues`: it finds no bug in jaxtrain, and finds planted bugs of its three classes."""
+"""`python -m jaxtrain parity --known-issues`: it finds no bug in jaxtrain, and finds planted bugs of its three classes."""
 
 import json
 import os
@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from jaxtrain import sharding
+from jaxtrain.commands import parity as command
 from jaxtrain.kernels.attention import reference
-from jaxtrain.parity import __main__ as command
-from jaxtrain.parity import known_issues, layouts
+from jaxtrain.train import parity_known_issues, parity_layouts
 
 FEW = (
     *("--config=configs/tiny.py", "--config.data.source=synthetic", "--config.data.seq_len=32", "--config.model.num_layers=1"),
@@ -36,11 +36,13 @@ def retraced():
 
 
 def straddling():
-    return [(layout, layouts.load(layout, FEW, *layouts.FLOAT32)[0]) for layout in layouts.parse("one,seq2")[0]]
+    return [
+        (layout, parity_layouts.load(layout, FEW, *parity_layouts.FLOAT32)[0]) for layout in parity_layouts.parse("one,seq2")[0]
+    ]
 
 
 def test_documents_are_apart():
-    found = known_issues.check_documents(straddling())
+    found = parity_known_issues.check_documents(straddling())
     assert found.ok and 0 < found.figure < found.bound == 1e-5
 
 
@@ -54,7 +56,7 @@ def test_documents_that_leak_are_found(monkeypatch, retraced):
         return right(rows, spec, **block)
 
     monkeypatch.setattr(reference, "describe_block", leak)
-    found = known_issues.check_documents(straddling())
+    found = parity_known_issues.check_documents(straddling())
     assert not found.ok and found.figure > 100 * found.bound
     assert found.where.startswith("seq2")
 
@@ -65,10 +67,10 @@ def test_wrong_gradients_are_found(monkeypatch, tmp_path, retraced):
     monkeypatch.setattr(
         sharding, "reduce_gradient", lambda g, how: right(2 * g if g.ndim == 3 and "data" in how.summed else g, how)
     )
-    fine = known_issues.Check("documents", 0.0, 1e-5, "one")
-    monkeypatch.setattr(known_issues, "check_documents", lambda runs: fine)
-    monkeypatch.setattr(known_issues, "check_processes", lambda argv: fine)
-    monkeypatch.setattr(known_issues, "COMBINED", "one,data2xfsdp2")
+    fine = parity_known_issues.Check("documents", 0.0, 1e-5, "one")
+    monkeypatch.setattr(parity_known_issues, "check_documents", lambda runs: fine)
+    monkeypatch.setattr(parity_known_issues, "check_processes", lambda argv: fine)
+    monkeypatch.setattr(parity_known_issues, "COMBINED", "one,data2xfsdp2")
     file = tmp_path / "known.json"
     assert command.main([*FEW, "--known-issues", f"--json={file}"]) == 1
     first, second, third = json.loads(file.read_text())["known_issues"]

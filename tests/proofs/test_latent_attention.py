@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.generation import Sampler
-from jaxtrain.hardware import Devices
-from jaxtrain.kernels import context
+from jaxtrain.config.hardware import Devices
+from jaxtrain.kernels import context_parallel
 from jaxtrain.kernels.attention import Hardware, Rows, Spec, cudnn
-from jaxtrain.kernels.context.split import Split
+from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models.transformer import empty_cache
-from jaxtrain.train.state import abstract_tensors
-from jaxtrain.validate import validate_step
+from jaxtrain.step.state import abstract_tensors
+from jaxtrain.step.validate import validate_step
+from jaxtrain.train.generation import Sampler
 
 LATENT = {
     "model.num_layers": 3,
@@ -83,7 +83,7 @@ def test_values_may_be_narrower_than_keys(kernel):
     spec, split = Spec(24, "f32", True, 3, value_dim=16), Split()
 
     def run(q, k, v):
-        return context.attention(q, k, v, context.prepare(rows(), spec, kernel, split), spec, kernel, split)
+        return context_parallel.attention(q, k, v, context_parallel.prepare(rows(), spec, kernel, split), spec, kernel, split)
 
     def filled(q, k, v):
         return run(q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, 8))))[..., :16]

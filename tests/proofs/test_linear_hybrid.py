@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from ledger import REPO
 
-from jaxtrain.config import ConfigError
-from jaxtrain.generation import Sampler
-from jaxtrain.parity import compare
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.model_flops import model_flops
+from jaxtrain.step.model_flops import model_flops
+from jaxtrain.train import parity
+from jaxtrain.train.generation import Sampler
 from jaxtrain.train.step_log import measure_rates
 
 sys.path.append(str(REPO / "recipes"))  # a user sets PYTHONPATH to this folder
@@ -144,7 +144,7 @@ one_device = functools.cache(lambda: helpers.first_steps(helpers.tiny(SMALL), 2)
 def test_layouts_take_the_steps_of_one_device(mesh):
     """Loss, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
     many = helpers.first_steps(helpers.tiny(SMALL | mesh), 2)
-    found = compare.compare(many, one_device(), compare.bounds(one_device(), None, 1, 1))
+    found = parity.compare(many, one_device(), parity.bounds(one_device(), None, 1, 1))
     assert not found.wrong, found.wrong
 
 

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import config, lm_eval, scoring
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.commands import lm_eval
+from jaxtrain.config import schema
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.scoring import Scored
-from jaxtrain.train.state import to_tensors
+from jaxtrain.step.state import to_tensors
+from jaxtrain.train import scoring
+from jaxtrain.train.scoring import Scored
 
 # Weights are so large that some tokens are far more likely than others.
 MODEL = {"model.num_layers": 1, "model.init_std": 0.2, "data.seq_len": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
@@ -33,7 +35,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("run") / "a, run=1"
     saver = Checkpoints(place / "checkpoints")
     data = {"tokens": 0, "fingerprint": {}}
-    meta = {"config": config.to_dict(run), "data": data, "text": text_format.of_files("byte").record()} | {"positions": 64}
+    meta = {"config": schema.to_dict(run), "data": data, "text": text_format.of_files("byte").record()} | {"positions": 64}
     saver.save(1, to_tensors(helpers.fresh_state(run)), meta)
     saver.close()
     return place

@@ -14,14 +14,18 @@ import pytest
 import runs
 from test_dpo import begun, step
 
-from jaxtrain import flops, generation, launch, lm_eval, lora
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
-from jaxtrain.config import to_dict
+from jaxtrain.commands import lm_eval
+from jaxtrain.config import launch
+from jaxtrain.config.schema import to_dict
 from jaxtrain.data import text_format, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.hf import lora
+from jaxtrain.models import flops
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.train.state import to_tensors
+from jaxtrain.step.state import to_tensors
+from jaxtrain.train import generation
 
 RANK, ALPHA = 3, 6.0
 MODEL = {

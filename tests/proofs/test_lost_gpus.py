@@ -46,7 +46,7 @@ def lost_gpus(tmp_path, monkeypatch) -> None:
 
 
 def run(*command: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", *command], capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -58,9 +58,9 @@ CONFIG += [f"--config.{key}=1" for key in ("train.steps", "optimizer.warmup_step
 @pytest.mark.parametrize(
     ("command", "platform"),
     [
-        (("jaxtrain.main", *CONFIG, "--workdir=run"), "cuda"),
-        (("jaxtrain.bench", *CONFIG, "--out=bench"), ""),
-        pytest.param(("jaxtrain.plan", "--calibrate"), "", marks=pytest.mark.more),
+        (("main", *CONFIG, "--workdir=run"), "cuda"),
+        (("bench", *CONFIG, "--out=bench"), ""),
+        pytest.param(("plan", "--calibrate"), "", marks=pytest.mark.more),
     ],
 )
 def test_gpus_that_jax_cannot_start_are_refused(command, platform, lost_gpus, monkeypatch):
@@ -75,7 +75,7 @@ def test_gpus_that_jax_cannot_start_are_refused(command, platform, lost_gpus, mo
 
 def test_preflight_reports_them_as_a_fault(lost_gpus):
     """The other checks may have the cause, so preflight finishes. The GPUs are a fault, also without nvidia-smi."""
-    code, said = run("jaxtrain.preflight", "--json=report.json", f"--workdir={Path.cwd()}")
+    code, said = run("preflight", "--json=report.json", f"--workdir={Path.cwd()}")
     assert code == 3, said
     assert "cuInit(0)" in Path("report.json").read_text()
 
@@ -84,6 +84,6 @@ def test_preflight_reports_them_as_a_fault(lost_gpus):
 def test_cpus_that_were_asked_for_are_used(lost_gpus, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", QUICKLY)
-    code, said = run("jaxtrain.main", *CONFIG, "--config.paths.cache=", "--workdir=run")
+    code, said = run("main", *CONFIG, "--config.paths.cache=", "--workdir=run")
     assert code == 0, said
     assert Path("run/metrics.jsonl").exists()

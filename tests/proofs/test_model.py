@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import generation
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.transformer import Transformer
-from jaxtrain.shapes import BATCH_KEYS
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
-from jaxtrain.train import loss
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.program import build
-from jaxtrain.zero import make_zero
+from jaxtrain.step import loss
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.program import build
+from jaxtrain.train import generation
 
 F32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
 SMALL = {

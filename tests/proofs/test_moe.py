@@ -16,8 +16,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_gpu_interpret_mode_state
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
-from jaxtrain.config import Moe
-from jaxtrain.generation import Sampler
+from jaxtrain.config.schema import Moe
+from jaxtrain.config.shapes import EXPERT_METRICS
 from jaxtrain.kernels.attention import Hardware, Unsupported
 from jaxtrain.kernels.experts import grouped, pallas
 from jaxtrain.kernels.experts.routing import COLUMNS
@@ -25,14 +25,14 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.layers import Context
 from jaxtrain.models.module import Definition
 from jaxtrain.models.moe import ExpertsMLP
-from jaxtrain.scoring import Scored, Scorer
-from jaxtrain.shapes import EXPERT_METRICS
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement, to_residual
-from jaxtrain.train import guard
-from jaxtrain.train.balance import Balance
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.state import abstract_tensors, to_host
-from jaxtrain.zero import make_zero
+from jaxtrain.step import guard
+from jaxtrain.step.balance import Balance
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.state import abstract_tensors, to_host
+from jaxtrain.train.generation import Sampler
+from jaxtrain.train.scoring import Scored, Scorer
 
 E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
 MODEL = {"model.num_experts": E, "model.experts_per_token": K, "model.d_model": D, "model.d_ff": F}

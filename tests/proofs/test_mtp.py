@@ -16,18 +16,18 @@ import plans
 import pytest
 from safetensors.numpy import save_file
 
-from jaxtrain import config
-from jaxtrain.config import ConfigError
-from jaxtrain.generation import Sampler
-from jaxtrain.hardware import Devices
+from jaxtrain.config import schema
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.config.shapes import BATCH_KEYS, mtp_keys
 from jaxtrain.hf import importing
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.shapes import BATCH_KEYS, mtp_keys
+from jaxtrain.step.batch import further, place_batch
+from jaxtrain.step.state import abstract_tensors, to_host
+from jaxtrain.step.validate import validate_step
 from jaxtrain.train import initial_state
-from jaxtrain.train.batch import further, place_batch
-from jaxtrain.train.state import abstract_tensors, to_host
-from jaxtrain.validate import validate_step
+from jaxtrain.train.generation import Sampler
 
 MTP = {
     "model.num_layers": 1,
@@ -268,7 +268,7 @@ def test_a_model_without_modules_starts_from_weights_with_one(folders):
     """Adapters and preference pairs are trained without modules. A model with modules needs weights that contain them."""
     ours = folders[1]
     of = importing.open_origin(str(ours)).run()
-    tree = dict(config.flatten(config.to_dict(dataclasses.replace(of, data=helpers.tiny().data))))
+    tree = dict(schema.flatten(schema.to_dict(dataclasses.replace(of, data=helpers.tiny().data))))
     tree |= {"init.from": str(ours), "mesh.data": 1, "mesh.fsdp": 1, "train.global_batch": 4, "data.seq_len": 32}
     run, more = (helpers.tiny(tree | {"model.mtp_layers": n}) for n in (0, 2))
     assert any("model.mtp_layers" in note for note in initial_state.check_init_source(run, helpers.program(run), str(ours)))

@@ -13,28 +13,28 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import config
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import schema
+from jaxtrain.config.shapes import is_vector
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.optim import muon
 from jaxtrain.optim.optimizer import FLOAT32, make_optimizer, make_schedule, stored_moments
 from jaxtrain.optim.quantized import decode
 from jaxtrain.optim.rounding import Rounding
 from jaxtrain.optim.update import at_once, streamed
-from jaxtrain.shapes import is_vector
 from jaxtrain.sharding import make_placement
-from jaxtrain.train import compiler, memory
-from jaxtrain.train.batch import place_batch
+from jaxtrain.step import compiler, memory
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.stages import Arrangement
+from jaxtrain.step.state import is_moment, to_tensors
 from jaxtrain.train.initial_state import choose_start, initial_state
-from jaxtrain.train.stages import Arrangement
-from jaxtrain.train.state import is_moment, to_tensors
 
 
-def trained(run: config.RunConfig, steps: int = 2) -> Any:
+def trained(run: schema.RunConfig, steps: int = 2) -> Any:
     return stepped(run, helpers.fresh_state(run), range(steps))
 
 
-def stepped(run: config.RunConfig, current: Any, steps: range) -> Any:
+def stepped(run: schema.RunConfig, current: Any, steps: range) -> Any:
     """Take these steps from a state, whose buffers are donated, and return the new state."""
     made = helpers.program(run)
     for i in steps:
@@ -43,16 +43,16 @@ def stepped(run: config.RunConfig, current: Any, steps: range) -> Any:
     return current
 
 
-def save(run: config.RunConfig, current: Any, folder: Path) -> dict[str, np.ndarray]:
+def save(run: schema.RunConfig, current: Any, folder: Path) -> dict[str, np.ndarray]:
     tensors = to_tensors(current)
     checkpoints = Checkpoints(folder)
-    meta = {"config": config.to_dict(run), "data": {"tokens": 0, "fingerprint": {}}}
+    meta = {"config": schema.to_dict(run), "data": {"tokens": 0, "fingerprint": {}}}
     checkpoints.save(int(current.step), tensors, meta)
     checkpoints.close()
     return {name: np.asarray(x) for name, x in tensors.items()}
 
 
-def resumed(run: config.RunConfig, folder: Path) -> Any:
+def resumed(run: schema.RunConfig, folder: Path) -> Any:
     """Return the state from which a resumed run starts."""
     checkpoints, program = Checkpoints(folder), helpers.program(run)
     start = choose_start(run, checkpoints, program)
@@ -224,9 +224,9 @@ def test_a_streamed_update_is_that_of_all_at_once(name):
     """
     masters = "bf16" if name == "adamw" else "f32"
     axes = {"embed": ("vocab", "embed"), "layers": {"w": ("layers", "embed", "mlp")}}
-    types = config.Dtypes(masters, "bf16", "f32", "f32", "f32")
+    types = schema.Dtypes(masters, "bf16", "f32", "f32", "f32")
     placement = make_placement(helpers.tiny(), jax.devices()[:1])
-    how = (config.Optimizer(name=name), types, axes, placement, FLOAT32)
+    how = (schema.Optimizer(name=name), types, axes, placement, FLOAT32)
     tx = make_optimizer(*how)
     dtype = jnp.bfloat16 if name == "adamw" else jnp.float32
     params = {"embed": jnp.ones((6, 8), dtype), "layers": {"w": jnp.ones((3, 8, 64), dtype)}}
@@ -287,8 +287,8 @@ def test_all_weights_move_where_masters_are_bfloat16():
 
 MUON = {"optimizer.name": "muon"}
 SMALL = MUON | {"model.num_layers": 2, "data.seq_len": 32}
-RECIPE = config.Optimizer(name="muon", weight_decay=0.3, momentum=0.9, beta1=0.8, beta2=0.9, eps=1e-6)
-TYPES = config.Dtypes("f32", "f32", "f32", "f32", "f32")
+RECIPE = schema.Optimizer(name="muon", weight_decay=0.3, momentum=0.9, beta1=0.8, beta2=0.9, eps=1e-6)
+TYPES = schema.Dtypes("f32", "f32", "f32", "f32", "f32")
 BF16 = Numerics(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), jnp.dtype("float32"))
 LR = jnp.float32(0.02)
 
@@ -331,13 +331,13 @@ def about_orthogonal(x: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return ((u * s[:, None]) @ vt).reshape(x.shape)
 
 
-def muon_step(p, g, m, shape, o: config.Optimizer, lr: float):
+def muon_step(p, g, m, shape, o: schema.Optimizer, lr: float):
     m = o.momentum * m + (1 - o.momentum) * g
     u = 0.2 * np.sqrt(max(shape)) * about_orthogonal((1 - o.momentum) * g + o.momentum * m, shape)
     return p - lr * (u + o.weight_decay * p), m
 
 
-def adam_step(p, g, m, v, t: int, decay: float, o: config.Optimizer, lr: float):
+def adam_step(p, g, m, v, t: int, decay: float, o: schema.Optimizer, lr: float):
     m, v = o.beta1 * m + (1 - o.beta1) * g, o.beta2 * v + (1 - o.beta2) * g * g
     u = m / (1 - o.beta1**t) / (np.sqrt(v / (1 - o.beta2**t)) + o.eps)
     return p - lr * (u + decay * p), m, v
@@ -469,7 +469,7 @@ def test_stopped_and_resumed(settings, tmp_path: Path):
     assert_same(to_tensors(stepped(run, resumed(run, tmp_path), range(2, 3))), helpers.train(run, 3).tensors)
 
 
-def updates(o: config.Optimizer) -> tuple[dict[str, np.ndarray], Any]:
+def updates(o: schema.Optimizer) -> tuple[dict[str, np.ndarray], Any]:
     tx = make_optimizer(o, TYPES, AXES)
     made, current = jax.jit(tx.update)(toy(1), jax.jit(tx.init)(toy(0)), toy(0))
     return {path[-1].key: np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(made)}, current

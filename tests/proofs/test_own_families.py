@@ -13,10 +13,10 @@ from hugging_face import TOKENS, exported, imported, tensors_of, write
 from safetensors.numpy import save_file
 
 import jaxtrain as jt
-from jaxtrain import config, sample
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.config import ConfigError
-from jaxtrain.hf import __main__ as hf
+from jaxtrain.commands import hf, sample
+from jaxtrain.config import schema
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.hf import importing, peft
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import import_folder, open_origin
@@ -98,7 +98,7 @@ def test_weights_are_loaded_without_the_module_of_the_family(tmp_path: Path):
 def test_adapters_are_merged_into_their_base(family: str, tmp_path: Path):
     base = own(tmp_path, "bare") if ":" in family else imported(tmp_path, "llama")[1]
     source = open_origin(str(base))
-    bare, how = source.run(), config.Lora(rank=2, alpha=6.0, targets="wq,down")
+    bare, how = source.run(), schema.Lora(rank=2, alpha=6.0, targets="wq,down")
     model = dataclasses.replace(bare.model, family="llama")  # the one of PEFT's names
     random = np.random.default_rng(0)
     shapes = {k: e.shape for k, e in peft.adapter_entries(model, 2).items() if ".wq_" in k or ".down_" in k}

@@ -18,7 +18,7 @@ import pytest
 import runs
 from token_files import BYTE
 
-from jaxtrain import config
+from jaxtrain.config import schema
 from jaxtrain.data import pipeline, windows
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.tokenfile import TokenWriter
@@ -48,7 +48,7 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
     """
     lengths = drawn(which, which["conversations"])
     source = write(tmp_path / "a.tok", lengths)
-    data = config.Data(source=str(source), seq_len=seq_len)
+    data = schema.Data(source=str(source), seq_len=seq_len)
     batches = pipeline.open_source(data, data.source, split="train", global_batch=8, data_dir="")
     (packed,) = batches.sources
     assert isinstance(packed, windows.PackedRows)
@@ -79,7 +79,7 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
 
 def digests(source: str, schedule: str, rows: list[int], first: int) -> dict[str, str]:
     """Return a digest of each of the rows `rows` in the batches from `first` to 11, by "step row"."""
-    data = config.Data(source=source, source_schedule=schedule, seq_len=1024)
+    data = schema.Data(source=source, source_schedule=schedule, seq_len=1024)
     batches = pipeline.open_source(data, source, split="train", global_batch=8, data_dir="")
     found = {}
     for step in range(first, 12):
@@ -111,7 +111,7 @@ def test_rows_are_the_same_in_any_number_of_processes_and_after_a_resume(tmp_pat
 
 def test_fifty_conversations_fill_a_batch_of_the_defaults(tmp_path: Path) -> None:
     """A short last row is padded, and conversations come again where a batch has more rows than there are."""
-    defaults = config.RunConfig()
+    defaults = schema.RunConfig()
     source = write(tmp_path / "talk.tok", [40] * 50)
     data = dataclasses.replace(defaults.data, source=str(source))
     batches = pipeline.open_source(data, data.source, split="train", global_batch=defaults.train.global_batch, data_dir="")

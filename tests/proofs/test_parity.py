@@ -1,6 +1,6 @@
 """Every layout takes the same steps: losses, gradients and parameters on 8 fake devices against one device.
 
-jaxtrain/parity/compare.py defines the comparison and its bounds. tests/matrix.py lists the layouts. By default a sample of the
+jaxtrain/train/parity.py defines the comparison and its bounds. tests/matrix.py lists the layouts. By default a sample of the
 layouts runs; `./run.sh test tests/proofs/test_parity.py --campaign` runs all of them.
 """
 
@@ -12,9 +12,8 @@ import matrix
 import numpy as np
 import pytest
 
-from jaxtrain.config import MESH_AXES
-from jaxtrain.parity import compare
-from jaxtrain.train import evaluate
+from jaxtrain.config.schema import MESH_AXES
+from jaxtrain.train import evaluate, parity
 
 
 def test_the_sample_has_every_pair_of_axes():
@@ -76,5 +75,5 @@ def test_twenty_steps_on_text_match_one_device(layout, tmp_path_factory):
     assert len({*batch["weights"].reshape(4, -1).sum(axis=1).tolist()}) > 1
     reference, got = (helpers.train(run, 20).taken for run in (one, many))
     assert reference.loss[-1] < reference.loss[0] - 0.3
-    comparison = compare.compare(got, reference, compare.bounds(reference, None, 1, 1))
+    comparison = parity.compare(got, reference, parity.bounds(reference, None, 1, 1))
     assert not comparison.wrong, comparison.wrong

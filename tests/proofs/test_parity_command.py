@@ -1,4 +1,4 @@
-"""`python -m jaxtrain.parity`: exit code and verdicts for layouts that agree, that differ and that cannot run."""
+"""`python -m jaxtrain parity`: exit code and verdicts for layouts that agree, that differ and that cannot run."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from jaxtrain import sharding
-from jaxtrain.parity import __main__ as command
-from jaxtrain.parity import compare
+from jaxtrain.commands import parity as command
+from jaxtrain.train import parity
 
 SMALL = (
     "--config=configs/tiny.py",
@@ -27,7 +27,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, tmp_path, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])  # the command sets these; monkeypatch restores them for later tests
-    reduce_gradient, train = sharding.reduce_gradient, compare.train
+    reduce_gradient, train = sharding.reduce_gradient, parity.train
 
     def fails_over_seq(run, devices, steps):
         if run.mesh.seq == 2:
@@ -39,7 +39,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, tmp_path, request):
         return reduce_gradient(2 * g if matmul_of_a_layer and "data" in how.summed else g, how)
 
     monkeypatch.setattr(sharding, "reduce_gradient", twice)
-    monkeypatch.setattr(compare, "train", fails_over_seq)
+    monkeypatch.setattr(parity, "train", fails_over_seq)
     file = tmp_path / "parity.json"
     assert command.main([*SMALL, "--meshes=one,data2,fsdp2,seq2", "--dtype=bf16", f"--json={file}"]) == 1
     tree = json.loads(file.read_text())
@@ -59,6 +59,6 @@ def test_a_machine_with_one_cpu_device(tmp_path, request):
     """The process starts with one CPU device, as a user's does. The command itself sets the number of devices."""
     argv = [*SMALL, "--meshes=one,fsdp2xseq2", f"--json={tmp_path / 'parity.json'}"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))} | {"JAX_PLATFORMS": "cpu"}
-    words = [sys.executable, "-m", "jaxtrain.parity", *argv]
+    words = [sys.executable, "-m", "jaxtrain", "parity", *argv]
     subprocess.run(words, env=environ, cwd=request.config.rootpath, check=True, timeout=300)
     assert json.loads((tmp_path / "parity.json").read_text())["agrees"]

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from matrix import MODELS, NO_LOSSES
 
-from jaxtrain import generation
-from jaxtrain.config import ConfigError
-from jaxtrain.parity import compare
-from jaxtrain.scoring import Scorer
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.program import build
-from jaxtrain.train.stages import Schedule
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.program import build
+from jaxtrain.step.stages import Schedule
+from jaxtrain.train import generation, parity
+from jaxtrain.train.scoring import Scorer
 
 # Three layers on two stages: one position is empty.
 SMALL = {
@@ -81,7 +80,7 @@ def test_the_program_has_the_ticks_of_the_formula(schedule: str):
 # ---- Equal numbers
 
 
-def steps_of(asked: dict[str, Any]) -> compare.Trained:
+def steps_of(asked: dict[str, Any]) -> parity.Trained:
     return helpers.first_steps(helpers.tiny(SMALL | asked), 2)
 
 
@@ -89,8 +88,8 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
     """Check that two steps on a layout equal those on one device."""
     reference = steps_of(asked)
     run = helpers.tiny(SMALL | asked | layout)
-    bounds = compare.bounds(reference, None, len(helpers.devices_of(run)), 8 * 32)
-    assert compare.compare(helpers.first_steps(run, 2), reference, bounds).wrong == []
+    bounds = parity.bounds(reference, None, len(helpers.devices_of(run)), 8 * 32)
+    assert parity.compare(helpers.first_steps(run, 2), reference, bounds).wrong == []
 
 
 def test_a_custom_loss_sees_the_whole_vocabulary():

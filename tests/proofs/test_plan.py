@@ -18,17 +18,20 @@ from golden_plans import SHIPPED, GoldenError, compare, from_plan, load, path, s
 from jax.sharding import SingleDeviceSharding
 from plans import FULL, LOOP, ONE_EACH, TWO, compiled, config, module, plan
 
-from jaxtrain import installed, launch, sharding, zero
+from jaxtrain import sharding
+from jaxtrain.checkpoint.stacks import copy, copy_layer
+from jaxtrain.config import installed, launch
+from jaxtrain.models import zero
 from jaxtrain.plan.expect import expect
 from jaxtrain.plan.make import make_plan
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan, from_json, to_json
 from jaxtrain.plan.topology import devices, parse
-from jaxtrain.stacks import copy, copy_layer
-from jaxtrain.train import compiler, memory, setup
-from jaxtrain.train.program import build
-from jaxtrain.train.state import shardings
+from jaxtrain.step import compiler, memory
+from jaxtrain.step.program import build
+from jaxtrain.step.state import shardings
+from jaxtrain.train import setup
 
 NODE = parse("h200:8")
 LAYERS = 2

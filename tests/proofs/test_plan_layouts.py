@@ -10,14 +10,14 @@ from plans import TINY, config, plan
 
 from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row
-from jaxtrain.config import Pipeline, RunConfig, Train
+from jaxtrain.config.schema import Pipeline, RunConfig, Train
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.report import sections
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
-from jaxtrain.plan.search.bound import bound
+from jaxtrain.plan.search_bound import bound
 from jaxtrain.plan.topology import parse
-from jaxtrain.train.stages import Schedule
+from jaxtrain.report import plan_sections
+from jaxtrain.step.stages import Schedule
 
 GIB = 2**30
 
@@ -161,7 +161,7 @@ def test_the_program_idles_as_the_schedule_says():
     kept = schedule.slots[2] * 1024 * 2 * (256 + 2 * run.model.num_kv_heads * 64 + 256)
     assert pipe.in_flight == schedule.in_flight and pipe.saved_gib >= kept / GIB
     assert from_json(to_json(made)) == made
-    assert {"1f1b", "14.3%"} <= {*" ".join(sections.pipeline(made)).split()}
+    assert {"1f1b", "14.3%"} <= {*" ".join(plan_sections.pipeline(made)).split()}
 
 
 def test_stages_on_two_nodes_communicate_over_the_network():

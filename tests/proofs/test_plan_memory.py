@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from plans import LOOP, ONE_EACH, TWO, compiled, config, module
 
-from jaxtrain import activations
-from jaxtrain.activations import KEPT
+from jaxtrain.models import activations
+from jaxtrain.models.activations import KEPT
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import assignment, buffers, hlo
 from jaxtrain.plan.topology import parse
-from jaxtrain.train import state
-from jaxtrain.train.memory import taken_gib
+from jaxtrain.step import state
+from jaxtrain.step.memory import taken_gib
 
 LAYERS = 8  # with few layers, XLA unrolls loops, and some stacks disappear
 BASE = (f"model.num_layers={LAYERS}", *ONE_EACH, LOOP)
@@ -113,7 +113,7 @@ def test_saved_activations_have_their_names():
 
 @pytest.mark.more
 def test_two_microbatches_hold_the_saved_activations_of_one():
-    """XLA unrolls a loop of two trips. Without the barrier in train/gradients.py, it ran both forward passes first, with 32%
+    """XLA unrolls a loop of two trips. Without the barrier in step/gradients.py, it ran both forward passes first, with 32%
     more memory than four microbatches need.
     """
 

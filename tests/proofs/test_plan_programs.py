@@ -12,13 +12,13 @@ from hlo_text import RATES
 from jax.profiler import ProfileData
 from made_plans import tiny as tiny_8b
 
-from jaxtrain.config import RunConfig
-from jaxtrain.plan import __main__ as command
+from jaxtrain.commands import plan as command
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan import topology
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.result import from_json
-from jaxtrain.train.batch import place_batch
+from jaxtrain.step.batch import place_batch
 
 WHOLE_CHUNKS = {"loss.chunk": 64}  # no padding among a device's 128 tokens
 KINDS = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

@@ -19,17 +19,17 @@ import jax
 import pytest
 from nodes import H200, a_plain_environment, faults  # noqa: F401
 
-from jaxtrain import hardware
-from jaxtrain.bench import child, disk_rates
-from jaxtrain.bench import microbenchmarks as micro
-from jaxtrain.bench.disk_rates import Unmeasured
-from jaxtrain.bench.microbenchmarks import TINY
-from jaxtrain.config import ConfigError
-from jaxtrain.monitor import card
-from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import inspection, measure, node, nvidia_smi, rates
-from jaxtrain.preflight.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
-from jaxtrain.preflight.table import FAULT, OK
+from jaxtrain.commands import preflight as command
+from jaxtrain.config import hardware
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.metrics import card
+from jaxtrain.node import disk_rates, inspection, measure, node, nvidia_smi, rates
+from jaxtrain.node import microbenchmarks as micro
+from jaxtrain.node.disk_rates import Unmeasured
+from jaxtrain.node.microbenchmarks import TINY
+from jaxtrain.node.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
+from jaxtrain.node.table import FAULT, OK
+from jaxtrain.train import child
 
 REPO = Path(__file__).parents[2]
 
@@ -332,7 +332,7 @@ def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
-    argv = [sys.executable, "-m", "jaxtrain.preflight", "--limit=30", f"--json={tmp_path}/found.json"]
+    argv = [sys.executable, "-m", "jaxtrain", "preflight", "--limit=30", f"--json={tmp_path}/found.json"]
     ended = subprocess.run(argv, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
     assert "Traceback" not in ended.stderr, ended.stderr
     found = json.loads((tmp_path / "found.json").read_text())

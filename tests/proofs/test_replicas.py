@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.corruption import Corrupted, Verifier
-from jaxtrain.train.state import TrainState
+from jaxtrain.step.state import TrainState
+from jaxtrain.train.corruption import Corrupted, Verifier
 
 
 def test_a_replica_that_differs_is_named() -> None:

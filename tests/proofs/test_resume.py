@@ -13,9 +13,9 @@ import sources
 
 from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints, files, storage
-from jaxtrain.config import RunConfig
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.step.state import to_tensors
 from jaxtrain.train.initial_state import choose_start, initial_state
-from jaxtrain.train.state import to_tensors
 
 STEPS, TOKENS = 8, 8 * 32  # tokens of a step
 OFFLOADED = {"dtypes__params": "bf16", "optimizer__offload": "moments"}

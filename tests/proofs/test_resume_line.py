@@ -5,7 +5,7 @@ import shlex
 import subprocess
 import sys
 
-from jaxtrain import launch
+from jaxtrain.config import launch
 
 
 def test_a_run_that_is_stopped_before_its_first_step_names_its_command_with_the_shells_variables(tmp_path):

@@ -15,9 +15,9 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain
-from jaxtrain import activations
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.kernels.experts import routing
+from jaxtrain.models import activations
 from jaxtrain.plan import shardings
 from jaxtrain.plan.shardings import Shardings, changes, describe, of_tree, parse_filter
 from jaxtrain.plan.topology import TopologyError

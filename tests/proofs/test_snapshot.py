@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import digests
-from jaxtrain.checkpoint import Checkpoints, Saved
-from jaxtrain.snapshot import Snapshots
-from jaxtrain.stacks import ON_HOST
-from jaxtrain.train.state import to_tensors
+from jaxtrain.checkpoint import Checkpoints, Saved, digests
+from jaxtrain.checkpoint.stacks import ON_HOST
+from jaxtrain.step.state import to_tensors
+from jaxtrain.train.snapshot import Snapshots
 
 SMALL = {"model.num_layers": 2, "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2, "model.num_kv_heads": 2}
 LAYOUTS = {

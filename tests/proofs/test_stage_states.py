@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import digests, lora
-from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.snapshot import Snapshots
-from jaxtrain.train.state import (
+from jaxtrain.checkpoint import Checkpoints, digests
+from jaxtrain.hf import lora
+from jaxtrain.step.state import (
     TrainState,
     abstract_tensors,
     digests_by_name,
@@ -20,6 +19,7 @@ from jaxtrain.train.state import (
     to_host,
     to_tensors,
 )
+from jaxtrain.train.snapshot import Snapshots
 
 SIX = {
     "model.num_layers": 6,

@@ -107,7 +107,7 @@ class Node:
     def started(self) -> str:
         """Return a letter for each process, in order: P preflight, p preflight without measuring, T training."""
         words = [attempt["arguments"] for attempt in self.attempts()]
-        return "".join("T" if w[0] == "jaxtrain.main" else "p" if "--no-measure" in w else "P" for w in words)
+        return "".join("T" if w[1] == "main" else "p" if "--no-measure" in w else "P" for w in words)
 
     def signals(self) -> list[str]:
         """Return the names of the signals that attempts received."""
@@ -197,9 +197,9 @@ def test_attempts_know_their_circumstances(gpus: Node):
     assert (first["restart"], second["restart"]) == (None, "1")
     for name in ("launched", "arguments", "host_class", "preflight"):
         assert first[name] == second[name] is not None
-    assert first["arguments"] == ["jaxtrain.main", "--config=x.py"] and first["host_class"] == "8 NVIDIA H200"
+    assert first["arguments"] == ["jaxtrain", "main", "--config=x.py"] and first["host_class"] == "8 NVIDIA H200"
     found = first["preflight"]
-    assert look["arguments"] == ["jaxtrain.preflight", "--config=x.py", f"--json={found}"] and look["preflight"] is None
+    assert look["arguments"] == ["jaxtrain", "preflight", "--config=x.py", f"--json={found}"] and look["preflight"] is None
     assert not Path(found).parent.exists(), "the supervisor removes its folder"
 
 
@@ -438,7 +438,7 @@ def test_a_dry_run_of_several_nodes(node: Node, command: str):
     node.reaches()
     code, stderr = node.run("exit 0", line=f"{command} --nodes=here,there '--a=b c'", JAXTRAIN_DRY_RUN="1")
     place = "--coordinator=here:12321 --num-processes=2 --process-id=0"
-    assert code == 0 and f"jaxtrain.{command} '--a=b c' {place}\n" in stderr, stderr
+    assert code == 0 and f"jaxtrain {command} '--a=b c' {place}\n" in stderr, stderr
     assert "--process-id=1" in stderr and node.attempts() == [] and not node.ssh.exists()
 
 
@@ -448,7 +448,7 @@ def test_preflight_on_several_nodes(node: Node):
     assert node.run("exit 0", line="preflight --no-measure --nodes=here,bad3")[0] == 3
     (here,) = node.attempts()
     common = ["--no-measure", "--coordinator=here:12321", "--num-processes=2"]
-    assert here["arguments"] == ["jaxtrain.preflight", *common, "--process-id=0"]
+    assert here["arguments"] == ["jaxtrain", "preflight", *common, "--process-id=0"]
     assert node.ssh.read_text().endswith(f"{runs.REPO}/run.sh preflight {' '.join(common)} --process-id=1\n")
 
 

@@ -9,12 +9,12 @@ import pytest
 import runs
 from pages import assert_self_contained
 
+from jaxtrain.commands import profile as command
+from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
-from jaxtrain.profile import __main__ as command
-from jaxtrain.profile import measure, program, report, trace
-from jaxtrain.profile.measure import Profile
-from jaxtrain.profile.program import KINDS, NO_SCOPE
-from jaxtrain.profiling import HLO_TEXT
+from jaxtrain.report import profile, profile_page, profile_program, profile_trace
+from jaxtrain.report.profile import Profile
+from jaxtrain.report.profile_program import KINDS, NO_SCOPE
 
 PARTS = {"attention", "mlp", "loss", "optimizer", "embed"}
 WINDOW = (3, 4)
@@ -33,7 +33,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def split(traced: Path) -> Profile:
-    return measure.profile(trace.find(traced)[0], measure.run_around(traced))
+    return profile.profile(profile_trace.find(traced)[0], profile.run_around(traced))
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
@@ -72,8 +72,8 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
 def test_work_is_that_of_the_program(split: Profile):
     """FLOPs of the trace's operations equal those of the compiled step, which has no instruction of unknown cost."""
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
-    run = measure.run_around(Path(split.trace))
-    compiled = program.read(text, run.mesh, run.gpus)
+    run = profile.run_around(Path(split.trace))
+    compiled = profile_program.read(text, run.mesh, run.gpus)
     assert compiled.unknown == ()
     flops = sum(compiled.work[i.name].flops * n for i, _, n, _ in hlo.walk(compiled.module) if i.name in compiled.work)
     assert math.fsum(op.gflop or 0 for op in split.ops) == pytest.approx(flops / 1e9)
@@ -93,9 +93,9 @@ def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
     assert command.main([workdir, "--trace=1", f"--diff={workdir}", *files]) == 0
     tree = json.loads((tmp_path / "p.json").read_text())
     diff = tree.pop("diff")
-    assert tree == json.loads(report.to_json(split))
+    assert tree == json.loads(profile_page.to_json(split))
     assert diff["changes"]["step"][0]["after_ms"] == tree["step_ms"]
     text = (tmp_path / "p.html").read_text()
-    assert text == report.make_html(split, measure.diff(split, split))
+    assert text == profile_page.make_html(split, profile.diff(split, split))
     assert_self_contained(text)
     assert {e["pid"] for e in json.loads((tmp_path / "p.perfetto").read_text())["traceEvents"]} == set(range(8))

@@ -17,11 +17,11 @@ from run_sh import wait_for
 from safetensors.numpy import load_file
 from token_files import first_steps, open_batches, poke, random_documents, write_file
 
-from jaxtrain import metrics
 from jaxtrain.checkpoint import Checkpoints, arrays
 from jaxtrain.data import tokenfile
 from jaxtrain.hf import exporting
 from jaxtrain.hf.importing import open_origin
+from jaxtrain.metrics import files as metrics
 from jaxtrain.train import initial_state, saver, setup
 from jaxtrain.train import run as train
 from jaxtrain.train.timing import Patience

@@ -18,16 +18,17 @@ import wandb
 from pages import assert_self_contained, curves_of
 from played_nvml import Gpu, Nvml
 
-from jaxtrain import metrics, samples, validate
+from jaxtrain.config.hardware import Devices
 from jaxtrain.data import pipeline
 from jaxtrain.data.tokenfile import TokenWriter
-from jaxtrain.hardware import Devices
-from jaxtrain.monitor import Monitor
-from jaxtrain.receipt.collect import own_files, source
-from jaxtrain.report import page
+from jaxtrain.metrics import files, samples
+from jaxtrain.metrics.gpu_monitor import Monitor
+from jaxtrain.metrics.receipt_collect import own_files, source
+from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.wandb import TrackerError, WandB
+from jaxtrain.report import run_page
 from jaxtrain.report.run import read
-from jaxtrain.samples import Sample
-from jaxtrain.trackers.wandb import TrackerError, WandB
+from jaxtrain.step import validate
 
 SETS = "web={folder}/web.tok; code_2={folder}/code.tok=2,{folder}/web.tok=1;made-up=synthetic"
 
@@ -107,11 +108,11 @@ def test_every_set_is_evaluated_each_time(watched: Watched, plain: Path) -> None
     lines = [line for line in runs.lines(watched.workdir) if line["kind"] == "eval"]
     assert [(line["step"], line["set"]) for line in lines] == [(s, n) for s in (0, 8, 16) for n in ("web", "code_2", "made-up")]
     for line in lines:
-        assert tuple(line) == metrics.NAMED_EVAL_KEYS
+        assert tuple(line) == files.NAMED_EVAL_KEYS
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]), rel=1e-12)
     # A named set gives the same loss as a single source without a name.
     alone = held_out(plain)
-    assert [tuple(line) for line in alone] == [metrics.EVAL_KEYS] * 3
+    assert [tuple(line) for line in alone] == [files.EVAL_KEYS] * 3
     assert [{k: v for k, v in line.items() if k != "set"} for line in held_out(watched.workdir, "web")] == alone
     assert [line["loss"] for line in held_out(watched.workdir, "code_2")] != [line["loss"] for line in alone]
     # A document's last byte and end token are predicted, its first byte is not: as many targets as bytes.
@@ -207,7 +208,7 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
 def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
     """Losses and rates agree to the last digit that events, page and metrics store, also in a resumed run."""
     for workdir, sets in ((watched.workdir, ("web", "code_2")), (plain, ("",))):
-        html = page.html([read(workdir)])
+        html = run_page.html([read(workdir)])
         assert_self_contained(html)
         shown = curves_of(html)
         train = {x["step"]: x for x in runs.lines(workdir) if x["kind"] == "train"}
@@ -247,7 +248,7 @@ def test_wandb_is_told_the_same(watched: Watched) -> None:
         lines = [line for line in runs.lines(watched.workdir) if line["step"] > from_step]
         assert [row["step"] for row in rows] == [line["step"] for line in lines]
         for row, line in zip(rows, lines, strict=True):
-            same = {k: v for k, v in metrics.tagged(line).items() if k.startswith("eval/") or k == "train/loss"}
+            same = {k: v for k, v in files.tagged(line).items() if k.startswith("eval/") or k == "train/loss"}
             assert same and {k: row[k] for k in same} == same
         assert [row["step"] for row in told if "samples" in row] == [step for step in (6, 12, 16) if step > from_step]
     folder = sorted((watched.workdir / "wandb").glob("offline-run-*"))[-1] / "files"
@@ -282,14 +283,14 @@ def test_a_tracker_that_fails_stops_no_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(wandb.Run, "log", fails)
     with caplog.at_level("WARNING", logger="jaxtrain"):
         tracker.rewind(0, [], [], 0)
-        writers = metrics.Writers(tmp_path, [tracker])
+        writers = files.Writers(tmp_path, [tracker])
         for step in (1, 2):
             writers.eval(step=step, loss=1.0, bits_per_byte=None, perplexity=2.7)
         writers.note("receipt", {"exit_code": 0})
         writers.close(0)
     wandb.finish()
     assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 1, "told once"
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_without_a_login_nothing_starts(config, tmp_path, monkeypatch, capsys):
@@ -321,7 +322,7 @@ def test_wrong_settings_of_outputs_are_refused(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_monitor_samples_by_itself_and_a_driver_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxtrain.monitor.JOIN_S", 0.1)
+    monkeypatch.setattr("jaxtrain.metrics.gpu_monitor.JOIN_S", 0.1)
     nvml, three, hangs, again = Nvml(Gpu()), threading.Event(), threading.Event(), threading.Event()
     count = iter(range(4))
 

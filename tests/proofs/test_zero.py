@@ -12,14 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import launch
+from jaxtrain.config import launch
+from jaxtrain.models.zero import make_zero
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.topology import parse
-from jaxtrain.train.batch import place_batch
-from jaxtrain.train.definition import numerics_of
-from jaxtrain.train.program import build
-from jaxtrain.zero import make_zero
+from jaxtrain.step.batch import place_batch
+from jaxtrain.step.definition import numerics_of
+from jaxtrain.step.program import build
 
 NODE = parse("h200:8")
 # Two layers, with every kind of weight that a model can have.

@@ -9,12 +9,13 @@ import math
 import helpers
 import pytest
 
-from jaxtrain import flops, launch
-from jaxtrain.activations import KEPT, kept
-from jaxtrain.config import Remat
-from jaxtrain.train import auto_remat
-from jaxtrain.train.memory import compile_to_fit, less_saved, taken_gib
-from jaxtrain.train.stages import Schedule
+from jaxtrain.config import launch
+from jaxtrain.config.schema import Remat
+from jaxtrain.models import flops
+from jaxtrain.models.activations import KEPT, kept
+from jaxtrain.step import auto_remat
+from jaxtrain.step.memory import compile_to_fit, less_saved, taken_gib
+from jaxtrain.step.stages import Schedule
 
 WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
-from jaxtrain import hardware, launch
-from jaxtrain.bench import __main__ as command
-from jaxtrain.bench import child, kernel_workloads, kernels, node_suite, parts, report, train_step
-from jaxtrain.bench.train_step import DATA
+from jaxtrain.commands import bench as command
+from jaxtrain.config import hardware, launch
+from jaxtrain.node import kernel_workloads, kernels, node_suite, parts, train_step
+from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
+from jaxtrain.report import bench
+from jaxtrain.train import child
 
 
 def ask(**more):
@@ -162,7 +164,7 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
         return code, "no module"
 
     monkeypatch.setattr(parts, "run_program", run_program)
-    node = parts.Node(train_step.devices_for(0), True, report.Folder(str(tmp_path / "node"), "", "suite"))
+    node = parts.Node(train_step.devices_for(0), True, bench.Folder(str(tmp_path / "node"), "", "suite"))
     (tmp_path / "node" / "logs").mkdir()
     found = node_suite.run_gpu_tests(node, 60.0)
     assert found.verdict == want and said in found.found
@@ -171,7 +173,7 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
 def test_the_budget_of_a_suite_and_its_layouts():
     assert sum(seconds for _, seconds in node_suite.PARTS.values()) <= node_suite.BUDGET_S == 1800
     for count, text in node_suite.LAYOUTS.items():
-        found, problems = node_suite.layouts.parse(text)
+        found, problems = node_suite.parity_layouts.parse(text)
         assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
     assert len(node_suite.LAYOUTS[8].split(",")) == 8
 

@@ -11,9 +11,11 @@ import pytest
 from bench_helpers import ANSWER, PEER, at_home  # noqa: F401
 
 from benchmarks import first_minutes, gpu_items, peer_torch
-from jaxtrain import config, flops, hardware, launch
-from jaxtrain.bench import node_suite, parts, report, train_step
-from jaxtrain.validate import validate_step
+from jaxtrain.config import hardware, launch, schema
+from jaxtrain.models import flops
+from jaxtrain.node import node_suite, parts, train_step
+from jaxtrain.report import bench
+from jaxtrain.step.validate import validate_step
 
 NAMES = [item.name for item in first_minutes.ITEMS]
 H100 = hardware.Devices("gpu", "NVIDIA H100 80GB HBM3", 1, 79.6, "described", 90)
@@ -22,7 +24,7 @@ H100 = hardware.Devices("gpu", "NVIDIA H100 80GB HBM3", 1, 79.6, "described", 90
 @pytest.fixture
 def node(tmp_path: Path) -> parts.Node:
     (tmp_path / "results" / "keep").mkdir(parents=True)
-    return parts.Node(H100, True, report.Folder(str(tmp_path / "results"), "", "first_minutes"), str(tmp_path / "compiled"))
+    return parts.Node(H100, True, bench.Folder(str(tmp_path / "results"), "", "first_minutes"), str(tmp_path / "compiled"))
 
 
 # ---- The schedule
@@ -41,7 +43,7 @@ def test_items_are_in_the_order_of_their_value():
 def test_cases_can_be_run():
     """They differ, and half of Llama 3 8B is left out on an H100."""
 
-    def valid(argv: list[str]) -> config.RunConfig:
+    def valid(argv: list[str]) -> schema.RunConfig:
         loaded = launch.load(argv)
         assert not [str(p) for p in (*loaded.problems, *validate_step(loaded.run, H100))], argv
         return loaded.run

@@ -4,16 +4,16 @@ import golden_plans
 import pytest
 from made_plans import H200, RATES, load
 
-from jaxtrain import flops, launch
-from jaxtrain.plan import topology
+from jaxtrain.config import launch
+from jaxtrain.models import flops
+from jaxtrain.plan import search_bound, topology
 from jaxtrain.plan.rates import datasheet
-from jaxtrain.plan.search import bound
 
 
 def test_bound_against_a_hand_count():
     """The run is Llama 3 8B on 8 GPUs, with fsdp=8, one sequence a GPU, full remat and no gradient accumulation."""
     run = load("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
-    least = bound.bound(run, H200, RATES)
+    least = search_bound.bound(run, H200, RATES)
     params = 8_030_261_248 / 8
     state = params * 12  # weights and two moments in float32
     inputs = 32 * 8192 * 4096 * 2
@@ -33,7 +33,7 @@ def test_bound_against_a_hand_count():
 def test_bound_knows_what_costs():
 
     def of(*overrides, machine=H200):
-        return bound.bound(load(*overrides), machine, RATES)
+        return search_bound.bound(load(*overrides), machine, RATES)
 
     kept, full = of(), of("remat.policy=full", "remat.tensors=")
     assert full.step_s > 1.1 * kept.step_s and full.likely_gib < kept.likely_gib - 10
@@ -51,14 +51,14 @@ def test_bound_knows_what_costs():
     slow = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:1x2"))
     fast = of("mesh.fsdp=1", "mesh.tensor=2", "train.grad_accum=256", machine=topology.parse("h200:2"))
     assert slow.step_s > 1.05 * fast.step_s
-    assert of("model.family=helpers:WiderFamily") == bound.Bound(0.0, 0.0)
+    assert of("model.family=helpers:WiderFamily") == search_bound.Bound(0.0, 0.0)
 
 
 def test_bound_knows_what_stages_hold_and_move():
     one = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
 
     def of(*overrides):
-        return bound.bound(load(*one, *overrides), H200, RATES)
+        return search_bound.bound(load(*one, *overrides), H200, RATES)
 
     params = 8_030_261_248
     layer, forward, step = of(), of("sharding.gather=forward"), of("sharding.gather=step")
@@ -82,7 +82,7 @@ def test_bound_of_a_pipeline():
     batch = ("train.global_batch=128", "train.grad_accum=8", "mesh.fsdp=8", "remat.policy=full", "remat.tensors=")
 
     def of(*overrides):
-        return bound.bound(load(*batch, *overrides), nodes, RATES)
+        return search_bound.bound(load(*batch, *overrides), nodes, RATES)
 
     # A microbatch has equally many sequences on each GPU: 128 sequences are 16 microbatches of a stage, or 8 of two replicas.
     plain, piped = of("mesh.data=2"), of("mesh.data=1", "mesh.stage=2", "train.grad_accum=16")
@@ -99,21 +99,21 @@ def test_bound_of_experts():
 
     def layout(*overrides):
         run = load(*few, *overrides, file="configs/mixtral_8x7b.py")
-        return bound.Layout(run, bound.mesh_sizes(run, H200), 8)
+        return search_bound.Layout(run, search_bound.mesh_sizes(run, H200), 8)
 
     spread, gathered = layout("mesh.expert=8", "mesh.fsdp=1"), layout("mesh.expert=1", "mesh.fsdp=8")
     experts = 32 * 8 * 3 * 4096 * 14336
     assert spread.parameters["experts"] == gathered.parameters["experts"] == experts / 8
     assert spread.whole["experts"] == experts / 8 and gathered.whole["experts"] == experts
     assert spread.parameters["attention"] == gathered.parameters["attention"]
-    sent = [sum(wire for _, wire, _, waited in bound._traffic(x) if not waited) for x in (spread, gathered)]
+    sent = [sum(wire for _, wire, _, waited in search_bound._traffic(x) if not waited) for x in (spread, gathered)]
     assert sent[0] < sent[1] / 10
-    ((axes, wire, _, _),) = [item for item in bound._traffic(spread) if item[1] and item[3]]
+    ((axes, wire, _, _),) = [item for item in search_bound._traffic(spread) if item[1] and item[3]]
     assert axes == ("expert",) and wire == 4 * 32 * 8 * 8192 * 2 * 4096 * 2 * 7 / 8
-    plenty, all_of_it = bound.bound(spread.run, H200, RATES), bound.bound(gathered.run, H200, RATES)
+    plenty, all_of_it = search_bound.bound(spread.run, H200, RATES), search_bound.bound(gathered.run, H200, RATES)
     assert plenty.memory_gib < all_of_it.memory_gib
     roomy = layout("mesh.expert=8", "mesh.fsdp=1", "moe.capacity_factor=2.0")
-    assert bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s  # places that are empty are computed too
+    assert search_bound.bound(roomy.run, H200, RATES).step_s > 1.3 * plenty.step_s  # places that are empty are computed too
 
 
 def test_bound_of_a_split_sequence():
@@ -124,7 +124,7 @@ def test_bound_of_a_split_sequence():
 
     def sent(*overrides):
         run = load(*one, *overrides)
-        *_, (axes, wire, _, _) = bound._traffic(bound.Layout(run, bound.mesh_sizes(run, H200), 8))
+        *_, (axes, wire, _, _) = search_bound._traffic(search_bound.Layout(run, search_bound.mesh_sizes(run, H200), 8))
         assert axes == ("seq",)
         return wire
 
@@ -145,7 +145,7 @@ def test_no_golden_plan_is_below_its_bound(name):
     plan = golden_plans.load(golden_plans.path(name))
     loaded = launch.load([f"--config={launch.REPO}/{plan['config']}"])
     machine = topology.parse(plan["topology"])
-    least = bound.bound(loaded.run, machine, datasheet(machine.gpu, loaded.run.precision))
+    least = search_bound.bound(loaded.run, machine, datasheet(machine.gpu, loaded.run.precision))
     assert 0 < least.memory_gib <= plan["peak_gib"] and 0 < least.step_s * 1e3 <= plan["step_ms"]
     classes = plan["classes_gib"]
     held = sum(classes.get(part, 0.0) for part in ("parameters", "first moment", "second moment", "optimizer state"))

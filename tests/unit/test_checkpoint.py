@@ -9,7 +9,7 @@ from saved import killed_after, write_step
 
 from jaxtrain import checkpoint
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, files
-from jaxtrain.checkpoint.__main__ import main
+from jaxtrain.commands.checkpoint import main
 
 
 @pytest.fixture

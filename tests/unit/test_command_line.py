@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxtrain.command_line import ArgumentParser, Command, Option, run_command
-from jaxtrain.config import ConfigError, Problem
+from jaxtrain.config.command_line import ArgumentParser, Command, Option, run_command
+from jaxtrain.config.schema import ConfigError, Problem
 
 FILES = Command(
     "report",

@@ -7,12 +7,12 @@ from typing import Any, cast
 import jax
 import pytest
 
-from jaxtrain import hardware, launch
-from jaxtrain.bench.child import error_line
-from jaxtrain.config import ConfigError
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.plan import topology
-from jaxtrain.train import compiler
-from jaxtrain.train.program import build
+from jaxtrain.step import compiler
+from jaxtrain.step.program import build
+from jaxtrain.train.child import error_line
 
 
 def program(machine: str = "h200:8", **overrides):

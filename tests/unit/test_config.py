@@ -14,15 +14,16 @@ import pytest
 from test_refusals import EIGHT_H200, REPO, TINY, a_plain_shell, arguments, config_file, keys, listing
 from token_files import open_batches, write_conversations, write_file
 
-from jaxtrain import config, hardware, launch, main
-from jaxtrain.activations import KEPT
-from jaxtrain.config import RunConfig, spelled_value
+from jaxtrain import main
+from jaxtrain.config import hardware, launch, schema
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import RunConfig, spelled_value
 from jaxtrain.data import pipeline
-from jaxtrain.hardware import Devices
 from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
 from jaxtrain.models import FAMILIES
+from jaxtrain.models.activations import KEPT
 from jaxtrain.optim.moments import INT8
-from jaxtrain.validate import validate_step
+from jaxtrain.step.validate import validate_step
 
 LARGE = ("llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen3_30b_a3b")  # configs with a layout for each number of GPUs
 __all__ = ["a_plain_shell"]  # a fixture of every test here
@@ -80,11 +81,11 @@ def test_overrides_take_the_type_of_their_key():
 
 def test_every_key_can_be_overridden():
     """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
-    values = dict(config.flatten(config.default_config()))
+    values = dict(schema.flatten(schema.default_config()))
     argv = [f"--config.{key}={'' if value == '' else spelled_value(value)}" for key, value in values.items()]
     loaded = launch.load([TINY, *argv])
     assert loaded.problems == []
-    assert loaded.run == config.resolve(config.default_config())[0]
+    assert loaded.run == schema.resolve(schema.default_config())[0]
     assert {loaded.origins[key] for key in values} == {"command line", "derived"}
 
 
@@ -134,7 +135,7 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     }
     for key, words in expected.items():
         assert " ".join(rows[key]).startswith(words), key
-    assert set(rows) == {key for key, _ in config.flatten(config.to_dict(RunConfig()))}
+    assert set(rows) == {key for key, _ in schema.flatten(schema.to_dict(RunConfig()))}
     # an unknown key, an unknown option, an unknown variant, and a problem of validate
     wrong = ("--config.train.stps=3", "--confg=x", f"{TINY}:none", "--config.mesh.seq=3")
     for argument, style in itertools.product(wrong, ("--explain", "--explain=markdown")):
@@ -148,7 +149,7 @@ def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     """A value equal to the default is the file's too, and of a copied config only those that differ."""
     body = "config.optimizer.weight_decay = 0.1; config.log = dict(config.log); config.model.get_ref('d_model')"
     origins = launch.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
-    of_log = {f"log.{key}" for key in config.default_config().log}
+    of_log = {f"log.{key}" for key in schema.default_config().log}
     assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay"} | of_log
     assert origins["train.steps"] == "command line"
     for copied in ("copy.deepcopy(config)", "config.copy_and_resolve_references()", "type(config)(config)"):
@@ -252,7 +253,7 @@ def test_epochs_set_the_steps(tmp_path):
         steps = max(1, math.ceil(epochs * open_batches(source).tokens_per_epoch / 64))
         assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (steps, epochs, [])
         assert loaded.origins["train.steps"] == "derived" and 0 < loaded.run.optimizer.warmup_steps <= min(50, steps)
-        assert launch.resolved_with_epochs(config.to_dict(loaded.run))[0] == loaded.run
+        assert launch.resolved_with_epochs(schema.to_dict(loaded.run))[0] == loaded.run
     # Steps on the command line win, with a note; without the file the config's steps stay, with a note.
     loaded = launch.load([config_file(tmp_path, body), "--config.train.steps=7"])
     assert (loaded.run.train.steps, loaded.run.train.epochs, len(loaded.launch.notes)) == (7, 0.0, 2)
@@ -315,8 +316,8 @@ def test_shipped_configs_are_valid(monkeypatch, name, count):
 
 def test_mesh_sizes_on_nodes():
     def sizes(devices=32, node=8, **mesh):
-        found = config.mesh_sizes(config.Mesh(**mesh), devices, node)
-        return tuple(found[axis] for axis in config.MESH_AXES if found[axis] > 1 or axis not in config.OPTIONAL_AXES)
+        found = schema.mesh_sizes(schema.Mesh(**mesh), devices, node)
+        return tuple(found[axis] for axis in schema.MESH_AXES if found[axis] > 1 or axis not in schema.OPTIONAL_AXES)
 
     assert sizes() == (4, 8, 1, 1)  # data is the number of nodes, and fsdp the devices left inside a node
     assert sizes(tensor=2) == (4, 4, 2, 1)
@@ -326,16 +327,16 @@ def test_mesh_sizes_on_nodes():
     assert sizes(devices=16, stage=4) == (1, 4, 4, 1, 1) and sizes(devices=64, stage=4, tensor=8) == (2, 4, 1, 8, 1)
     assert sizes(data=1) == (1, 32, 1, 1) and sizes(data=2, fsdp=2, tensor=-1) == (2, 2, 8, 1)
     assert sizes(devices=24, tensor=3, data=1) == (1, 8, 3, 1)
-    with pytest.raises(config.ConfigError):
+    with pytest.raises(schema.ConfigError):
         sizes(devices=24, tensor=3)
 
 
 def test_declared_keys_hold_their_defaults_and_the_choices_that_exist():
-    values = dict(config.flatten(config.to_dict(RunConfig())))
-    assert set(config.declared()) == set(values)
-    for name, key in config.declared().items():
+    values = dict(schema.flatten(schema.to_dict(RunConfig())))
+    assert set(schema.declared()) == set(values)
+    for name, key in schema.declared().items():
         assert not key.choices or values[name] in key.choices, name
         assert key.out_of_range(values[name]) is None, name
-    assert config.choices("model.family") == tuple(FAMILIES)
-    assert config.choices("remat.policy") == (*KEPT, "custom")
-    assert all(INT8 in config.choices(f"dtypes.{moment}") for moment in ("m", "v"))
+    assert schema.choices("model.family") == tuple(FAMILIES)
+    assert schema.choices("remat.policy") == (*KEPT, "custom")
+    assert all(INT8 in schema.choices(f"dtypes.{moment}") for moment in ("m", "v"))

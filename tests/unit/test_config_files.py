@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import launch
+from jaxtrain.config import launch
 
 BASE = "from jaxtrain.config import default_config\n"
 GET = "def get_config(arg=None):\n    config = default_config()\n"

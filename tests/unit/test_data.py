@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import open_batches, random_documents, texts, write_conversations, write_file
 
-from jaxtrain import config
+from jaxtrain.config import schema
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline, stdlib, tokenfile, windows
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
-from jaxtrain.shapes import BATCH_KEYS
 
 
 def oracle_row(documents: list[list[int]], window: int, T: int, packing: str, max_segments: int) -> dict[str, list]:
@@ -108,17 +108,17 @@ def test_max_segments_of_0_is_what_the_data_has(tmp_path):
         assert batches.masked_fraction == 0 and batches.fingerprint["max_segments"] == 32
     many = open_batches(write_file(tmp_path / "a.tok", [[1]] * 400), seq_len=100)
     assert many.max_segments == many.batch(0)["segments"].max() == 32 and many.masked_fraction > 0
-    run = config.RunConfig()
+    run = schema.RunConfig()
     assert pipeline.with_documents(run, *opened).data.max_segments == opened[1].max_segments
     assert pipeline.with_documents(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
-    asked = config.RunConfig(data=config.Data(max_segments=3))
+    asked = schema.RunConfig(data=schema.Data(max_segments=3))
     assert pipeline.with_documents(asked, *opened) is asked
-    with pytest.raises(config.ConfigError, match=r"data.max_segments = 0: .* 40"):
+    with pytest.raises(schema.ConfigError, match=r"data.max_segments = 0: .* 40"):
         pipeline.with_documents(run, SimpleNamespace(max_segments=40))
 
 
 def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
-    data = config.Data(source="synthetic", seq_len=256, max_segments=8)
+    data = schema.Data(source="synthetic", seq_len=256, max_segments=8)
 
     def make(split="train", seed=0):
         return pipeline.open_source(data, "", split=split, global_batch=8, data_dir=tmp_path, seed=seed)
@@ -154,7 +154,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify(validation) == []
     assert TokenFile.open(validation).header == opened[1].header
     for split, file in zip(("train", "validation"), opened, strict=True):
-        batches = pipeline.open_source(config.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
+        batches = pipeline.open_source(schema.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
         assert batches.fingerprint["files"][0]["content_sha256"] == file.header["content_sha256"]
         assert batches.bytes_per_token == pytest.approx(1.0)
 
@@ -187,7 +187,7 @@ def test_check_reports_every_problem(tmp_path):
     (tmp_path / "junk.tok").write_text("no token file at all, but long enough to be one" * 3)
 
     def found(keys="", vocab=264, need_eval=False, **settings):
-        data = config.Data(**{"source": str(train), "seq_len": 16, **settings})
+        data = schema.Data(**{"source": str(train), "seq_len": 16, **settings})
         problems = pipeline.check(data, vocab, need_eval)
         assert [p.key for p in problems] == keys.split()
         return " ".join(p.remedy for p in problems)
@@ -209,7 +209,7 @@ def test_check_reports_every_problem(tmp_path):
     for source in (f"{train}=0", f"{train}=x", f"{train}=nan", "", "no_such_module:data"):
         found("data.source", source=source)
     found("data.source data.source data.seq_len", source=f"{tmp_path}/x.tok=1,{tmp_path}/junk.tok=1,{tmp_path}/tiny.tok=1")
-    with pytest.raises(config.ConfigError, match="data.source"):
+    with pytest.raises(schema.ConfigError, match="data.source"):
         open_batches(tmp_path / "x.tok")
 
 

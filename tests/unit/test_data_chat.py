@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from token_files import command, open_batches, train_bpe, write_conversations
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from jaxtrain import config
+from jaxtrain.config import schema
 from jaxtrain.data import mixture, pipeline, prepare, rows, template, windows
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.template import Conversation
@@ -502,7 +502,7 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
     empty = write_conversations(tmp_path / "none.tok", [])
     text = write_conversations(tmp_path / "b.tok", [5, 4], loss=False)  # text is cut into full rows
     for file, keys in ((path, []), (empty, ["data.seq_len"]), (text, ["data.seq_len"])):
-        assert [p.key for p in pipeline.check(config.Data(source=str(file), seq_len=64), 264, False)] == keys
+        assert [p.key for p in pipeline.check(schema.Data(source=str(file), seq_len=64), 264, False)] == keys
     batch = open_batches(path, 64, global_batch=2).batch(0)
     assert (batch["segments"] > 0).sum(1).tolist() == [9, 9]
     assert batch["weights"].sum(1).tolist() == [5.0, 5.0]

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from token_files import BYTE, first_steps, open_batches, poke, write_file
 
-from jaxtrain import config
-from jaxtrain.context import Context
+from jaxtrain.config import schema
+from jaxtrain.config.context import Context
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter, verify
 from jaxtrain.data.windows import Windows, open_windows
-from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.train.batch_feed import BatchFeed
 
 LONGEST = 40  # most tokens of a document; rows of this length hold every conversation in full
@@ -207,7 +207,7 @@ def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks):
 def test_damaged_offsets_are_a_problem_of_the_config_before_the_run(tmp_path):
     path = write(tmp_path / "a.tok", 40_000)
     flip(path, TokenFile.open(path).blocks.end - 20)
-    with pytest.raises(config.ConfigError) as e:
+    with pytest.raises(schema.ConfigError) as e:
         open_batches(path)
     assert [(p.key, p.value) for p in e.value.problems] == [("data.source", str(path))]
 

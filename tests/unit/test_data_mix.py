@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import command, open_batches, random_documents, write_file
 
-from jaxtrain import config
-from jaxtrain.data import __main__ as data_command
+from jaxtrain.commands import data as data_command
+from jaxtrain.config import schema
 from jaxtrain.data import mixture, pipeline
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import whole_turns
@@ -90,7 +90,7 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
 def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, schedule, key):
     monkeypatch.chdir(files)
     write_file(files / "other.tok", [[1] * 99], sha256="x", name="other")
-    (problem,) = pipeline.check(config.Data(source=source, source_schedule=schedule, seq_len=16), 264, False)
+    (problem,) = pipeline.check(schema.Data(source=source, source_schedule=schedule, seq_len=16), 264, False)
     assert problem.key == key and problem.remedy
     phases, problems = mixture.parse_schedule("800: a.tok; 8_000 : b.tok; 1_0_0_0_0: a.tok")
     assert [step for step, _ in phases] == [800, 8000, 10_000] and not problems
@@ -206,7 +206,7 @@ def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order
     kept, row, begin = None, 0, 0
     for end, size in [*sorted(stops), (40, 4)]:
         batches = mixed(source(phases[0][1]), 16, size, source_schedule=schedule)
-        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/position.py counts batches
+        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/train/position.py counts batches
         if kept is not None:
             for each in kept["mixture"]["sources"]:
                 assert each["tokens"] == 16 * read[each["name"][0]]

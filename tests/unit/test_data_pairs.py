@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from token_files import BYTE, command, open_batches, texts, write_file
 
-from jaxtrain import config
+from jaxtrain.config import schema
 from jaxtrain.data import pipeline
 from jaxtrain.data.rows import PairRows
 from jaxtrain.data.template import BYTE_TEMPLATE, ChatTemplate, RowError
@@ -163,7 +163,7 @@ def test_pairs_longer_than_a_row_are_left_out(prepared):
     fits = np.flatnonzero(length <= 61)
     assert 0 < len(fits) < len(length) and source.left_out == len(length) - len(fits)
     assert sorted(kept) == sorted([*(2 * fits), *(2 * fits + 1)])
-    with pytest.raises(config.ConfigError, match=f"data.seq_len.* {length.max()}"):
+    with pytest.raises(schema.ConfigError, match=f"data.seq_len.* {length.max()}"):
         open_batches(folder / "pairs.tok", 4)
 
 
@@ -191,7 +191,7 @@ def test_pairs_and_the_loss_that_compares_them(prepared, tmp_path):
         (text, "dpo", ["data.source"]),
         (pairs, "dpo", []),
     ):
-        problems = pipeline.check(config.Data(source=source), 264, False, config.Loss(name))
+        problems = pipeline.check(schema.Data(source=source), 264, False, schema.Loss(name))
         assert [problem.key for problem in problems] == keys, (source, name)
 
 

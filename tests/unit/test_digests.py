@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain import digests
+from jaxtrain.checkpoint import digests
 
 sums = jax.jit(digests.sums)
 ARRAYS = {

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from fakes import Clock, Store
 
-from jaxtrain import distributed
-from jaxtrain.config import ConfigError, Problem, default_config
-from jaxtrain.distributed import Cluster, ClusterError, PeerLost, Peers, detect, service
-from jaxtrain.distributed.agreement import refusal
-from jaxtrain.distributed.cluster import all_devices, node_names
-from jaxtrain.distributed.shared import find_unshared
-from jaxtrain.hardware import Devices
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import ConfigError, Problem, default_config
+from jaxtrain.runtime import distributed, service
+from jaxtrain.runtime.agreement import refusal
+from jaxtrain.runtime.cluster import all_devices, node_names
+from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, detect
+from jaxtrain.runtime.shared import find_unshared
 from jaxtrain.train import run as train
 
 LONG_S = 120  # no wait takes so long, unless it fails
@@ -404,7 +404,7 @@ def shared(peers: list[Peers], folders: list[dict[str, Path]]) -> dict[str, str]
 
 def test_folders_that_are_not_shared_are_found(connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """The process that does not see a folder is named. Nothing is left behind, not even a folder."""
-    monkeypatch.setattr("jaxtrain.distributed.shared.SEE_S", 0.5)
+    monkeypatch.setattr("jaxtrain.runtime.shared.SEE_S", 0.5)
     peers, one, other = connect(Store(), 3), tmp_path / "runs" / "one", tmp_path / "other"
     assert shared(peers, [{"a": one, "b": one / "c"}] * 3) == {} and not list(tmp_path.iterdir())
     found = shared(peers, [{"a": one, "b": one}, {"a": one, "b": other}, {"a": one, "b": other}])
@@ -427,7 +427,7 @@ def test_a_shared_folder_may_appear_late(connect: Connect, monkeypatch: pytest.M
         threading.Timer(0.5, lambda: (probe.mkdir(parents=True), late.set())).start()
         return ""
 
-    monkeypatch.setattr("jaxtrain.distributed.shared._make", make)
+    monkeypatch.setattr("jaxtrain.runtime.shared._make", make)
     assert shared(connect(Store(), 2), [{"a": tmp_path / "new"}] * 2) == {} and late.is_set()
 
 
@@ -459,7 +459,7 @@ def test_a_failed_collective_is_blamed_on_the_process_that_ended(connect: Connec
                 asleep.set()
                 awake.wait(LONG_S)
 
-    monkeypatch.setattr("jaxtrain.distributed.peers.time", Sleeping())
+    monkeypatch.setattr("jaxtrain.runtime.peers.time", Sleeping())
     store = Store()
     peers = connect(store, 2)
     losses = Losses(peers)
@@ -495,7 +495,7 @@ def test_a_refusal_after_the_start_is_told_apart_from_a_failure(connect: Connect
 
 
 def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxtrain.distributed.peers.POLL_S", 0.01)
+    monkeypatch.setattr("jaxtrain.runtime.peers.POLL_S", 0.01)
     store = Store()
     peers = connect(store, 3)
     losses = Losses(peers)
@@ -509,7 +509,7 @@ def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.
 @pytest.mark.parametrize("aborting", [False, True])
 def test_process_0_without_an_answer_is_reported(aborting: bool, monkeypatch: pytest.MonkeyPatch):
     """Process 0 is lost after one unanswered request if JAX is aborting this process, otherwise after five."""
-    monkeypatch.setattr("jaxtrain.distributed.peers.is_aborting", lambda: aborting)
+    monkeypatch.setattr("jaxtrain.runtime.peers.is_aborting", lambda: aborting)
     store = Store(never=("jaxtrain/who/0",))
     assert Losses([Peers(1, 2, store)]).of(0).startswith("process 0 ")
     assert store.asked.count("jaxtrain/who/0") == (1 if aborting else 5)
@@ -527,7 +527,7 @@ def test_the_end_of_the_service_is_reported():
 
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxtrain.distributed.peers.HEARTBEAT_S", LONG_S)
+    monkeypatch.setattr("jaxtrain.runtime.peers.HEARTBEAT_S", LONG_S)
     store = Store()
     peers = connect(store, 2)
     store.live, store.barrier = {0, 1}, threading.Barrier(2)

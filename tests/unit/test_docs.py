@@ -21,18 +21,19 @@ from typing import Any
 import pytest
 
 from benchmarks import command_reference, file_tree, gpu_items, numerics
-from jaxtrain import environment, explain, flops, hardware, launch, main
-from jaxtrain.activations import ACTIVATIONS, POLICIES
-from jaxtrain.api import load
-from jaxtrain.bench import train_step
+from jaxtrain import main
 from jaxtrain.checkpoint import arrays
-from jaxtrain.hardware import Devices
+from jaxtrain.commands.api import load
+from jaxtrain.config import environment, explain, hardware, launch
+from jaxtrain.config.hardware import Devices
 from jaxtrain.kernels.attention import cudnn
-from jaxtrain.monitor import alerts
-from jaxtrain.parity import layouts as parity_layouts
-from jaxtrain.preflight import boards
-from jaxtrain.resume import markdown as resume_table
-from jaxtrain.validate import validate
+from jaxtrain.metrics import alerts
+from jaxtrain.models import flops
+from jaxtrain.models.activations import ACTIVATIONS, POLICIES
+from jaxtrain.node import boards, train_step
+from jaxtrain.step.resume import markdown as resume_table
+from jaxtrain.step.validate import validate
+from jaxtrain.train import parity_layouts
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
@@ -72,9 +73,9 @@ def first_of_a_line(command: str) -> list[str]:
 
 def module_of(name: str) -> Any:
     """Return the module that runs for a command. Raises ModuleNotFoundError if there is none."""
-    name = name if name.startswith("benchmarks.") else f"jaxtrain.{name}"
-    package = importlib.util.find_spec(name)
-    return importlib.import_module(f"{name}.__main__" if package and package.submodule_search_locations else name)
+    if not name.startswith("benchmarks."):
+        name = "jaxtrain.main" if name == "main" else f"jaxtrain.commands.{name}"
+    return importlib.import_module(name)
 
 
 def parsed(words: list[str]) -> list[Any]:
@@ -126,7 +127,8 @@ def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch
         if words[0] == "./run.sh":
             words = [word for word in words[1:] if word != "--no-preflight" and not re.fullmatch(r"--nodes=[\w.,:@-]+", word)]
         else:
-            words = ["hf download"] if words[:2] == ["hf", "download"] else [words[2].removeprefix("jaxtrain."), *words[3:]]
+            words = ["hf download"] if words[:2] == ["hf", "download"] else words[2:]
+            words = words[1:] if words[0] == "jaxtrain" else [words[0].removeprefix("jaxtrain."), *words[1:]]
         if words and not words[0].startswith("-") and words[0] != "main":
             assert not parsed(words), command
         else:
@@ -178,7 +180,7 @@ def test_the_pages_of_users_are_short():
 
 
 def test_the_table_of_resumes_is_up_to_date():
-    assert resume_table() in (REPO / "docs" / "checkpoints.md").read_text(), "paste jaxtrain.resume.markdown()"
+    assert resume_table() in (REPO / "docs" / "checkpoints.md").read_text(), "paste jaxtrain.step.resume.markdown()"
 
 
 def test_the_site_lists_every_page_once():

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from jaxtrain.counts import short_count
-from jaxtrain.durations import duration
+from jaxtrain.config.counts import short_count
+from jaxtrain.config.durations import duration
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxtrain import environment, hardware
-from jaxtrain.config import RunConfig, default_config
-from jaxtrain.hardware import HOST_LIMIT, Devices
-from jaxtrain.launch import resolved
-from jaxtrain.validate import validate
+from jaxtrain.config import environment, hardware
+from jaxtrain.config.hardware import HOST_LIMIT, Devices
+from jaxtrain.config.launch import resolved
+from jaxtrain.config.schema import RunConfig, default_config
+from jaxtrain.step.validate import validate
 
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 CPU = Devices("cpu", "cpu", 8, 3.0, "described")

@@ -12,9 +12,9 @@ from token_files import random_documents, write_conversations, write_file
 
 from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
+from jaxtrain.step.state import create_state
 from jaxtrain.train import evaluate
 from jaxtrain.train.initial_state import open_data
-from jaxtrain.train.state import create_state
 
 ROWS = 8
 RUN = helpers.tiny({"train.global_batch": ROWS, "data.seq_len": 16, "model.num_layers": 1})

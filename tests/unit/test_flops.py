@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxtrain import flops
-from jaxtrain.activations import parse_tensors
-from jaxtrain.config import Model, Moe, Remat, RunConfig, Train
-from jaxtrain.models import preset
+from jaxtrain.config.schema import Model, Moe, Remat, RunConfig, Train
+from jaxtrain.models import flops, preset
+from jaxtrain.models.activations import parse_tensors
 
 LLAMA = Model(**preset("llama3_8b"))
 SMALL = Model(num_layers=6, d_model=64, num_heads=8, num_kv_heads=2, head_dim=16, d_ff=160, vocab_size=100)

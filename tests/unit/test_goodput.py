@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxtrain import goodput
-from jaxtrain.ledger import Ledger
+from jaxtrain.metrics import goodput
+from jaxtrain.metrics.ledger import Ledger
 
 
 def spent(until: float, done: int | None, doing: str = "step", /, **seconds: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Replace the ledger's clock by one that moves only when the test moves it."""
     now = [1000.0]
     clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: now[0] - 900.0)
-    monkeypatch.setattr("jaxtrain.ledger.time", clock)
+    monkeypatch.setattr("jaxtrain.metrics.ledger.time", clock)
     return now
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.divergence import Bad, Bads
-from jaxtrain.train import guard
+from jaxtrain.step import guard
+from jaxtrain.train.divergence import Bad, Bads
 
 judge = jax.jit(guard.judge, static_argnums=3)
 SIGMAS = 8.0

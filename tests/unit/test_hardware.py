@@ -3,12 +3,12 @@
 import pytest
 from played_nvml import Gpu, Nvml
 
-from jaxtrain import hardware, launch
-from jaxtrain.bench import __main__ as bench
-from jaxtrain.bench import train_step
-from jaxtrain.config import ConfigError
-from jaxtrain.parity import layouts
-from jaxtrain.validate import validate_step
+from jaxtrain.commands import bench
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.node import train_step
+from jaxtrain.step.validate import validate_step
+from jaxtrain.train import parity_layouts
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         train_step.start_devices(train_step.one_device(), 1)
-    assert layouts.devices(2).problem is not None, "parity is not compared on CPUs instead"
+    assert parity_layouts.devices(2).problem is not None, "parity is not compared on CPUs instead"
     assert bench.main(["--kernels"]) == 2
 
 

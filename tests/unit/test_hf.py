@@ -16,22 +16,23 @@ import pytest
 from hugging_face import EXPERTS, FAMILIES, tensors_of
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import config, flops, models
-from jaxtrain.config import Model
+from jaxtrain import models
+from jaxtrain.commands import hf as command
+from jaxtrain.config import schema
+from jaxtrain.config.schema import Model
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
-from jaxtrain.hf import __main__ as command
 from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import matched, open_origin
 from jaxtrain.hf.names import entries
-from jaxtrain.models import family, presets
+from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.sharding import replicated
-from jaxtrain.train.definition import make_definition
-from jaxtrain.train.state import TrainState, abstract_tensors
+from jaxtrain.step.definition import make_definition
+from jaxtrain.step.state import TrainState, abstract_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -340,9 +341,9 @@ def test_presets_are_exported_and_read_back(name):
     """The family's table of names has every parameter of a preset with its shape. config.json gives the preset's model."""
     placement = helpers.program(helpers.tiny()).placement
     for keys in family(name).PRESETS.values():
-        tree = config.default_config()
+        tree = schema.default_config()
         tree.model.update(keys | {"family": name})
-        run, problems = config.resolve(tree)
+        run, problems = schema.resolve(tree)
         back = model_of(exporting.config_json(run, "bf16", {}))
         assert not problems and back == dataclasses.replace(run.model, init_std=back.init_std)
         params = make_definition(run, placement, Kernel("reference", ())).abstract

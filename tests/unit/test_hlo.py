@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain import launch
+from jaxtrain.config import launch
 from jaxtrain.plan.program import hlo
 
 

@@ -13,15 +13,16 @@ import pytest
 import saved
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain import config, flops, launch, lora, resume, validate
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.config import Lora, to_dict
-from jaxtrain.hardware import Devices
-from jaxtrain.hf import peft
-from jaxtrain.models import presets
+from jaxtrain.config import launch, schema
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import Lora, to_dict
+from jaxtrain.hf import lora, peft
+from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter, uniform
-from jaxtrain.train.state import abstract_tensors
+from jaxtrain.step import resume, validate
+from jaxtrain.step.state import abstract_tensors
 
 PREFIX, RANK, ALPHA = "params.", 3, 6.0
 MODEL = {"model.num_layers": 2, "model.d_model": 32, "model.num_heads": 4, "model.num_kv_heads": 2, "model.d_ff": 48}
@@ -59,7 +60,7 @@ def test_adapters_stand_beside_the_base_they_were_trained_with(monkeypatch):
         known = origins if gone else origins | {"/there/checkpoints/4": False}
         opened = {name: SimpleNamespace(adapters=adapters) for name, adapters in known.items()}
         monkeypatch.setattr(lora, "opened", opened.get)
-        return lora.base_on_resume(meta, config.Init(init_from, base))
+        return lora.base_on_resume(meta, schema.Init(init_from, base))
 
     assert lora.base_path(meta) == resumed("there") == resumed("") == resumed("adapters") == "/there/checkpoints/4"
     assert resumed("moved") == resumed("there", "moved") == resumed("adapters", "moved") == "moved"
@@ -139,10 +140,10 @@ def test_adapters_of_every_preset(name):
     """A rank is enough. Of names that the model does not have, one problem names others, and they are accepted."""
 
     def problems(**lora: object):
-        made = config.default_config()
+        made = schema.default_config()
         made.model.update(presets()[name])
         made.lora.update({"rank": 8, **lora})
-        return validate.validate_step(config.resolve(made)[0], Devices("cpu", "cpu", 1, 1e6, "test"))
+        return validate.validate_step(schema.resolve(made)[0], Devices("cpu", "cpu", 1, 1e6, "test"))
 
     assert problems() == []
     for targets in ("wq,wk,wv,wo,gate,up,down", "gate,wo", "gate", "wq_up", "wqq,wo", "q_proj"):

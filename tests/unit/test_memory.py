@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain.config import resolve
-from jaxtrain.train import memory
+from jaxtrain.config.schema import resolve
+from jaxtrain.step import memory
 
 GIB = 2**30
 MEMORY = {"parameters": 15.0, "optimizer state": 30.0, "batch": 0.01, "temporaries": 80.5, "peak": 125.51}

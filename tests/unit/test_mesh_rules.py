@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxtrain import launch
-from jaxtrain.config import MESH_AXES, Problem, rules_in_use
-from jaxtrain.hardware import Devices
-from jaxtrain.validate import validate_step
+from jaxtrain.config import launch
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import MESH_AXES, Problem, rules_in_use
+from jaxtrain.step.validate import validate_step
 
 CPUS = Devices("cpu", "cpu", 8, 4.0, "test")
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test", 90)

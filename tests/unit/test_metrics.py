@@ -18,39 +18,39 @@ import pytest
 from made_runs import gpu_line, train_line
 from runs import events
 
-from jaxtrain import metrics, profiling, progress, samples
-from jaxtrain.config import Profile
-from jaxtrain.samples import Sample
-from jaxtrain.throughput import Throughput, memory
-from jaxtrain.trackers.tensorboard import TensorBoard
+from jaxtrain.config.schema import Profile
+from jaxtrain.metrics import files, profiling, progress, samples
+from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.tensorboard import TensorBoard
+from jaxtrain.metrics.throughput import Throughput, memory
 
 # ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
 
 
 def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
     loss = np.float32(0.1)
-    with metrics.Writers(tmp_path) as writers:
+    with files.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=jnp.float32(0.1), grad_norm=loss, lr=1 / 3, mfu_full=None, tokens=np.int64(7)))
         writers.eval(step=1, loss=2.5, bits_per_byte=None, perplexity=12.25)
         writers.eval(step=1, loss=2.0, bits_per_byte=None, perplexity=12.25, cross_entropy=2.5)
         # before the file is closed: each line is flushed
         train, evaluation, own = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert tuple(train) == metrics.TRAIN_KEYS
+    assert tuple(train) == files.TRAIN_KEYS
     assert train["loss"] == train["grad_norm"] == float(loss) != 0.1 and np.float32(train["loss"]) == loss
     assert train["lr"] == 1 / 3 and train["mfu_full"] is None
     assert train["tokens"] == 7 and isinstance(train["tokens"], int)
     assert evaluation == {"kind": "eval", "step": 1, "loss": 2.5, "bits_per_byte": None, "perplexity": 12.25}
-    assert tuple(evaluation) == metrics.EVAL_KEYS and not (tmp_path / "tb").exists()
+    assert tuple(evaluation) == files.EVAL_KEYS and not (tmp_path / "tb").exists()
     assert own == evaluation | {"loss": 2.0, "cross_entropy": 2.5}
 
 
 def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):
-    with metrics.Writers(tmp_path) as writers:
+    with files.Writers(tmp_path) as writers:
         writers.train(**train_line(1, loss=np.float32("nan"), grad_norm=float("-inf")))
     text = (tmp_path / "metrics.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert line["nonfinite"] == {"loss": "nan", "grad_norm": "-inf"} and line["loss"] is line["grad_norm"] is None
-    (back,) = metrics.read(tmp_path / "metrics.jsonl")
+    (back,) = files.read(tmp_path / "metrics.jsonl")
     assert math.isnan(back["loss"]) and back["grad_norm"] == -math.inf and "nonfinite" not in back
 
 
@@ -68,24 +68,24 @@ def files_up_to(size: int) -> Iterator[None]:
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     """No line is lost or written twice: a line that a full disk cut is removed before the next one."""
     path = tmp_path / "metrics.jsonl"
-    with metrics.Writers(tmp_path) as writers:
+    with files.Writers(tmp_path) as writers:
         writers.train(**train_line(1))
-        with files_up_to(path.stat().st_size + 10), pytest.raises(metrics.NotWritten) as cut:
+        with files_up_to(path.stat().st_size + 10), pytest.raises(files.NotWritten) as cut:
             writers.train(**train_line(2))
         assert cut.value.filename == str(path) and str(path) in str(cut.value)
-        with files_up_to(10), pytest.raises(metrics.NotWritten) as text:
+        with files_up_to(10), pytest.raises(files.NotWritten) as text:
             writers.samples([Sample(1, 0, "a text of more than ten bytes")])
         assert text.value.filename == str(tmp_path / "samples.txt")
-    with metrics.Writers(tmp_path) as writers:
+    with files.Writers(tmp_path) as writers:
         writers.train(**train_line(2))
-    assert [line["step"] for line in metrics.read(path)] == [1, 2]
+    assert [line["step"] for line in files.read(path)] == [1, 2]
     (tmp_path / "file").write_text("old")
     for place in ("file", "file/below"):
-        with files_up_to(2), pytest.raises(metrics.NotWritten) as found:
-            metrics.write_atomic(tmp_path / place, "a long text")
+        with files_up_to(2), pytest.raises(files.NotWritten) as found:
+            files.write_atomic(tmp_path / place, "a long text")
         assert found.value.filename == str(tmp_path / place)
     assert (tmp_path / "file").read_text() == "old" and not list(tmp_path.glob("*.tmp"))
-    with pytest.raises(FileNotFoundError), metrics.replacing(tmp_path / "file"):
+    with pytest.raises(FileNotFoundError), files.replacing(tmp_path / "file"):
         (tmp_path / "another").read_text()  # the error of another file keeps its name
 
 
@@ -96,10 +96,10 @@ def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
         def line(self, line, wall_time):
             raise OSError(28, "No space left on device")
 
-    with metrics.Writers(tmp_path, [Broken(tmp_path), TensorBoard(tmp_path / "other")]) as writers:
+    with files.Writers(tmp_path, [Broken(tmp_path), TensorBoard(tmp_path / "other")]) as writers:
         for step in (1, 2):
             writers.train(**train_line(step))
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [step for step, *_ in events(tmp_path / "other" / "tb")[0]] == [1, 2]
 
 
@@ -115,83 +115,83 @@ def test_a_log_that_cannot_be_written_moves_to_the_terminal(tmp_path, capsys):
 
 def test_rewind_forgets_later_steps_in_both_places(tmp_path):
     for attempt in range(2):
-        with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
+        with files.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
             if attempt:
                 before = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
                 (tmp_path / "tb" / "events.out.tfevents.1.mine").write_bytes(b"")  # the file of another program stays
-                assert writers.rewind(4) == metrics.Rewound(kept=5, dropped=3, cut=False)
+                assert writers.rewind(4) == files.Rewound(kept=5, dropped=3, cut=False)
                 assert (tmp_path / "metrics.jsonl").read_text() == "".join(before[:5])
             for step in range(1 + 4 * attempt, 7):
                 writers.train(**train_line(step, loss=step + 10.0 * attempt))
                 if step in (2, 6):
                     writers.eval(step=step, loss=9.0, bits_per_byte=3.0, perplexity=7.0)
-    lines = [(line["kind"], line["step"], line["loss"]) for line in metrics.read(tmp_path / "metrics.jsonl")]
+    lines = [(line["kind"], line["step"], line["loss"]) for line in files.read(tmp_path / "metrics.jsonl")]
     assert lines == [("train", 1, 1.0), ("train", 2, 2.0), ("eval", 2, 9.0), ("train", 3, 3.0), ("train", 4, 4.0),
                      ("train", 5, 15.0), ("train", 6, 16.0), ("eval", 6, 9.0)]  # fmt: skip
     found, restarts = events(tmp_path / "tb")
     assert [(step, v.get("train/loss", v.get("eval/loss"))) for step, _, v in found] == [line[1:] for line in lines]
     assert restarts == 1
     assert found[2][2] == {"eval/loss": 9.0, "eval/bits_per_byte": 3.0, "eval/perplexity": 7.0}
-    times = [line.get("time_unix") for line in metrics.read(tmp_path / "metrics.jsonl")]
+    times = [line.get("time_unix") for line in files.read(tmp_path / "metrics.jsonl")]
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_cut_last_line(tmp_path):
-    writers = metrics.Writers(tmp_path)
+    writers = files.Writers(tmp_path)
     for step in (1, 2, 3):
         writers.train(**train_line(step))
     writers.close()
     whole = writers.path.read_bytes()
     for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even if only the newline is missing
         writers.path.write_bytes(whole[:-cut])
-        assert [line["step"] for line in metrics.read(writers.path)] == [1, 2]
-        assert writers.rewind(3) == metrics.Rewound(kept=2, dropped=0, cut=True)
+        assert [line["step"] for line in files.read(writers.path)] == [1, 2]
+        assert writers.rewind(3) == files.Rewound(kept=2, dropped=0, cut=True)
         writers.path.write_bytes(whole[:-cut])
         writers.gpu(**gpu_line(3))  # without a rewind, a new line does not continue the old one
         writers.close()
-        assert [line["step"] for line in metrics.read(writers.path)] == [1, 2, 3]
+        assert [line["step"] for line in files.read(writers.path)] == [1, 2, 3]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": ', 1))
-    with pytest.raises(metrics.MetricsError, match="metrics.jsonl:2"):
-        metrics.Writers(tmp_path).rewind(3)
+    with pytest.raises(files.MetricsError, match="metrics.jsonl:2"):
+        files.Writers(tmp_path).rewind(3)
     assert len(path.read_bytes().splitlines()) == 3 and not list(tmp_path.glob(".*"))
 
 
 def test_gpu_lines_are_kept_and_shown(tmp_path):
-    with metrics.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
+    with files.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers:
         writers.train(**train_line(1))
         for gpu in (0, 1):
             writers.gpu(**gpu_line(1, gpu, power_w=600.0 + gpu, throttle_reasons="sw_thermal", ecc_uncorrected=None))
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert tuple(json.loads(text[1])) == metrics.GPU_KEYS and json.loads(text[2])["power_w"] == 601.0
+    assert tuple(json.loads(text[1])) == files.GPU_KEYS and json.loads(text[2])["power_w"] == 601.0
     shown: dict[str, Any] = {}
     for _, _, values in events(tmp_path / "tb")[0]:
         shown |= values
     assert shown["train/loss"] == 0.5 and shown["gpu/0/power_w"] == 600.0 and shown["gpu/1/power_w"] == 601.0
     assert not {"gpu/0/gpu", "gpu/0/process", "gpu/0/throttle_reasons", "gpu/0/ecc_uncorrected"} & set(shown)
-    assert "gpu/3.1/power_w" in metrics.tagged({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
+    assert "gpu/3.1/power_w" in files.tagged({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
 
 
 def test_other_processes_write_their_gpus_apart_and_nothing_else(tmp_path):
     for process in (0, 1):
-        with metrics.Writers(tmp_path, [TensorBoard(tmp_path / f"tb{process}")], process_index=process) as writers:
+        with files.Writers(tmp_path, [TensorBoard(tmp_path / f"tb{process}")], process_index=process) as writers:
             for step in (1, 2, 3):
                 writers.train(**train_line(step))
                 writers.gpu(**gpu_line(step, process=process))
             writers.samples([Sample(2, process, "x")])
             writers.note("config", {})
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.1.jsonl", "samples.txt", "tb0"}
-    other = list(metrics.read(tmp_path / "metrics.1.jsonl"))
+    other = list(files.read(tmp_path / "metrics.1.jsonl"))
     assert [(line["kind"], line["step"]) for line in other] == [("gpu", 1), ("gpu", 2), ("gpu", 3)]
     for process in (0, 1):  # each process rewinds its own file
-        kept = metrics.Writers(tmp_path, process_index=process).rewind(2)
-        assert kept == metrics.Rewound(4 - 2 * process, 2 - process, False)
-    assert [line["step"] for line in metrics.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
-    (moved,) = metrics.Writers(tmp_path, process_index=1).set_aside()  # what was written without a checkpoint
+        kept = files.Writers(tmp_path, process_index=process).rewind(2)
+        assert kept == files.Rewound(4 - 2 * process, 2 - process, False)
+    assert [line["step"] for line in files.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
+    (moved,) = files.Writers(tmp_path, process_index=1).set_aside()  # what was written without a checkpoint
     assert moved.name.startswith("metrics.1.set_aside-") and (tmp_path / "metrics.jsonl").exists()
-    aside = metrics.Writers(tmp_path).set_aside()
+    aside = files.Writers(tmp_path).set_aside()
     assert {p.name.partition(".set_aside-")[0] for p in aside} == {"metrics", "samples"}
 
 
@@ -243,7 +243,7 @@ def test_throughput_is_that_of_the_device():
         "step_time_s": 0.5, "data_wait_s": 0.125, "tokens_per_s": 16000.0, "tokens_per_s_per_device": 4000.0,
         "tflops_per_device": 20.0, "mfu_causal": 0.2, "mfu_full": 0.24, "hfu": 0.28,
     }  # fmt: skip
-    assert tuple(line) == metrics.TRAIN_KEYS[7:15]
+    assert tuple(line) == files.TRAIN_KEYS[7:15]
     assert set(throughput.line().values()) == {None}  # no step since the last line
     now[0] += 2.0
     throughput.start_step()

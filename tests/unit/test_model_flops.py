@@ -8,27 +8,27 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxtrain import config, flops
-from jaxtrain.config import Model, RunConfig
-from jaxtrain.flops import Flops
-from jaxtrain.models import preset
+from jaxtrain.config import schema
+from jaxtrain.config.schema import Model, RunConfig
+from jaxtrain.models import flops, preset
+from jaxtrain.models.flops import Flops
 from jaxtrain.models.layers import GatedLinear
 from jaxtrain.models.transformer import Transformer
-from jaxtrain.train import model_flops
-from jaxtrain.train.model_flops import Tally, count
+from jaxtrain.step import model_flops
+from jaxtrain.step.model_flops import Tally, count
 
 PRESETS = ("llama3.1_8b", "qwen3_8b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3")
 
 
 def run_of(name: str, **sections) -> RunConfig:
-    run = RunConfig(model=dataclasses.replace(Model(**preset(name)), mtp_layers=0), data=config.Data(seq_len=4096))
-    return config.resolve(config.to_dict(dataclasses.replace(run, **sections)))[0]
+    run = RunConfig(model=dataclasses.replace(Model(**preset(name)), mtp_layers=0), data=schema.Data(seq_len=4096))
+    return schema.resolve(schema.to_dict(dataclasses.replace(run, **sections)))[0]
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_count_is_the_formula_for_shipped_families(name):
     """Windows, latents, experts, dense layers and tied heads are counted as the formulas state them, exactly."""
-    for sections in ({}, {"train": config.Train(freeze="layers.attention.*")}):
+    for sections in ({}, {"train": schema.Train(freeze="layers.attention.*")}):
         run = run_of(name, **sections)
         found, unknown = count(run)
         expected = flops.training(run)
@@ -36,7 +36,7 @@ def test_a_count_is_the_formula_for_shipped_families(name):
 
 
 def test_adapters_count_as_the_formula_states_them():
-    run = run_of("llama3.1_8b", lora=config.Lora(rank=16))
+    run = run_of("llama3.1_8b", lora=schema.Lora(rank=16))
     assert count(run)[0].causal == pytest.approx(flops.training(run).causal, rel=1e-12)
 
 

@@ -11,9 +11,9 @@ import pynvml
 import pytest
 from played_nvml import AT_ITS_CAP, GIB, HW_THERMAL, IDLE, SW_THERMAL, Gpu, Nvml
 
-from jaxtrain import metrics
-from jaxtrain.hardware import visible_handles
-from jaxtrain.monitor import MfuAlert, Monitor, alerts, card
+from jaxtrain.config.hardware import visible_handles
+from jaxtrain.metrics import alerts, card, files
+from jaxtrain.metrics.gpu_monitor import MfuAlert, Monitor
 
 
 def stats(in_use: float, largest: float = 0.0) -> dict[str, int]:
@@ -35,7 +35,7 @@ class Watched:
     def __enter__(self) -> "Watched":
         with pytest.MonkeyPatch.context() as patch:
             never = SimpleNamespace(start=lambda: None, join=lambda seconds: None, is_alive=lambda: False)
-            patch.setattr("jaxtrain.monitor.threading.Thread", lambda **options: never)
+            patch.setattr("jaxtrain.metrics.gpu_monitor.threading.Thread", lambda **options: never)
             self.monitor.__enter__()
         self.monitor.sample()
         return self
@@ -71,7 +71,7 @@ def test_a_line_has_every_key_and_its_unit():
         assert watched.monitor.lines(1) == []  # no interval has passed yet
         gpu.sent_kib += 4 * 10**9 // 1024 * 10  # 4 GB/s for ten seconds
         (line,) = watched.lines(7)
-        assert set(line) | {"kind", "time_unix"} == set(metrics.GPU_KEYS)
+        assert set(line) | {"kind", "time_unix"} == set(files.GPU_KEYS)
         assert line == {
             "step": 7, "gpu": 0, "process": 0, "utilization": 1.0, "memory_used_gib": 130.0, "pool_gib": 120.0,
             "in_use_gib": 80.0, "largest_free_gib": None, "power_w": 650.0, "power_limit_w": 700.0, "temperature_c": 60.0,

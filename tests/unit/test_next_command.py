@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxtrain import launch, main
-from jaxtrain.launch import Launch
+from jaxtrain import main
+from jaxtrain.config import launch
+from jaxtrain.config.launch import Launch
 from jaxtrain.train import run
 
 ARGV = ("--config=configs/tiny.py", "--config.sample.prompt=a 'b' c", "--workdir=runs/my run")
@@ -30,7 +31,7 @@ def test_a_stopped_run_names_its_own_command_and_another_its_report(prefix, monk
     for name in launch.DECIDING:
         monkeypatch.delenv(name, raising=False)
     trains = [prefix] if prefix else ["python", "-m", "jaxtrain.main"]
-    reports = [prefix, "report"] if prefix else ["python", "-m", "jaxtrain.report"]
+    reports = [prefix, "report"] if prefix else ["python", "-m", "jaxtrain", "report"]
     for code in (75, 130):
         assert shlex.split(last_line(code)) == ["resume:", *trains, *ARGV]
     report = ["report:", *reports, "runs/my run"]
@@ -46,7 +47,7 @@ def test_a_command_that_a_message_names_has_the_shells_variables(monkeypatch, ca
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     monkeypatch.setenv("PYTHONPATH", "my parts")
     tiny = f"--config={launch.REPO}/configs/tiny.py"
-    typed = f"JAX_NUM_CPU_DEVICES=2 PYTHONPATH='my parts' python -m jaxtrain.plan {tiny} "
+    typed = f"JAX_NUM_CPU_DEVICES=2 PYTHONPATH='my parts' python -m jaxtrain plan {tiny} "
     assert main.main([tiny, "--explain"]) == 0 and typed in capsys.readouterr().err
     assert main.main([tiny, "--config.memory_estimation.enable=true"]) == 2
     assert typed in capsys.readouterr().err

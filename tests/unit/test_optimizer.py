@@ -10,17 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import config
-from jaxtrain.config import ConfigError
+from jaxtrain.config import schema
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.optim import groups
 from jaxtrain.optim.optimizer import check_groups, choices, decayed, make_optimizer, make_schedule
 from jaxtrain.optim.rounding import Rounding, to_bfloat16
 from jaxtrain.optim.update import at_once
-from jaxtrain.train import guard
-from jaxtrain.train.state import TrainState
-from jaxtrain.train.step import make_train_step
+from jaxtrain.step import guard
+from jaxtrain.step.state import TrainState
+from jaxtrain.step.train_step import make_train_step
 
-F32 = config.Dtypes("f32", "f32", "f32", "f32", "f32")
+F32 = schema.Dtypes("f32", "f32", "f32", "f32", "f32")
 AXES = {"embed": {"w": ("vocab", "embed")}, "layers": {"w": ("layers", "embed", "mlp"), "scale": ("layers", "embed")}}
 
 
@@ -31,7 +31,7 @@ def toy(seed: int) -> dict[str, Any]:
     return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def rate(o: config.Optimizer, steps: int, step: int) -> float:
+def rate(o: schema.Optimizer, steps: int, step: int) -> float:
     """Return the learning rate of a step: a linear warm-up, the schedule's constant part, and the decay to lr_min."""
     peak = max(1, o.warmup_steps) - 1
     if step <= peak or o.schedule == "constant":
@@ -47,7 +47,7 @@ def rate(o: config.Optimizer, steps: int, step: int) -> float:
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_each_steps_rate_is_the_schedules(schedule):
     for steps, warmup, decay in ((1, 1, 0), (11, 0, 7), (12, 10, 1), (50, 10, 0), (50, 2, 7)):
-        o = config.Optimizer(lr=0.5, lr_min=0.1, warmup_steps=warmup, schedule=schedule, decay_steps=decay)
+        o = schema.Optimizer(lr=0.5, lr_min=0.1, warmup_steps=warmup, schedule=schedule, decay_steps=decay)
         found = np.broadcast_to(make_schedule(o, steps)(jnp.arange(steps)), steps)
         np.testing.assert_allclose(found, [rate(o, steps, i) for i in range(steps)], rtol=1e-5)
 
@@ -62,12 +62,12 @@ def test_decay_and_muon_are_for_matrices_only():
     hidden = {f"layers.attention.{w}" for w in ("wq", "wk", "wv", "wo")} | {f"layers.mlp.{w}" for w in ("gate", "up", "down")}
     assert chosen(decayed(axes)) == hidden | {"embed.embedding", "head"}
     for name, wanted in (("muon", hidden), ("adamw", set())):
-        assert chosen(jax.tree.map(lambda c: c.muon, choices(config.Optimizer(name=name), axes))) == wanted
+        assert chosen(jax.tree.map(lambda c: c.muon, choices(schema.Optimizer(name=name), axes))) == wanted
 
 
 def test_adamw_equals_optax():
     """Thirty updates on made-up gradients, scaled by -lr(step) as in a train step, equal those of optax.adamw."""
-    o = config.Optimizer(lr=1e-2, lr_min=1e-3, warmup_steps=10, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
+    o = schema.Optimizer(lr=1e-2, lr_min=1e-3, warmup_steps=10, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6)
     schedule = make_schedule(o, 30)
     ours = make_optimizer(o, F32, AXES)
     mask = {"embed": {"w": True}, "layers": {"w": True, "scale": False}}
@@ -118,14 +118,14 @@ def test_a_step_without_a_number_counts_and_changes_nothing():
 # ---- Groups
 
 
-def updates(o: config.Optimizer) -> dict[str, Any]:
+def updates(o: schema.Optimizer) -> dict[str, Any]:
     tx = make_optimizer(o, F32, AXES)
     return tx.update(toy(1), tx.init(toy(0)), toy(0))[0]
 
 
 def test_groups_change_rates_and_decay_exactly():
     """A parameter belongs to the first group that matches. A decay of 0 is a setting too."""
-    plain = config.Optimizer(weight_decay=0.3)
+    plain = schema.Optimizer(weight_decay=0.3)
     was, bare = updates(plain), updates(dataclasses.replace(plain, weight_decay=0.0))
     text = "embed.*:weight_decay=0; layers.w*:lr=0.25; layers.*:lr=2,weight_decay=0.5"
     now = updates(dataclasses.replace(plain, groups=text))
@@ -139,8 +139,8 @@ def test_groups_that_fit_nothing_are_refused():
     """Refused: no such parameter, a layer's number, parameters of earlier groups, and Muon for a vector."""
     for text in ("layers.wx:lr=1", "layers.0.w:lr=1", "layers.*:lr=1;layers.w:lr=2", "layers.s*:optimizer=muon"):
         with pytest.raises(ConfigError):
-            check_groups(config.Optimizer(name="muon", groups=text), AXES)
-    check_groups(config.Optimizer(name="muon", groups="layers.w:lr=1;layers.?*:lr=2;embed*:optimizer=muon"), AXES)
+            check_groups(schema.Optimizer(name="muon", groups=text), AXES)
+    check_groups(schema.Optimizer(name="muon", groups="layers.w:lr=1;layers.?*:lr=2;embed*:optimizer=muon"), AXES)
     with pytest.raises(ConfigError, match="haed"):
         helpers.program(helpers.tiny({"optimizer.groups": "haed:lr=1"}))
     assert len(groups.problems("head:rate=1,lr=x;;body;embed.*:lr=1", "adamw")) == 3

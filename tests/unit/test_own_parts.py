@@ -12,14 +12,15 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtrain import api, config, own_parts
-from jaxtrain.command_line import run_action
-from jaxtrain.config import ConfigError
+from jaxtrain.commands import api
+from jaxtrain.config import own_parts, schema
+from jaxtrain.config.command_line import run_action
+from jaxtrain.config.own_parts import WrongPart, load, not_found, problem_of
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline
-from jaxtrain.own_parts import WrongPart, load, not_found, problem_of
-from jaxtrain.shapes import BATCH_KEYS
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.loss import find_loss
+from jaxtrain.step.loss import find_loss
 
 MODULES = {
     "sound.py": "def part(*args):\n    return helper(*args)\n\n\ndef helper(*args):\n    return 1 / args[0]\n",
@@ -165,7 +166,7 @@ def test_an_optimizer_returns_updates_and_a_state_like_those_it_received(name: s
     params = {"w": jnp.ones((2, 3))}
 
     def step() -> Any:
-        tx = make_optimizer(config.Optimizer(name=f"lab_of_mine.optimizers:{name}"), config.Dtypes(), {})
+        tx = make_optimizer(schema.Optimizer(name=f"lab_of_mine.optimizers:{name}"), schema.Dtypes(), {})
         return tx.update(params, tx.init(params), params)
 
     error = failure(step)
@@ -178,7 +179,7 @@ def test_a_sound_optimizer_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
     module = sys.modules[load("loss.name", "lab_of_mine.sound:part").__module__]
     monkeypatch.setattr(module, "adam", lambda *args: optax.scale_by_adam(), raising=False)
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
-    tx = make_optimizer(config.Optimizer(name="lab_of_mine.sound:adam"), config.Dtypes(), {})
+    tx = make_optimizer(schema.Optimizer(name="lab_of_mine.sound:adam"), schema.Dtypes(), {})
     ours, theirs = (t.update(params, t.init(params), params) for t in (tx, optax.scale_by_adam()))
     assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
@@ -227,7 +228,7 @@ def test_an_error_belongs_to_the_part_that_was_called():
     params = {"w": jnp.ones((2, 3))}
 
     def step(name: str) -> Any:
-        tx = make_optimizer(config.Optimizer(name=f"lab_of_mine.optimizers:{name}"), config.Dtypes(), {})
+        tx = make_optimizer(schema.Optimizer(name=f"lab_of_mine.optimizers:{name}"), schema.Dtypes(), {})
         return tx.update(params, tx.init(params), params)
 
     for name, words in {"closure": "optimizers.py", "three": "(optimizer, dtypes, axes, own)", "ends": "7"}.items():
@@ -261,8 +262,8 @@ def test_ctrl_c_in_a_part_is_no_error_of_it():
 
 
 def test_a_search_asks_again_after_a_change_in_the_package(folder: Path):
-    from jaxtrain.plan.search import cache
+    from jaxtrain.plan import search_cache
 
-    before = cache._digest_of_module("lab_of_mine.sound:part")
+    before = search_cache._digest_of_module("lab_of_mine.sound:part")
     (folder / "losses.py").write_text("x = 1\n")
-    assert before != cache._digest_of_module("lab_of_mine.sound:part")
+    assert before != search_cache._digest_of_module("lab_of_mine.sound:part")

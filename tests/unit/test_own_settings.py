@@ -7,8 +7,9 @@ import helpers
 import jax
 import pytest
 
-from jaxtrain import config, launch, resume
-from jaxtrain.config import Own, own_settings
+from jaxtrain.config import launch, schema
+from jaxtrain.config.schema import Own, own_settings
+from jaxtrain.step import resume
 
 FILE = """
 from jaxtrain.config import default_config
@@ -40,8 +41,8 @@ def test_keys_of_the_file_keep_their_type_on_the_command_line(file):
     assert not loaded.problems
     assert loaded.run.own == (("gamma", 3.0), ("gated", False), ("kind", "plain"), ("layers", 3))
     assert loaded.origins["own.gamma"] == "command line" and loaded.origins["own.layers"] == "file"
-    assert config.to_dict(loaded.run)["own"] == {"gamma": 3.0, "layers": 3, "gated": False, "kind": "plain"}
-    assert config.resolve(config.to_dict(loaded.run))[0] == loaded.run
+    assert schema.to_dict(loaded.run)["own"] == {"gamma": 3.0, "layers": 3, "gated": False, "kind": "plain"}
+    assert schema.resolve(schema.to_dict(loaded.run))[0] == loaded.run
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,13 @@ def test_a_key_without_a_file_names_the_file(tmp_path):
 
 @pytest.mark.parametrize("value", [None, [1, 2], {"a": 1}, float("nan"), float("inf"), 2 + 1j])
 def test_a_value_is_true_or_false_a_number_or_text(value):
-    run, problems = config.resolve({"own": {"x": value}})
+    run, problems = schema.resolve({"own": {"x": value}})
     assert [p.key for p in problems] == ["own.x"] and not run.own
 
 
 @pytest.mark.parametrize("name", ["_x", "a b", "2x", "unread", ""])
 def test_a_name_is_an_attribute(name):
-    _, problems = config.resolve({"own": {name: 1}})
+    _, problems = schema.resolve({"own": {name: 1}})
     assert [p.key for p in problems] == [f"own.{name}"]
 
 
@@ -102,7 +103,7 @@ def test_a_program_hands_them_to_family_loss_and_optimizer():
 
 @pytest.mark.parametrize(("before", "after"), [({"gamma": 2.0}, {"gamma": 3.0}), ({}, {"gamma": 3.0}), ({"gamma": 2.0}, {})])
 def test_a_change_on_resume_must_be_allowed(before, after):
-    old, new = (config.to_dict(config.resolve({"own": own})[0]) for own in (before, after))
+    old, new = (schema.to_dict(schema.resolve({"own": own})[0]) for own in (before, after))
     notes, problems = resume.compare(old, new)
     assert [p.key for p in problems] == ["own.gamma"] and "allow_change=own.gamma" in problems[0].remedy and not notes
     notes, problems = resume.compare(old, new, "own.gamma")

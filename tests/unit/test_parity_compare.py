@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxtrain import launch
-from jaxtrain.parity import __main__ as command
-from jaxtrain.parity import compare, layouts, report
+from jaxtrain.commands import parity as command
+from jaxtrain.config import launch
+from jaxtrain.train import parity, parity_layouts, parity_report
 
 SMALL = (
     "--config=configs/tiny.py",
@@ -62,7 +62,7 @@ def test_mistakes_name_their_key(argv, keys, capsys):
 
 
 def test_a_model_that_is_too_large(monkeypatch, capsys):
-    monkeypatch.setattr("jaxtrain.hardware.available_gib", lambda: 64.0)
+    monkeypatch.setattr("jaxtrain.config.hardware.available_gib", lambda: 64.0)
     large = ("--config=configs/llama3_8b.py", "--config.data.source=synthetic", "--config.train.grad_accum=1")
     assert command.main([*large, "--meshes=fsdp8,data8"]) == 2
     assert "8.0 billion parameters" in capsys.readouterr().err
@@ -71,10 +71,10 @@ def test_a_model_that_is_too_large(monkeypatch, capsys):
 def test_the_float32_reference_takes_kernels_that_have_float32():
     """The reference of a bfloat16 run with named kernels must run: cuDNN's and Pallas kernels have no float32."""
     named = ["--config.attention.impl=pallas", "--config.moe.impl=pallas", "--config.precision=bf16"]
-    run = layouts.in_float32(launch.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
+    run = parity_layouts.in_float32(launch.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
     assert (run.attention.impl, run.moe.impl, run.precision, run.dtypes.params) == ("auto", "auto", "f32", "f32")
     ragged = launch.load(["--config=configs/qwen3_30b_a3b.py", "--config.moe.impl=ragged"]).run
-    assert layouts.in_float32(ragged).moe.impl == "ragged"
+    assert parity_layouts.in_float32(ragged).moe.impl == "ragged"
 
 
 def test_layouts_that_are_tried_by_default(monkeypatch):
@@ -82,10 +82,12 @@ def test_layouts_that_are_tried_by_default(monkeypatch):
     asked = []
     monkeypatch.setattr(command, "start_devices", lambda runs: None)
     monkeypatch.setattr(command, "run", lambda parsed, runs, console: asked.append([layout.name for layout, *_ in runs]) or 0)
-    everything = ",".join((layouts.DEFAULT, layouts.STAGES, layouts.EXPERTS, layouts.BOTH)).split(",")
-    few_rows = [name for name in layouts.DEFAULT.split(",") if name not in ("data8", "fsdp8", "data2xfsdp4")]
+    everything = ",".join((parity_layouts.DEFAULT, parity_layouts.STAGES, parity_layouts.EXPERTS, parity_layouts.BOTH)).split(
+        ","
+    )
+    few_rows = [name for name in parity_layouts.DEFAULT.split(",") if name not in ("data8", "fsdp8", "data2xfsdp4")]
     for keys, names in (
-        ((), layouts.DEFAULT.split(",")),
+        ((), parity_layouts.DEFAULT.split(",")),
         (("train.global_batch=4",), few_rows),
         (("train.grad_accum=2", "model.num_layers=2", "model.num_experts=4"), everything),
     ):
@@ -94,7 +96,7 @@ def test_layouts_that_are_tried_by_default(monkeypatch):
 
 
 def test_items_of_meshes():
-    found, problems = layouts.parse("one, fsdp4xtensor2/remat.policy=custom/remat.tensors=q=keep,k=keep,stage2xexpert4")
+    found, problems = parity_layouts.parse("one, fsdp4xtensor2/remat.policy=custom/remat.tensors=q=keep,k=keep,stage2xexpert4")
     assert not problems and [layout.devices for layout in found] == [1, 8, 8]
     assert found[1].overrides == ("remat.policy=custom", "remat.tensors=q=keep,k=keep")
     assert found[1].argv[-2:] == [f"--config.{key}" for key in found[1].overrides]
@@ -105,19 +107,19 @@ def test_items_of_meshes():
 # ---- Comparisons
 
 
-def trained(**changes) -> compare.Trained:
+def trained(**changes) -> parity.Trained:
     rng = np.random.default_rng(0)
     start, gradient = rng.normal(size=(2, 1000))
     return dataclasses.replace(
-        compare.Trained(
+        parity.Trained(
             np.array([2.0, 1.0]), np.array([1.0, 1.0]), {"w": start}, {"w": gradient}, {"w": start - 0.1 * np.sign(gradient)}
         ),
         **changes,
     )
 
 
-def against(got: compare.Trained) -> compare.Comparison:
-    return compare.compare(got, trained(), compare.bounds(trained(), None, 8, 100))
+def against(got: parity.Trained) -> parity.Comparison:
+    return parity.compare(got, trained(), parity.bounds(trained(), None, 8, 100))
 
 
 def test_each_number_is_compared():
@@ -143,14 +145,14 @@ def test_each_number_is_compared():
 def test_what_is_no_number_differs(value):
     for losses in ([value, 1.0], [2.0, value]):
         assert against(trained(loss=np.array(losses))).wrong
-    assert not compare.worst({"a": 0.5, "b": value, "c": 0.7}, 1.0).ok, "a number before or after it does not hide it"
+    assert not parity.worst({"a": 0.5, "b": value, "c": 0.7}, 1.0).ok, "a number before or after it does not hide it"
     gradient = trained().gradients["w"].copy()
     gradient[3] = value
     comparison = against(trained(gradients={"w": gradient}))
     assert not comparison.gradient.ok
-    rows = (report.Row(layouts.parse("one")[0][0], trained(), comparison),)
-    found = report.Result("c", (), 2, "float32", "8", rows, None)
-    assert not found.agrees and json.dumps(report.to_json(found), allow_nan=False)
+    rows = (parity_report.Row(parity_layouts.parse("one")[0][0], trained(), comparison),)
+    found = parity_report.Result("c", (), 2, "float32", "8", rows, None)
+    assert not found.agrees and json.dumps(parity_report.to_json(found), allow_nan=False)
 
 
 def test_a_sign_that_rounding_picks_is_left_out():
@@ -163,13 +165,13 @@ def test_a_sign_that_rounding_picks_is_left_out():
         weights = same.weights["w"].copy()
         weights[5] += 0.2
         got = dataclasses.replace(reference, weights={"w": weights})
-        allowed = compare.bounds(reference, None, 8, 100)
-        assert compare.compare(got, reference, allowed).parameter.ok != wrong
+        allowed = parity.bounds(reference, None, 8, 100)
+        assert parity.compare(got, reference, allowed).parameter.ok != wrong
 
 
 def test_the_yardstick_grows_with_the_parts_of_a_sum():
     reference = trained(gradients={"w": trained().gradients["w"] * 1.01})
-    allowed = [compare.bounds(reference, trained(), parts, 100) for parts in (1, 4, 64)]
+    allowed = [parity.bounds(reference, trained(), parts, 100) for parts in (1, 4, 64)]
     assert [a.gradients["w"] for a in allowed] == pytest.approx([0.01 * math.sqrt(2 + n) for n in (0, 2, 6)])
     assert allowed[0].loss == pytest.approx(0.01 * math.sqrt(2) / 10)
 

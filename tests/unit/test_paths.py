@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain import api, launch
-from jaxtrain.config import Data, Problem, parse_arg, split_paths
+from jaxtrain.commands import api
+from jaxtrain.config import launch
+from jaxtrain.config.schema import Data, Problem, parse_arg, split_paths
 from jaxtrain.data import mixture, pipeline, prepare, readers
 
 SWEEP = ("bs=16,wd=0/x.tok", "lr=3e-4/x.tok", "a;b/x.tok", "m:n/x.tok", "lr=3e-4/x", "a.tok=0.5", "plain.tok")

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import pytest
-from test_imports import LAYERS
+from test_imports import ROOMS
 
 from benchmarks import pictures
-from jaxtrain import installed
-from jaxtrain.context import Context, pairs
-from jaxtrain.kernels.context.split import Split
-from jaxtrain.train.stages import Schedule
+from jaxtrain.config import installed
+from jaxtrain.config.context import Context, pairs
+from jaxtrain.kernels.context_parallel.split import Split
+from jaxtrain.step.stages import Schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -95,8 +95,8 @@ def test_each_microbatch_passes_each_stage_once_in_each_direction(name: str, gro
 # ---- The other pictures
 
 
-def test_layers_are_those_of_the_test_of_imports():
-    assert pictures.layers() == {layer: names.split() for layer, names in LAYERS.items()}
+def test_floors_are_those_of_the_test_of_imports():
+    assert [room for floor in pictures.floors() for room in floor] == ROOMS.split()
 
 
 def test_the_stored_schedule_holds_one_layer():

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from made_plans import H200, RATES, load, made, plan_inline
 
-from jaxtrain.plan import topology
+from jaxtrain.plan import search_cache, search_parallel, topology
 from jaxtrain.plan.result import Rates
-from jaxtrain.plan.search import cache, parallel
-from jaxtrain.plan.search.cache import Cache, Outcome, Request
+from jaxtrain.plan.search_cache import Cache, Outcome, Request
 
 PLAN = Outcome(made(load(), H200, 1.0, 2.0), "planned")
 
@@ -27,7 +26,7 @@ def test_a_search_again_plans_nothing_but_what_was_damaged(tmp_path, monkeypatch
 
     def plans():
         started.clear()
-        return parallel.plan_many(requests, cache=kept, plan_one="made_plans:above")
+        return search_parallel.plan_many(requests, cache=kept, plan_one="made_plans:above")
 
     first = plans()
     assert len(started) == 3
@@ -54,7 +53,7 @@ def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
     assert path(topology=topology.parse("h200:4x2")) != first
     slower: Rates = dataclasses.replace(RATES, gemm_tflops=500.0)
     assert path(rates=slower) != path(rates=RATES)
-    monkeypatch.setattr(cache, "_code", lambda: "other code")
+    monkeypatch.setattr(search_cache, "_code", lambda: "other code")
     assert path() != first
     monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
@@ -80,13 +79,13 @@ def imported(name: str) -> set[str]:
     full = [f"{n.module}.{alias.name}" for n in nodes for alias in n.names] + [n.module for n in nodes]
     full += [n.value for n in tree if isinstance(n, ast.Constant) and isinstance(n.value, str)]  # imported by name
     ours = {f.removeprefix("jaxtrain.") for f in full if f and f.startswith("jaxtrain.")}
-    root = Path(cache.__file__).parents[2]
+    root = Path(search_cache.__file__).parents[1]
     return {m for m in ours if m and ((root / m.replace(".", "/")).is_dir() or (root / f"{m.replace('.', '/')}.py").exists())}
 
 
 # Modules imported when a finished plan is shown, or when a package is called as a function.
 LATER = {
-    "plan.result": {"page", "page.html", "page.sections", "plan.report", "plan.report.page", "plan.report.terminal"},
+    "plan.result": {"report", "report.html", "report.sections", "report.plan_page", "report.plan_terminal"},
 }
 
 
@@ -96,9 +95,9 @@ def test_no_code_that_plans_are_made_of_is_left_out_of_the_key():
         name = (todo - reached).pop()
         todo |= imported(name) - LATER.get(name, set())
         reached.add(name)
-    assert {"train.step", "kernels.dot", "models.families.llama", "plan.program.roofline", "train.compiler"} <= reached
-    assert not [name for name in reached if cache._is_other(name)]
-    assert cache._is_other("checkpoint") and cache._is_other("data.pipeline") and cache._is_other("plan.search")
+    assert {"step.train_step", "kernels.dot", "models.families.llama", "plan.program.roofline", "step.compiler"} <= reached
+    assert not [name for name in reached if search_cache._is_other(name)]
+    assert search_cache._is_other("train") and search_cache._is_other("data.pipeline") and search_cache._is_other("plan.search")
 
 
 @pytest.mark.parametrize("damage", ["", "cut", '{"format": 0}'])

@@ -1,8 +1,8 @@
-"""`python -m jaxtrain.plan`: its exit codes, before it compiles. proofs/test_plan_programs.py prints a plan."""
+"""`python -m jaxtrain plan`: its exit codes, before it compiles. proofs/test_plan_programs.py prints a plan."""
 
 import pytest
 
-from jaxtrain.plan import __main__ as command
+from jaxtrain.commands import plan as command
 
 SMALL = (
     "--config=configs/llama3_1b.py",

@@ -7,7 +7,7 @@ import jax
 import pytest
 from helpers import program, tiny
 
-from jaxtrain import launch
+from jaxtrain.config import launch
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.collectives import Found
@@ -120,7 +120,7 @@ def test_float32_reductions_are_named_unless_asked_for():
     assert [w.split(" over")[0] for w in said] == ["float32 reduce-scatter", "float32 all-reduce"]
     assert all("dtypes.reduce" in w for w in said)
     assert judged(found, run=tiny({**SIZES, "dtypes.reduce": "f32"})) == ()
-    ring = [dataclasses.replace(f, source="jaxtrain/kernels/context/ring.py:9") for f in found]
+    ring = [dataclasses.replace(f, source="jaxtrain/kernels/context_parallel/ring.py:9") for f in found]
     assert judged(ring) == ()
 
 

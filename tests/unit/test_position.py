@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxtrain import position
+from jaxtrain.train import position
 
 
 @pytest.mark.parametrize("begin", [0, 3, 6, 7, 9, 12])

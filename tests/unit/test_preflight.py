@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from nodes import H200, RECORDED, a_plain_environment, answer, copied, faults, gpu_table, judged, sliders, some_gpus  # noqa: F401
 
-from jaxtrain import distributed, launch
-from jaxtrain.preflight import __main__ as command
-from jaxtrain.preflight import inspection, multi_node, node, nvidia_smi, rates, software
-from jaxtrain.preflight.multi_node import Preflight
-from jaxtrain.preflight.node import LocalNode, RecordedNode, Unanswered, call_with_timeout
-from jaxtrain.preflight.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding
+from jaxtrain.commands import preflight as command
+from jaxtrain.config import launch
+from jaxtrain.node import inspection, multi_node, node, nvidia_smi, rates, software
+from jaxtrain.node.multi_node import Preflight
+from jaxtrain.node.node import LocalNode, RecordedNode, Unanswered, call_with_timeout
+from jaxtrain.node.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding
+from jaxtrain.runtime import distributed
 
 REPO = Path(__file__).resolve().parents[2]
 PATHS = {"data": "/data", "checkpoints": "/scratch", "cache": "/c"}

@@ -14,13 +14,12 @@ from gpu_traces import MESH, PROGRAM, gpu_run, gpu_space, read_gpu
 from pages import EVIL, assert_self_contained
 from sample_plan import sample
 
-from jaxtrain.plan import layer_schedule
+from jaxtrain.commands import profile as command
+from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.topology import parse
-from jaxtrain.profile import __main__ as command
-from jaxtrain.profile import measure, program, report, trace
-from jaxtrain.profile.program import Operation
-from jaxtrain.profiling import HLO_TEXT
+from jaxtrain.report import layer_schedule, profile, profile_page, profile_program, profile_trace
+from jaxtrain.report.profile_program import Operation
 
 
 def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
@@ -58,7 +57,7 @@ def test_a_gap_is_idle_and_a_straggler_is_named(tmp_path, monkeypatch):
     found = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
     assert [d.idle_ms for d in found.devices] == pytest.approx([0, 0.5], abs=1e-3)
     assert [d.step_ms for d in found.devices] == pytest.approx([before.step_ms, before.step_ms + 0.5], abs=1e-3)
-    changes = measure.diff(before, found)["changes"]
+    changes = profile.diff(before, found)["changes"]
     longer = {what: [(c["name"], c["after_ms"] - c["before_ms"]) for c in cs] for what, cs in changes.items()}
     quarter = pytest.approx(0.25, abs=1e-3)  # the mean of two devices
     assert longer["step"] == [("step", quarter)] and longer["kind"][0] == ("idle", quarter)
@@ -76,22 +75,22 @@ def test_kernels_without_an_operation_are_sorted_by_name(tmp_path, monkeypatch):
     assert copied.overlapped_ms == pytest.approx(0.2 / 4), "in one of four steps of devices, beside a matmul"
     assert not [op for op in found.ops if op.label == "Memset"], "after the last step"
     for kernel, kind in (("nvjet_tst_128x256", "matmul"), ("cudnn_fmha_bwd", "attention")):
-        assert program.by_kernel(kernel).kind == kind
+        assert profile_program.by_kernel(kernel).kind == kind
 
 
 def test_what_is_missing_beside_a_trace_is_missing_in_its_profile_alone(tmp_path, monkeypatch):
     folder = gpu_run(tmp_path, gpu_space()[0])
     path = folder / "receipt.json"
     path.write_text(path.read_text().replace("NVIDIA H200", "Riva 128"))
-    (whole,) = trace.find(folder)
-    found = measure.profile(whole, measure.run_around(folder))
+    (whole,) = profile_trace.find(folder)
+    found = profile.profile(whole, profile.run_around(folder))
     assert found.planned is None and "Riva 128" in found.no_plan
     path.unlink()
-    found = measure.profile(whole, measure.run_around(folder))
+    found = profile.profile(whole, profile.run_around(folder))
     assert found.no_plan and found.by_kind["matmul"] == pytest.approx(4, abs=1e-3) and found.notes
     step_ms = found.step_ms
     whole.with_name(HLO_TEXT).unlink()
-    found = measure.profile(whole, measure.run_around(folder))
+    found = profile.profile(whole, profile.run_around(folder))
     assert found.named == 0 and HLO_TEXT in found.notes[0]
     assert found.step_ms == pytest.approx(step_ms) and found.overlapped["communication"] > 0
 
@@ -103,8 +102,8 @@ def test_time_at_once_is_divided():
     kinds = {"a": "matmul", "b": "matmul", "c": "communication"}
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}
     ran = [(0.0, 10.0, "a"), (6.0, 10.0, "b"), (8.0, 14.0, "c"), (12.0, 12.0, "a")]
-    events = [(trace.Event(start, end, "", op, op, 0, -1), operations[op]) for start, end, op in ran]
-    sums = measure.divide_time(events, [measure.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds})
+    events = [(profile_trace.Event(start, end, "", op, op, 0, -1), operations[op]) for start, end, op in ran]
+    sums = profile.divide_time(events, [profile.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds})
     rows = {o.label: list(row) for o, row in sums.items()}
     assert rows["a"] == [8, 0, 10, 2, 2, 4, 6] and rows["b"] == [2, 0, 4, 1, 1, 2, 3] and rows["c"] == [4, 2, 6, 1, 1, 2, 3]
 
@@ -124,7 +123,7 @@ OP_NAMES = {
 @pytest.mark.parametrize("name", OP_NAMES)
 def test_parts_by_name(name: str):
     op_name = f"jit(train_step)/{name}"
-    assert (program.part_of(op_name), program.phase_of(op_name)) == OP_NAMES[name]
+    assert (profile_program.part_of(op_name), profile_program.phase_of(op_name)) == OP_NAMES[name]
 
 
 # ---- Reports and the command
@@ -170,21 +169,21 @@ def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
 def test_communication_is_summed_by_collective(tmp_path, monkeypatch):
     """Both sums are those of the kinds. Without the program's HLO, the collective is that of the kernel's name."""
     found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    (section,) = [each for each in report.make_sections(found) if each.title == "Time by kind"]
+    (section,) = [each for each in profile_page.make_sections(found) if each.title == "Time by kind"]
     kinds, count, exposed, overlapped, _ = section.parts[1].columns  # type: ignore[union-attr]
     assert (kinds.cells, count.cells) == (["all-gather"], ["3"])
     assert sum(exposed.values or ()) == pytest.approx(found.by_kind["exposed communication"])
     assert sum(overlapped.values or ()) == pytest.approx(found.overlapped["communication"])
     named = {"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)": "reduce-scatter", "ncclDevKernel_SendRecv(x)": "", "gemm": ""}
-    assert {kernel: program.by_kernel(kernel).collective for kernel in named} == named
-    assert "step 40, device 0" in re.sub("<script.*?</script>", "", report.make_html(found), flags=re.DOTALL)
+    assert {kernel: profile_program.by_kernel(kernel).collective for kernel in named} == named
+    assert "step 40, device 0" in re.sub("<script.*?</script>", "", profile_page.make_html(found), flags=re.DOTALL)
 
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):
     found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    assert_self_contained(report.make_html(found, measure.diff(found, found)))
+    assert_self_contained(profile_page.make_html(found, profile.diff(found, found)))
     evil = found.lanes | {EVIL: found.lanes["step 40, device 0: Stream #13(Kernel)"]}
-    assert '<script>alert("1' not in report.make_html(dataclasses.replace(found, name=EVIL, lanes=evil))
+    assert '<script>alert("1' not in profile_page.make_html(dataclasses.replace(found, name=EVIL, lanes=evil))
 
 
 # ---- The schedule of one layer, in a plan

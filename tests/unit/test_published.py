@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks import published, studies
 from benchmarks.published import RUNS
-from jaxtrain import hardware
-from jaxtrain.config import default_config, resolve
+from jaxtrain.config import hardware
+from jaxtrain.config.schema import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.search.space import training_check
+from jaxtrain.plan.search_space import training_check
 
 ROWS = published.rows(published.stored())
 

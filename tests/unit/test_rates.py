@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hlo_text import BIG, RATES, read
 
-from jaxtrain import hardware
+from jaxtrain.config import hardware
 from jaxtrain.plan import rates
 from jaxtrain.plan.program import collectives, op_cost
 from jaxtrain.plan.program.op_cost import Work

@@ -13,20 +13,22 @@ import pytest
 from made_runs import train_line
 from played_nvml import AT_ITS_CAP, HW_THERMAL, IDLE, Gpu, Nvml
 
-from jaxtrain import config, metrics
-from jaxtrain.receipt import Receipt, collect, figures, machine
-from jaxtrain.receipt import __main__ as command
-from jaxtrain.receipt.diff import GROUPS, compare, differences
-from jaxtrain.receipt.format import FORMAT, ReceiptError, load, open_run
+from jaxtrain.commands import receipt as command
+from jaxtrain.config import schema
+from jaxtrain.metrics import files as metrics
+from jaxtrain.metrics import receipt_collect, receipt_figures, receipt_machine
+from jaxtrain.metrics.receipt import Receipt
+from jaxtrain.metrics.receipt_format import FORMAT, ReceiptError, load, open_run
+from jaxtrain.report.receipt_diff import GROUPS, compare, differences
 
-RESOLVED = config.to_dict(config.RunConfig())
+RESOLVED = schema.to_dict(schema.RunConfig())
 
 
 @pytest.fixture(autouse=True)
 def known_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake git and the digests of files; tests/campaign/test_receipt_diff.py uses the real ones."""
     known = {"commit": "c" * 40, "dirty": False, "patch": "", "files": {"a.py": "d"}}
-    monkeypatch.setattr(collect, "source", lambda *args: known)
+    monkeypatch.setattr(receipt_collect, "source", lambda *args: known)
 
 
 def driver(count: int = 1) -> Nvml:
@@ -43,9 +45,9 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     fit = {"verdict": "fit", "seconds": 3.0, "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
     (tmp_path / "preflight.json").write_text(json.dumps(fit))
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "preflight.json"))
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    monkeypatch.setattr(receipt_machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
     written = Receipt(tmp_path, nvml=driver(3))
-    written.start({"resolved": RESOLVED, "devices": machine.device_facts(jax.devices())})
+    written.start({"resolved": RESOLVED, "devices": receipt_machine.device_facts(jax.devices())})
     found = load(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
     assert written.preflight == fit and found["preflight"]["nodes"] == [{**fit["nodes"][0], "checks": kept}]
@@ -82,7 +84,7 @@ def test_an_error_at_the_end_costs_the_figures_and_not_the_exit_code(tmp_path: P
     def fail(nvml: Any) -> None:
         raise OverflowError("driver")
 
-    monkeypatch.setattr(machine, "clocks", fail)
+    monkeypatch.setattr(receipt_machine, "clocks", fail)
     texts = {"damaged": ("x\n{}\n", "metrics.jsonl:1"), "broken": (metrics.encode(lines(1)[0]) + "\n", "OverflowError: driver")}
     for name, (text, why) in texts.items():
         written = Receipt(tmp_path / name, nvml=driver())
@@ -98,7 +100,7 @@ def test_no_secret_and_no_variable_of_one_attempt_is_kept() -> None:
     kept = dict.fromkeys(("NCCL_ALGO", "SLURM_JOB_ID", "XLA_FLAGS", "NCCL_DEBUG", "JAX_PLATFORMS"), "1")
     attempt, secret = ("JAXTRAIN_RESTART", "JAXTRAIN_NOTE", "HOME"), ("NCCL_API_KEY", "JAX_private", "UCX_PASSWD", "SLURM_JWT")
     others = dict.fromkeys((*attempt, *secret, "HF_TOKEN", "JAX_SOME_TOKEN"), "x")
-    assert collect.select_environment(kept | others) == kept
+    assert receipt_collect.select_environment(kept | others) == kept
 
 
 # ---- Attempts
@@ -189,7 +191,7 @@ def lines(count: int, first: int = 1, **fields: Any) -> list[dict[str, Any]]:
 
 
 def test_speed_is_that_of_a_stated_window() -> None:
-    found = figures.speed([*lines(100), {"kind": "eval", "step": 50, "loss": 1.0}])
+    found = receipt_figures.speed([*lines(100), {"kind": "eval", "step": 50, "loss": 1.0}])
     taken = np.arange(21, 101) / 1000
     assert found["window"] == {"first_step": 21, "last_step": 100, "lines": 80, "left_out": 20}
     step = found["step_time_s"]
@@ -199,16 +201,18 @@ def test_speed_is_that_of_a_stated_window() -> None:
 
 
 def test_figures_are_those_of_this_attempt_and_losses_of_the_run() -> None:
-    found = figures.of_run([*lines(50), *lines(50, 51)], {"resumed_from_step": 50})
+    found = receipt_figures.of_run([*lines(50), *lines(50, 51)], {"resumed_from_step": 50})
     assert found["speed"]["window"]["first_step"] == 61
     assert list(found["loss_at"]) == ["1", "2", "5", "10", "20", "50", "100"] and found["loss_at"]["20"] == 0.5
 
 
 def test_nan_and_infinite_losses_are_text() -> None:
-    found = figures.loss_at([*lines(4), *lines(1, 5, loss=math.nan), *lines(1, 10, loss=-math.inf), *lines(1, 11, loss=None)])
+    found = receipt_figures.loss_at(
+        [*lines(4), *lines(1, 5, loss=math.nan), *lines(1, 10, loss=-math.inf), *lines(1, 11, loss=None)]
+    )
     assert found == {"1": 10.0, "2": 5.0, "5": "nan", "10": "-inf"}
     json.loads(json.dumps(found), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert figures.loss_at([]) == {}
+    assert receipt_figures.loss_at([]) == {}
 
 
 def test_throttling_is_a_share_of_the_time_of_this_attempt() -> None:
@@ -217,7 +221,7 @@ def test_throttling_is_a_share_of_the_time_of_this_attempt() -> None:
 
     watched = [gpu(1, 0, 1.0, "hw_thermal"), gpu(11, 0, 0.5, "sw_thermal"), gpu(12, 0, 0.1, "sw_thermal+hw_slowdown")]
     watched += [gpu(11, 1, 0.0), gpu(12, 1, None), gpu(11, 2, None)]
-    found = figures.of_run(watched, {"resumed_from_step": 10})["throttled"]
+    found = receipt_figures.of_run(watched, {"resumed_from_step": 10})["throttled"]
     assert found == [{"gpu": 0, "share": pytest.approx(0.3), "reasons": "sw_thermal+hw_slowdown"}]
 
 

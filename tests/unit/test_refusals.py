@@ -17,13 +17,13 @@ import pytest
 from remedies import named_fix
 from token_files import command, write_conversations
 
-from jaxtrain import config, environment, explain, hardware, launch, main, sample
-from jaxtrain.config import Problem, declared
+from jaxtrain import main
+from jaxtrain.commands import hf, plan, sample
+from jaxtrain.config import environment, explain, hardware, launch, schema
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import Problem, declared
 from jaxtrain.data import pipeline, prepare
-from jaxtrain.hardware import Devices
-from jaxtrain.hf import __main__ as hf
-from jaxtrain.plan import __main__ as plan
-from jaxtrain.validate import validate
+from jaxtrain.step.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
 TINY = f"--config={REPO}/configs/tiny.py"
@@ -162,7 +162,7 @@ def keys(*args: object, **how: object) -> list[str]:
 
 def mended(settings: str, fix: str) -> str:
     """Return the settings with a fix, which replaces settings of the same keys. Unknown keys are left out."""
-    known = {*declared(), "--workdir"} | {f"sharding.rules.{axis}" for axis, _ in config.RunConfig().sharding.rules}
+    known = {*declared(), "--workdir"} | {f"sharding.rules.{axis}" for axis, _ in schema.RunConfig().sharding.rules}
     replaced = {word.partition("=")[0] for word in fix.split()}
     words = [(word.partition("=")[0], word) for word in settings.split()]
     return " ".join([word for key, word in words if key in known and key not in replaced] + [fix])
@@ -179,7 +179,7 @@ def test_a_mistake_is_told_once_with_its_key_and_a_fix(wrong: str, told: str, fi
         assert problems(mended(wrong, fix or named_fix(found[0]))) == []
 
 
-FLOATS = [key for key, value in config.flatten(config.to_dict(config.RunConfig())) if isinstance(value, float)]
+FLOATS = [key for key, value in schema.flatten(schema.to_dict(schema.RunConfig())) if isinstance(value, float)]
 
 
 @pytest.mark.parametrize("key", FLOATS)
@@ -197,7 +197,7 @@ def test_numbers_that_are_none_in_float32_are_refused_and_the_named_one_is_taken
 
 WHOLE = [
     key
-    for key, value in config.flatten(config.to_dict(config.RunConfig()))
+    for key, value in schema.flatten(schema.to_dict(schema.RunConfig()))
     if isinstance(value, int) and not isinstance(value, bool)
 ]
 
@@ -267,7 +267,7 @@ def test_a_plan_that_a_message_names_is_for_the_machine_of_the_config(config_of,
 
 
 def test_a_problem_without_a_remedy_ends_with_its_rule():
-    assert str(config.Problem("cannot start", None, "the disk is full", "")) == "cannot start: the disk is full."
+    assert str(schema.Problem("cannot start", None, "the disk is full", "")) == "cannot start: the disk is full."
 
 
 @pytest.mark.parametrize("asked", ["model.vocab_size=128264", "memory_estimation.enable=true"])
@@ -276,7 +276,7 @@ def test_a_command_that_a_fix_names_repeats_config_and_overrides(asked, no_jax, 
     monkeypatch.delenv("JAXTRAIN_COMMAND_PREFIX", raising=False)
     right = [f"--config={REPO}/configs/llama3_70b.py:f32", "--config.sample.prompt=a 'b' c", "--config.model.num_layers=800"]
     assert main.main([*right, f"--config.{asked}", "--config.train.stps=3"]) == 2
-    named = re.findall(r"python -m jaxtrain\.plan (.*? --topology=[\w:]+)", capsys.readouterr().err)
+    named = re.findall(r"python -m jaxtrain plan (.*? --topology=[\w:]+)", capsys.readouterr().err)
     assert len(named) == (2 if asked.startswith("memory") else 1)
     expected = launch.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
     for words in named:
@@ -303,7 +303,7 @@ def checkpoint(step: int, **changes: object) -> Path:
     loaded = launch.load([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
     meta = Path(f"run/checkpoints/{step}/meta.json")
     meta.parent.mkdir(parents=True)
-    meta.write_text(json.dumps({"config": config.to_dict(loaded.run)}))
+    meta.write_text(json.dumps({"config": schema.to_dict(loaded.run)}))
     return meta
 
 
@@ -357,7 +357,7 @@ def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path, cap
     """A command without --config is refused if a key that it does not set differs from the run in the folder."""
 
     def resume(past: str, *given: str) -> int:
-        stored = config.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
+        stored = schema.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
         (tmp_path / "receipt.json").write_text(json.dumps({"command": past, "resolved": stored}))
         return main.main([f"--workdir={tmp_path}", *given, "--explain"])
 
@@ -485,7 +485,7 @@ def test_a_mistake_in_data_is_one_problem(files, settings, key, value):
 def test_the_command_that_makes_a_token_file_is_named_once(files):
     """The command of the message for a text is run: with its file, the problem is gone."""
     (problem,) = problems(f"data.source=in.txt {HELD}")
-    (words,) = re.findall(r"python -m jaxtrain.data (prepare --input=\S+ --output=in.tok)", problem.remedy)
+    (words,) = re.findall(r"python -m jaxtrain data (prepare --input=\S+ --output=in.tok)", problem.remedy)
     assert problem.key == "data.source" and command(files, *words.split())[0] == 0
     assert problems(f"data.source=in.tok {HELD}") == []
     (problem,) = problems(f"data.source=corpus/web.jsonl.gz {HELD}")
@@ -496,10 +496,10 @@ def test_the_commands_for_paths_with_spaces_can_be_typed(files):
     (files / "my texts").mkdir()
     (files / "in.txt").rename(files / "my texts" / "in.txt")
     (problem,) = problems(f"'data.source=my texts/in.txt' {HELD}")
-    (words,) = re.findall(r"python -m jaxtrain.data (prepare .*) \(", problem.remedy)
+    (words,) = re.findall(r"python -m jaxtrain data (prepare .*) \(", problem.remedy)
     assert command(files, *shlex.split(words))[0] == 0 and problems(f"'data.source=my texts/in.tok' {HELD}") == []
     made = shlex.split(pipeline.prepare_command("my own/tokenizer.json", "my texts"))
-    assert made[4:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.jsonl", "--output=my texts.tok"]
+    assert made[5:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.jsonl", "--output=my texts.tok"]
 
 
 ANSWERS = {"loss.name=cross_entropy": ("completion",), "loss.name=dpo": ("chosen", "rejected")}
@@ -514,7 +514,7 @@ def test_the_command_for_a_missing_file_makes_the_data_that_a_finetune_needs(fil
     for missing in (["data.source", "data.eval_source"], ["data.eval_source"]):
         found = problems(needed)
         assert [p.key for p in found] == missing
-        (words,) = re.findall(r"python -m jaxtrain.data (prepare .*)", "\n".join(p.remedy for p in found))
+        (words,) = re.findall(r"python -m jaxtrain data (prepare .*)", "\n".join(p.remedy for p in found))
         assert command(files, *shlex.split(words))[0] == 0 and problems(needed) == []
         (files / "new" / "a.val.tok").unlink()
 

@@ -9,10 +9,10 @@ import pytest
 from remedies import named_fix
 from test_refusals import EIGHT_CPUS, EIGHT_H200, TINY
 
-from jaxtrain import config, launch
-from jaxtrain.config import MESH_AXES, Problem, declared
-from jaxtrain.hardware import Devices
-from jaxtrain.validate import validate_step
+from jaxtrain.config import launch, schema
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import MESH_AXES, Problem, declared
+from jaxtrain.step.validate import validate_step
 
 TINYS = launch.load([TINY]).asked  # key -> value
 SECTIONS = ("model", "mesh", "pipeline", "moe", "parallel", "sharding", "attention", "remat", "dtypes", "fp8", "train", "loss")
@@ -65,7 +65,7 @@ def problems(settings: Settings, devices: Devices) -> list[Problem]:
     for key, value in (TINYS | settings).items():
         *path, name = key.split(".")
         functools.reduce(lambda tree, part: tree.setdefault(part, {}), path, tree)[name] = value
-    run, wrong = config.resolve(tree)
+    run, wrong = schema.resolve(tree)
     return wrong + validate_step(run, devices)
 
 

@@ -12,18 +12,18 @@ import runs
 from made_runs import ended, everything, fake, gpu, held_out, line, silence, write_lines
 from pages import EVIL, Read, assert_self_contained, curves_of
 
-from jaxtrain import goodput, metrics
-from jaxtrain.page.charts import Curve, LineChart, draw, thin
-from jaxtrain.receipt.format import ReceiptError
-from jaxtrain.report import __main__ as command
-from jaxtrain.report import charts, compare, page
+from jaxtrain.commands import report as command
+from jaxtrain.metrics import files, goodput
+from jaxtrain.metrics.receipt_format import ReceiptError
+from jaxtrain.report import run_charts, run_compare, run_page
+from jaxtrain.report.charts import Curve, LineChart, draw, thin
 from jaxtrain.report.run import RunError, read, read_all, verdict
 
 # ---- Contents of a page
 
 
 def test_long_runs_keep_their_spikes_and_stay_small(tmp_path: Path):
-    shown = page.html([read(everything(tmp_path / "long", 0, steps=4_000))])
+    shown = run_page.html([read(everything(tmp_path / "long", 0, steps=4_000))])
     assert len(shown) < 1_000_000
     curves = curves_of(shown)
     assert len(curves["train"]) < 2000
@@ -65,10 +65,10 @@ def test_a_curve_stands_where_its_values_are():
 
 
 def test_the_smoothed_loss_is_a_mean_of_neighbours():
-    found = charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two points on each side
+    found = run_charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two points on each side
     assert found[:7] == [2.0, 2.0, 2.75, None, 5.0, None, 6.5]
-    assert charts.smoothed([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0], "a short run is shown as it is"
-    many = charts.smoothed([float(i) for i in range(1000)])
+    assert run_charts.smoothed([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0], "a short run is shown as it is"
+    many = run_charts.smoothed([float(i) for i in range(1000)])
     assert many[500] == pytest.approx(500.0) and many[0] == pytest.approx(10.0)
 
 
@@ -83,9 +83,9 @@ def test_time_is_drawn_as_it_was_spent():
     lines += [spent(165.0, 30, restore=5.0), {"kind": "back", "step": 20}, spent(200.0, 60, step=35.0)]
     lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
-    drawn = {cause: 0.0 for cause, colour in charts.COLOURS.items() if colour}
+    drawn = {cause: 0.0 for cause, colour in run_charts.COLOURS.items() if colour}
     places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
-    rects = re.findall(places, charts.wall_time_strip(found))
+    rects = re.findall(places, run_charts.wall_time_strip(found))
     for _, width, height, cause in rects:
         drawn[cause] += float(width) / 100 * float(height) / 60 * found.wall_s
     for cause, seconds in drawn.items():
@@ -106,12 +106,12 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     ledger = "".join(json.dumps(each) + "\n" for each in lines)
     run = read(fake(tmp_path / "run", [line(60, tokens=1_234_567)], receipt__json=told, goodput__jsonl=ledger))
     assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
-    table = charts.wall_time([run]).parts[1]
+    table = run_charts.wall_time([run]).parts[1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
     found = dict(zip(table.columns[0].cells, shares.cells, strict=True))  # type: ignore[union-attr]
     assert found["step"] == "60.0%" and found["startup"] == "40.0%" and found["stopped"] == "-"
     assert seconds.total == "20.0" and run.wall_time.goodput == 0.6
-    tiles = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+)<", page.html([run])))
+    tiles = dict(re.findall("<dt>([^<]+)</dt><dd>([^<]+)<", run_page.html([run])))
     assert tiles["elapsed"] == "20 s" and tiles["tokens"] == "1.23 M" and tiles["tokens/s"] == "1,000"
 
 
@@ -123,13 +123,13 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     other = [gpu(3, n, process=1, power_w=5.0) for n in range(4)]
     write_lines(folder / "metrics.1.jsonl", other)
     run = read(folder)
-    assert [(m[0], m[2], m[4]) for m in charts.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
-    assert "sw_power_cap+hw_slowdown" in page.html([run])
-    rows = re.findall(r"<tr><th scope=\"row\">([01].[0-3])</th>(.*?)</tr>", page.html([run]))
+    assert [(m[0], m[2], m[4]) for m in run_charts.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
+    assert "sw_power_cap+hw_slowdown" in run_page.html([run])
+    rows = re.findall(r"<tr><th scope=\"row\">([01].[0-3])</th>(.*?)</tr>", run_page.html([run]))
     powers = {gpu: re.findall(r">([^<]+)</td>", row)[1:3] for gpu, row in rows}
     assert len(powers) == 8 and powers["0.3"] == ["403.0", "700.0"] and powers["1.3"] == ["5.0", "700.0"]
     alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
-    assert [(m[0], m[2], m[4]) for m in charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
+    assert [(m[0], m[2], m[4]) for m in run_charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
 
 
 def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
@@ -160,18 +160,18 @@ def test_names_in_a_run_cannot_write_the_page(tmp_path: Path):
     folder = fake(tmp_path / "run", [line(1), line(2), held_out(2, 1.0, set=EVIL)], receipt__json=told)
     (folder / "samples.txt").write_text(f"--- step 2\n{EVIL}\n")
     (folder / "log.txt").write_text(f"2026-01-01 00:00:00+0000 WARNING {EVIL}\n")
-    shown = page.html([read(folder)])
+    shown = run_page.html([read(folder)])
     assert '<script>alert("1' not in shown
     assert " ".join(Read(shown).words).count(EVIL) > 6
     assert_self_contained(shown)
-    assert_self_contained(page.html(read_all([folder, everything(tmp_path / "other", 0, steps=200)])))
+    assert_self_contained(run_page.html(read_all([folder, everything(tmp_path / "other", 0, steps=200)])))
 
 
 def test_the_plan_of_a_run_is_drawn_beside_it(tmp_path: Path):
     config = json.dumps({"train": {"global_batch": 8}, "data": {"seq_len": 100}})
     told = ended(0, planned={"range_s": [0.5, 0.8], "step_s": 0.4, "peak_gib": 70.0}, devices={"count": 2, "kind": ["H100"]})
     run = read(fake(tmp_path / "run", [line(1), line(2)], receipt__json=told, config__json=config))
-    shown = page.html([run])
+    shown = run_page.html([run])
     # the fastest and slowest step in seconds and, with 400 tokens per device and step, in tokens/s; the peak in GiB
     drawn = re.findall(r"planned(?:, \w+)? ([\d.]+)<", shown)
     assert sorted(map(float, {*drawn})) == [0.5, 0.8, 70.0, 500.0, 800.0]
@@ -186,7 +186,7 @@ def test_several_runs_and_the_best(tmp_path: Path):
     slow = fake(tmp_path / "x" / "run", lines, config__json=batch[0])
     fast = [line(s, loss=4.0 - s / 10, tokens=200 * s, tokens_per_s_per_device=300.0) for s in range(1, 21)]
     quick = fake(tmp_path / "y" / "run", fast, config__json=batch[1])
-    shown = page.html(read_all([slow, quick]))
+    shown = run_page.html(read_all([slow, quick]))
     assert {"x/run", "y/run"} <= set(Read(shown).words)  # if two runs have the same name, their folders are shown
     (results,) = re.findall(r'<table class="sortable">(.*?)</table>', shown[: shown.index(">Training</h2>")])
     losses = [float(v) for v in re.findall(r'data-value="([^"]+)">\d\.\d{4}<', results)]
@@ -200,11 +200,11 @@ def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
     """Losses are compared over the same steps, even if one run wrote more lines."""
     fall = [line(s, loss=10.0 - s / 100) for s in range(1, 501)]
     fine, coarse = read(fake(tmp_path / "fine", fall)), read(fake(tmp_path / "coarse", fall[9::10]))
-    first = compare.window([fine, coarse], 500)
+    first = run_compare.window([fine, coarse], 500)
     assert first == 401
-    losses = [compare.loss_over(run, first, 500) for run in (fine, coarse)]
+    losses = [run_compare.loss_over(run, first, 500) for run in (fine, coarse)]
     assert losses == [pytest.approx(10 - 4.505), pytest.approx(10 - 4.55)]
-    assert compare.window([fine], 500) == 476  # a twentieth of the lines
+    assert run_compare.window([fine], 500) == 476  # a twentieth of the lines
 
 
 def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
@@ -212,15 +212,15 @@ def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
         return fake(tmp_path / name, [line(1, loss=1.0), line(2, loss=1.0), *(held_out(s, v) for s, v in at.items())])
 
     long, short = evaluated("long", {10: 4.0, 20: 3.0, 30: 1.5}), evaluated("short", {10: 5.0, 20: 2.0})
-    shown = page.html(read_all([long, short]))
+    shown = run_page.html(read_all([long, short]))
     assert "3.0000" in shown and "2.0000" in shown, "step 20"
-    shown = page.html(read_all([long, evaluated("never", {7: 0.5})]))
+    shown = run_page.html(read_all([long, evaluated("never", {7: 0.5})]))
     assert "1.5000" in shown and "0.5000" in shown, "the newest"
     assert "cross entropy" not in shown
     own = fake(tmp_path / "own", [line(1, loss=1.0), held_out(20, 1.25, cross_entropy=3.75)])
-    assert compare.held_out_at(read_all([long, own]), "", plain=True) == (20, [3.0, 3.75])
+    assert run_compare.held_out_at(read_all([long, own]), "", plain=True) == (20, [3.0, 3.75])
     for compared in ([own], [long, own]):
-        assert "3.7500" in page.html(read_all(compared))
+        assert "3.7500" in run_page.html(read_all(compared))
     # The evaluation of a new run comes before its first train line, without tokens and without time.
     (begun,) = read_all([fake(tmp_path / "new", [held_out(0, 5.0), line(10), line(20, time_unix=1e9 + 9), held_out(20, 4.0)])])
     assert begun.positions([0, 5, 20]) == [[0, 5, 20], [0, 500, 2000], [0.0, 0.0, 9.0]]
@@ -237,7 +237,7 @@ def test_losses_of_different_data_are_marked(tmp_path: Path):
 
     def marked(*folders: Path) -> set[str]:
         read_runs = read_all(folders)
-        headings = [column.heading for column in compare.results(read_runs).parts[0].columns]  # type: ignore[union-attr]
+        headings = [column.heading for column in run_compare.results(read_runs).parts[0].columns]  # type: ignore[union-attr]
         return {"train" if "train" in h else "held-out" for h in headings if "different data" in h}
 
     assert marked(one, same) == marked(one, bare) == set()
@@ -247,7 +247,7 @@ def test_losses_of_different_data_are_marked(tmp_path: Path):
 def test_rates_are_explained_only_in_a_table_with_rates(tmp_path: Path):
     def note(**changes: Any) -> str:
         folders = [fake(tmp_path / name, [line(s, **changes) for s in range(1, 30)]) for name in ("a", "b")]
-        return " ".join(part for part in compare.results(read_all(folders)).parts if isinstance(part, str))
+        return " ".join(part for part in run_compare.results(read_all(folders)).parts if isinstance(part, str))
 
     absent: dict[str, Any] = {"tokens_per_s_per_device": None, "step_time_s": None, "mfu_causal": None}
     assert "median" in note() and "median" not in note(**absent)
@@ -256,7 +256,7 @@ def test_rates_are_explained_only_in_a_table_with_rates(tmp_path: Path):
 def test_each_run_links_to_its_own_page(tmp_path: Path):
     one, two = fake(tmp_path / "one", [line(1)]), fake(tmp_path / "two", [line(1)])
     read(one).write_report()
-    links = [a["href"] for a in Read(page.html(read_all([one, two]), tmp_path / "all.html")).named("a")]
+    links = [a["href"] for a in Read(run_page.html(read_all([one, two]), tmp_path / "all.html")).named("a")]
     assert "./one/report.html" in links and not any("two" in (link or "") for link in links)
 
 
@@ -279,17 +279,17 @@ def test_how_a_run_ended_or_when_it_was_last_alive(tmp_path: Path):
 @pytest.mark.parametrize(("name", "content"), [("config.json", "{}"), ("receipt.json", ended(1)), ("metrics.jsonl", "")])
 def test_a_run_of_one_file_has_a_page(tmp_path: Path, name: str, content: str):
     (tmp_path / name).write_text(content)
-    shown = Read(page.html([read(tmp_path)])).words
+    shown = Read(run_page.html([read(tmp_path)])).words
     assert not {"Training", "Throughput", "Memory", "GPUs", "Wall time"} & set(shown)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path):
     folder = fake(tmp_path, [line(1)], receipt__json='{"format": 99, "attempts": []}', config__json="{")
     (folder / "goodput.jsonl").write_text("{}\n")
-    words = " ".join(Read(page.html([read(folder)])).words)
+    words = " ".join(Read(run_page.html([read(folder)])).words)
     for file in ("receipt.json", "config.json", "goodput.jsonl"):
         assert file in words
-    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + metrics.encode(line(2)) + "\n")
+    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + files.encode(line(2)) + "\n")
     with pytest.raises(ReceiptError, match="metrics.jsonl:1"):
         read(folder)
     assert command.main([str(folder)]) == 2
@@ -320,4 +320,4 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     assert command.main([str(one), str(other)]) == 0
     assert (tmp_path / "report.html").exists()
     with pytest.raises(RunError):
-        page.html([None] * 9)  # type: ignore[list-item]
+        run_page.html([None] * 9)  # type: ignore[list-item]

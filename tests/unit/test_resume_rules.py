@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain import config, resume
+from jaxtrain.config import schema
+from jaxtrain.step import resume
 from jaxtrain.train import initial_state
 
 
 def test_every_key_stands_in_exactly_one_row():
-    for key in config.declared():
+    for key in schema.declared():
         assert len(resume.rows_for(key)) == 1, key
     for row in resume.TABLE:
         for pattern in row.keys:
-            known = (*config.declared(), "own.gamma")
+            known = (*schema.declared(), "own.gamma")
             assert any(fnmatch.fnmatch(k, pattern) and row in resume.rows_for(k) for k in known), pattern
 
 
@@ -40,17 +41,17 @@ def test_effects_of_keys(effect: str, keys: tuple[str, ...]):
 def test_docs_show_the_table():
     page = Path(__file__).parents[2] / "docs/checkpoints.md"
     assert resume.markdown() in page.read_text(), (
-        "regenerate it: python -c 'from jaxtrain import resume; print(resume.markdown())'"
+        "regenerate it: python -c 'from jaxtrain.step import resume; print(resume.markdown())'"
     )
 
 
 def tree(**changes: object) -> dict:
-    made = config.default_config()
+    made = schema.default_config()
     with made.unlocked():
         made.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
-    run, problems = config.resolve(made)
+    run, problems = schema.resolve(made)
     assert not problems
-    return config.to_dict(run)
+    return schema.to_dict(run)
 
 
 NO_LOSSES = {"moe__balance_loss": 0.0, "moe__z_loss": 0.0}
@@ -143,14 +144,14 @@ def test_groups_may_change_their_recipe_and_not_their_optimizer():
 
 def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
     """mesh.fsdp=-1 is another layout on another number of devices, and a capacity then drops other tokens."""
-    run = config.resolve(config.default_config())[0]
+    run = schema.resolve(schema.default_config())[0]
     some = dataclasses.replace(
         run,
         model=dataclasses.replace(run.model, num_experts=4),
         moe=dataclasses.replace(run.moe, capacity_factor=1.25, balance_loss=0.0, z_loss=0.0),
     )
     for one, asked in ((run, []), (some, ["mesh.fsdp"])):
-        meta = {"config": config.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
+        meta = {"config": schema.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
         for fsdp, keys in ((8, []), (4, asked)):
             program = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(shape=meta["mesh"] | {"fsdp": fsdp})))
             assert [p.key for p in resume.compare(*initial_state._with_meshes(meta, one, program))[1]] == keys
@@ -195,13 +196,13 @@ def test_configs_of_other_versions_and_own_axes():
     ],
 )
 def test_a_resumed_run_says_how_the_rate_of_its_next_step_changes(before, after, done, rates):
-    def run(changes: dict[str, object]) -> config.RunConfig:
-        tree = config.to_dict(config.RunConfig())
+    def run(changes: dict[str, object]) -> schema.RunConfig:
+        tree = schema.to_dict(schema.RunConfig())
         usual = {"train.steps": 700, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant", "optimizer.lr": 1e-2}
         for key, value in (usual | {"optimizer.lr_min": 1e-3} | changes).items():
             section, name = key.split(".")
             tree[section][name] = value
-        return config.resolve(tree)[0]
+        return schema.resolve(tree)[0]
 
     was = {"optimizer.schedule": "cosine"} if before.get("train.steps") == 60 else {}
     notes = initial_state.changed_rate(run(was | before), run(was | after), done)

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from token_files import command
 
-from jaxtrain.data import __main__ as data
+from jaxtrain.commands import data
 from jaxtrain.data.template import Conversation, load_template
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer

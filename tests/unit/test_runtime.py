@@ -1,13 +1,14 @@
 """The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the command for another node."""
 
 import ast
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 import jaxtrain
-from jaxtrain import commands
+from jaxtrain.config import commands
 from jaxtrain.runtime import nodes, provenance
 from jaxtrain.runtime.messages import Refusal
 from jaxtrain.runtime.nodes import Nodes, is_here, remote_line, verdict
@@ -190,17 +191,23 @@ def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: boo
 
 def test_the_supervisor_imports_the_standard_library_alone():
     """The supervisor runs beside every run, so it must start at once and stay small."""
-    for path in sorted((REPO / "jaxtrain" / "runtime").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    left, seen = ["jaxtrain.commands.supervise", "jaxtrain.runtime", "jaxtrain.commands"], set()
+    while left:
+        module = left.pop()
+        seen.add(module)
+        file = Path(str(importlib.util.find_spec(module).origin))  # pyright: ignore
+        for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 top = name.partition(".")[0]
-                assert top in sys.stdlib_module_names or name.startswith("jaxtrain.runtime"), f"{path.name}: {name}"
+                assert top in sys.stdlib_module_names or name.startswith("jaxtrain.runtime."), f"{module}: {name}"
+            left += [name for name in names if name.startswith("jaxtrain.") and name not in seen]
+    assert "jaxtrain.runtime.supervisor" in seen
 
 
 def test_files_for_any_python_have_the_syntax_of_3_8():
-    for name in ("__init__.py", "commands.py"):
+    for name in ("__init__.py", "config/commands.py"):
         ast.parse((REPO / "jaxtrain" / name).read_text(), feature_version=(3, 8))
     with pytest.raises(SyntaxError):
         ast.parse("match x:\n    case 1: pass\n", feature_version=(3, 8))
@@ -221,29 +228,28 @@ def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_the_table_names_the_modules_that_run():
-    package = REPO / "jaxtrain"
-    runs = {path.parent.name for path in package.glob("*/__main__.py")}
-    runs |= {path.stem for path in package.glob("[a-z]*.py") if "\nif __name__ ==" in path.read_text()}
-    assert set(commands.table()) == runs - {"runtime", "commands"}
+    assert not [*(REPO / "jaxtrain").glob("*/**/__main__.py")]
+    runs = {path.stem for path in (REPO / "jaxtrain" / "commands").glob("[a-z]*.py")} - {"api", "supervise"}
+    assert set(commands.table()) == {"main"} | runs
 
 
 def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    text = "Check it with: python -m jaxtrain.data verify FILE"
-    for prefix, line in ((None, "python -m jaxtrain."), ("./run.sh", "./run.sh ")):
+    text = "Check it with: python -m jaxtrain data verify FILE"
+    for prefix, line in ((None, "python -m jaxtrain "), ("./run.sh", "./run.sh ")):
         monkeypatch.delenv(commands.PREFIX, raising=False)
         if prefix:
             monkeypatch.setenv(commands.PREFIX, prefix)
-        assert commands.spelled(text) == text.replace("python -m jaxtrain.", line)
+        assert commands.spelled(text) == text.replace("python -m jaxtrain ", line)
         assert commands.main([]) == 0 and f"\n  {line}main " in capsys.readouterr().out
     assert commands.main(["configs/a.py"]) == 2 and capsys.readouterr().err.endswith("./run.sh --config=configs/a.py.\n")
 
 
 @pytest.mark.parametrize(
-    ("word", "nearest"), [("pln", "plan"), ("reciept", "receipt"), ("train", "main --config=FILE"), ("hf", "hf")]
+    ("word", "nearest"), [("pln", " plan"), ("reciept", " receipt"), ("train", ".main --config=FILE"), ("hff", " hf")]
 )
 def test_an_unknown_command_is_answered_with_the_nearest(
     word: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delenv(commands.PREFIX, raising=False)
-    assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"python -m jaxtrain.{nearest}.\n")
+    assert commands.main([word]) == 2 and capsys.readouterr().err.endswith(f"python -m jaxtrain{nearest}.\n")
     assert commands.main(["lint"]) == 2 and "jaxtrain.lint" not in capsys.readouterr().err  # no module of run.sh's commands

@@ -11,12 +11,11 @@ import pytest
 from made_plans import H200, RATES, above, load, made, plan_inline, tiny
 from rich.console import Console
 
-from jaxtrain.config import ConfigError, Problem, RunConfig
-from jaxtrain.plan import topology
-from jaxtrain.plan.report import search_report
-from jaxtrain.plan.search import parallel, search, space
-from jaxtrain.plan.search.bound import bound
-from jaxtrain.plan.search.cache import Request
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.plan import search, search_parallel, search_space, topology
+from jaxtrain.plan.search_bound import bound
+from jaxtrain.plan.search_cache import Request
+from jaxtrain.report import search_page
 
 TWO, FOUR = topology.parse("h200:2"), topology.parse("h200:4")
 SMALL = ("train.global_batch=16", "train.grad_accum=4")
@@ -43,7 +42,11 @@ def printed(show: Callable[[Console], object]) -> str:
 def layouts(*overrides: str, machine: topology.Topology = H200, file: str = "configs/llama3_8b.py") -> list[RunConfig]:
     """Return the runs of `space.fastest_space`, without the config itself."""
     run = load(*overrides, file=file)
-    return [space.with_overrides(run, o) for o in space.fastest_space(run, machine, space.training_check(machine)) if o]
+    return [
+        search_space.with_overrides(run, o)
+        for o in search_space.fastest_space(run, machine, search_space.training_check(machine))
+        if o
+    ]
 
 
 # ---- the space
@@ -54,7 +57,7 @@ def test_space_is_what_the_checks_accept():
     assert len(found) == len(set(found))
     meshes = {(r.mesh.data, r.mesh.fsdp, r.mesh.tensor) for r in found}
     assert meshes == {(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if 8 % (d * f) == 0}
-    check = space.training_check(H200)
+    check = search_space.training_check(H200)
     assert not any(check(r) for r in found)
     assert {r.mesh.tensor for r in layouts("model.num_kv_heads=4", "model.num_heads=4", "model.head_dim=128")} == {1, 2, 4}
 
@@ -77,7 +80,7 @@ def test_sequences_are_sharded_where_they_are_long_or_few(batch, seq_len, sharde
 
 def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
     def of(machine, *overrides, file="configs/llama3_8b.py"):
-        found = [dict(mesh) for mesh in space.meshes(load(*overrides, file=file), machine)]
+        found = [dict(mesh) for mesh in search_space.meshes(load(*overrides, file=file), machine)]
         keys = ("mesh.stage", "pipeline.schedule", "pipeline.groups", "mesh.expert")
         return {tuple(mesh[key] for key in keys) for mesh in found}
 
@@ -93,14 +96,14 @@ def test_stages_are_tried_over_nodes_and_experts_where_there_are_some():
 def test_what_fits_rounds_more_of_the_state_at_each_rank():
     """Rank 0 of `fitting_space` changes no dtype of the state. The dtype of the weights changes last."""
     run = load(*FULL, "dtypes.m=f32", "dtypes.v=f32", file=FILE_70B)
-    found = [(rank, dict(o)) for rank, o in space.fitting_space(run, H200, space.training_check(H200))]
+    found = [(rank, dict(o)) for rank, o in search_space.fitting_space(run, H200, search_space.training_check(H200))]
     types = {rank: {key for r, o in found if r == rank for key in o if key.startswith("dtypes.")} for rank, _ in found}
     assert types[0] == set() and types[1] == {"dtypes.m"} and types[2] == {"dtypes.v"}
     assert max(types) == 6 and "dtypes.params" in types[6]
     assert [rank for rank, _ in found] == sorted(rank for rank, _ in found)
     keys = {key for rank, o in found if rank == 0 for key in o}
     assert keys >= {"mesh.tensor", "remat.policy", "loss.chunk"}
-    few = [dict(o) for _, o in space.fitting_space(run, FOUR, space.training_check(FOUR))]
+    few = [dict(o) for _, o in search_space.fitting_space(run, FOUR, search_space.training_check(FOUR))]
     assert few and all("dtypes.m" in o for o in few), "where the state alone is too big, nothing is listed"
 
 
@@ -108,11 +111,11 @@ def test_what_fits_rounds_more_of_the_state_at_each_rank():
 
 
 def test_ten_are_shown_that_may_fit_best_first():
-    found = search.rank(load(), "made", H200, "speed", space.training_check(H200), RATES)
+    found = search.rank(load(), "made", H200, "speed", search_space.training_check(H200), RATES)
     assert len(found.shown) == search.SHOWN and found.best is found.shown[0] and found.too_big > 0
     assert all(c.bound.memory_gib <= found.usable_gib for c in found.candidates)
     assert found.shown[0].bound.step_s < 1.05 * min(c.bound.step_s for c in found.candidates)
-    assert printed(lambda console: search_report.show_ranked(found, console)).count("fsdp") >= search.SHOWN
+    assert printed(lambda console: search_page.show_ranked(found, console)).count("fsdp") >= search.SHOWN
     # The config itself is a candidate, once.
     assert [c.changes for c in found.candidates].count(()) == 1
 
@@ -137,10 +140,12 @@ def test_a_deadline_ends_only_what_is_not_done(inline, monkeypatch):
     for requests, ended in ((1, contextlib.nullcontext()), (2, pytest.raises(TimeoutError))):
         clock = MagicMock()
         clock.monotonic.return_value = 0.0
-        monkeypatch.setattr(parallel, "time", clock)
+        monkeypatch.setattr(search_parallel, "time", clock)
         todo, done = iter(enumerate([Request(load(*SMALL), FOUR, "made")] * requests)), []
         with ended:
-            for n, _ in parallel.plan_each(lambda todo=todo: next(todo, None), deadline=1.0, plan_one="made_plans:above"):
+            for n, _ in search_parallel.plan_each(
+                lambda todo=todo: next(todo, None), deadline=1.0, plan_one="made_plans:above"
+            ):
                 done.append(n)
                 clock.monotonic.return_value = 2.0  # the caller takes long to process the outcome
         assert done == [0]
@@ -148,13 +153,13 @@ def test_a_deadline_ends_only_what_is_not_done(inline, monkeypatch):
 
 def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first():
     """Equal layouts are ordered by communication time, then by number of axes, then by step time. 5.1% slower is not equal."""
-    found = search.rank(tiny(), "made", TWO, "speed", space.training_check(TWO), RATES)
+    found = search.rank(tiny(), "made", TWO, "speed", search_space.training_check(TWO), RATES)
     figures = ((1.0, 100.0, 0.4, 1), (1.04, 120.0, 0.2, 1), (1.02, 120.0, 0.2, 2), (1.045, 120.0, 0.2, 1))
     for step, gib, links, axes in (*figures, (1.051, 30.0, 0.1, 1), (0.5, 900.0, 0.1, 1)):
         plan = made(tiny(), FOUR, step, gib)
         plan = dataclasses.replace(plan, mesh={"data": 2, "fsdp": 2} if axes == 2 else {"fsdp": 4})
         plan = dataclasses.replace(plan, time=dataclasses.replace(plan.time, communication_ms=links * 1e3))
-        c = search.Candidate(tiny(), bound(tiny(), FOUR, RATES), ("a=b",), outcome=parallel.Outcome(plan, "planned"))
+        c = search.Candidate(tiny(), bound(tiny(), FOUR, RATES), ("a=b",), outcome=search_parallel.Outcome(plan, "planned"))
         found.tried.append(c)
     search._judge(found)
     steps = [round(c.plan.time.step_ms / 1e3, 3) for c in found.tried if c.plan]
@@ -166,7 +171,7 @@ def test_report_and_json(inline):
     heard = []
     result = find(most=4, on_ranked=lambda found: heard.append(len(found.tried)))
     assert heard == [0]  # the order by formula comes before any plan
-    tree, line = json.loads(json.dumps(search_report.to_json(result))), search_report.paste(result.best)
+    tree, line = json.loads(json.dumps(search_page.to_json(result))), search_page.paste(result.best)
     assert tree["compiled"] and tree["paste"] == line and len(tree["tried"]) == 4
     assert len(tree["formula"]) == search.SHOWN and tree["tried"][0]["verdict"] == "best"
     # The line, appended to the command, gives the best layout.
@@ -177,12 +182,12 @@ def test_report_and_json(inline):
 @pytest.mark.parametrize("how", ["budget", "interrupted"])
 def test_an_early_end_leaves_the_best_by_formula(inline, monkeypatch, how):
     if how == "interrupted":
-        monkeypatch.setattr(parallel, "_wait", MagicMock(side_effect=KeyboardInterrupt))
+        monkeypatch.setattr(search_parallel, "_wait", MagicMock(side_effect=KeyboardInterrupt))
     else:
         monkeypatch.setattr(search.time, "monotonic", MagicMock(side_effect=itertools.count(0.0, 10.0)))
     result = find(budget_s=1.0 if how == "budget" else 0.0)  # no budget, so that the real clock does not end the search
     assert result.ended == how and not result.tried and result.best and not result.best.fits
-    assert not search_report.to_json(result)["compiled"]
+    assert not search_page.to_json(result)["compiled"]
 
 
 # ---- Settings that make a config fit
@@ -198,12 +203,12 @@ def test_what_costs_only_time_comes_first_and_one_change_before_two(inline):
     result = fit()
     assert result.ended == "found" and result.best.fits and result.best.rank == 0
     assert len(result.tried) == 1 and {c.partition("=")[0] for c in result.best.changes} == {"train.grad_accum"}
-    assert search_report.hints(result)[0].startswith(result.best.changes[0])
+    assert search_page.hints(result)[0].startswith(result.best.changes[0])
     # A plan far above its formula makes the search careful.
     own = made(run, H200, 1.0, 3 * bound(run, H200, RATES).memory_gib)
     assert fit(own=own).best.bound.likely_gib < result.best.bound.likely_gib
     # A setting that training refuses is not planned.
-    legal, accum = space.training_check(H200), result.best.run.train.grad_accum
+    legal, accum = search_space.training_check(H200), result.best.run.train.grad_accum
     refusal = [Problem("train.grad_accum", accum, "no", "")]
     inline.clear()
     found = fit(check=lambda r: refusal if r.train.grad_accum == accum else legal(r))
@@ -218,8 +223,8 @@ def test_what_cannot_fit_is_refused_with_the_next_larger_machine():
     why = search.refuse(run, where)
     assert why and why.least_gib > why.usable_gib and why.fix is None
     there, c = why.larger
-    assert there.name == "h200:8x16" and not space.training_check(there)(c.run)
-    assert "--topology=h200:8x16" in printed(lambda console: search_report.show_refusal(why, "made", (), where, console))
+    assert there.name == "h200:8x16" and not search_space.training_check(there)(c.run)
+    assert "--topology=h200:8x16" in printed(lambda console: search_page.show_refusal(why, "made", (), where, console))
 
 
 def test_a_config_that_a_change_makes_fit_is_refused_with_the_change():
@@ -242,7 +247,7 @@ def test_a_larger_machine_keeps_the_batch_where_it_divides():
 def test_every_saving_is_found():
     def of(*overrides, file=FILE_70B):
         run = load(*FULL, *overrides, file=file) if file == FILE_70B else load(*overrides, file=file)
-        return {choice: dict(o) for choice, o in search.savings(run, space.training_check(H200)).items()}
+        return {choice: dict(o) for choice, o in search.savings(run, search_space.training_check(H200)).items()}
 
     assert of().keys() == {"remat.policy=full", "dtypes.m=bf16", "dtypes.v=bf16"}
     assert of()["dtypes.m=bf16"] == {"dtypes.m": "f32"} and of()["remat.policy=full"]["remat.policy"] == "auto"
@@ -261,31 +266,31 @@ def test_every_saving_is_found():
 def test_a_run_without_a_formula_has_no_figures_before_a_compile(inline, monkeypatch, setting, objective):
     """Such a run has nothing in place of the formula's zeros, and no best setting that was not compiled."""
     run = tiny(setting)
-    ranked = search.rank(run, "made", TWO, objective, space.training_check(TWO), RATES)
+    ranked = search.rank(run, "made", TWO, objective, search_space.training_check(TWO), RATES)
     assert ranked.no_formula and setting in ranked.no_formula and ranked.best is None
-    tree = json.loads(json.dumps(search_report.to_json(ranked)))
+    tree = json.loads(json.dumps(search_page.to_json(ranked)))
     assert tree["no_formula"] and tree["formula"] == [] and tree["too_big"] is None and tree["best"] is None
-    shown = printed(lambda console: search_report.show_ranked(ranked, console))
+    shown = printed(lambda console: search_page.show_ranked(ranked, console))
     assert setting in shown and "formula ms" not in shown and "GiB" not in shown
-    assert search_report.hints(ranked) == ("no setting was found that fits",)
+    assert search_page.hints(ranked) == ("no setting was found that fits",)
 
     plans = {"made_plans:above": lambda r, machine, rates=None: made(r, machine, 1.0 + len(inline), 10.0)}
-    monkeypatch.setattr(parallel.pkgutil, "resolve_name", plans.get, raising=False)
+    monkeypatch.setattr(search_parallel.pkgutil, "resolve_name", plans.get, raising=False)
     found = search.search(run, "made", TWO, objective, plan_one="made_plans:above", most=3, jobs=1)
     assert found.best and found.best.fits
-    assert all(c["formula"] is None and c["taken_gib"] == 10.0 for c in search_report.to_json(found)["tried"])
+    assert all(c["formula"] is None and c["taken_gib"] == 10.0 for c in search_page.to_json(found)["tried"])
 
 
 def test_a_run_with_a_formula_says_nothing_of_its_lack():
-    ranked = search.rank(tiny(), "made", TWO, "speed", space.training_check(TWO), RATES)
-    tree = search_report.to_json(ranked)
+    ranked = search.rank(tiny(), "made", TWO, "speed", search_space.training_check(TWO), RATES)
+    tree = search_page.to_json(ranked)
     assert tree["no_formula"] == "" and tree["formula"][0]["formula"]["step_ms"] > 0 and tree["too_big"] >= 0
 
 
 # ---- Searches in which settings fail
 
 
-def of_outcomes(monkeypatch, *outcomes: parallel.Outcome) -> search.SearchResult:
+def of_outcomes(monkeypatch, *outcomes: search_parallel.Outcome) -> search.SearchResult:
     """Return the search that has these outcomes, one after the other."""
 
     def plan_each(following, **_):
@@ -293,12 +298,14 @@ def of_outcomes(monkeypatch, *outcomes: parallel.Outcome) -> search.SearchResult
             yield following()[0], outcome
 
     monkeypatch.setattr(search, "plan_each", plan_each)
-    return search.search(tiny("train.freeze=layers.mlp.*"), "made", TWO, check=space.training_check(TWO), most=len(outcomes))
+    return search.search(
+        tiny("train.freeze=layers.mlp.*"), "made", TWO, check=search_space.training_check(TWO), most=len(outcomes)
+    )
 
 
-def refused(key: str) -> parallel.Outcome:
+def refused(key: str) -> search_parallel.Outcome:
     problem = Problem(key, "x", "is wrong", "Mend it.")
-    return parallel.Outcome(None, "refused", str(problem), (problem,))
+    return search_parallel.Outcome(None, "refused", str(problem), (problem,))
 
 
 def test_a_refusal_of_every_setting_ends_the_search(monkeypatch):
@@ -307,14 +314,14 @@ def test_a_refusal_of_every_setting_ends_the_search(monkeypatch):
         with pytest.raises(ConfigError) as caught:
             of_outcomes(monkeypatch, refused(key))
         assert [p.key for p in caught.value.problems] == [key]
-    planned = parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    planned = search_parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
     assert of_outcomes(monkeypatch, planned, refused("train.freeze")).best
     assert of_outcomes(monkeypatch, refused("sharding.gather"), planned).best, "another layout may do"
 
 
 def test_failed_settings_are_no_compiled_ones_and_each_reason_is_told_once(monkeypatch):
-    failed = [refused("sharding.gather"), refused("sharding.gather"), parallel.Outcome(None, "failed", "another")]
-    planned = parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
+    failed = [refused("sharding.gather"), refused("sharding.gather"), search_parallel.Outcome(None, "failed", "another")]
+    planned = search_parallel.Outcome(made(tiny(), TWO, 1.0, 1.0), "planned")
     for outcomes in (failed, [*failed, planned]):
         found = of_outcomes(monkeypatch, *outcomes)
         told = printed(lambda console, found=found: show_search(console, found))
@@ -325,6 +332,6 @@ def test_failed_settings_are_no_compiled_ones_and_each_reason_is_told_once(monke
 
 def show_search(console: Console, found: search.SearchResult) -> None:
     """Print a search as the command does: each outcome when it comes, and then all."""
-    with search_report.watch(console) as progress:
+    with search_page.watch(console) as progress:
         progress(found)
-    search_report.show(found, console)
+    search_page.show(found, console)

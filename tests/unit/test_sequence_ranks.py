@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.context import Context, make_context, pairs, ulysses_problem
+from jaxtrain.config.context import Context, make_context, pairs, ulysses_problem
 
 CONTEXTS = [Context(1, n) for n in (1, 2, 4, 8)]
 CONTEXTS += [Context(1, 4, gathered=True), Context(4, 1), Context(2, 2), Context(2, 4, gathered=True)]

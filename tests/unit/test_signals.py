@@ -5,8 +5,8 @@ import signal
 import pytest
 from fakes import Clock
 
-from jaxtrain import signals
-from jaxtrain.signals import Stop
+from jaxtrain.runtime import signals
+from jaxtrain.runtime.signals import Stop
 
 INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.train.stages import SCHEDULES, Arrangement, Schedule
+from jaxtrain.step.stages import SCHEDULES, Arrangement, Schedule
 
 CASES = [
     *[(name, stages, 1, m) for name in ("1f1b", "gpipe") for stages in (2, 3) for m in (1, 2, 4, 17)],

@@ -12,9 +12,10 @@ import helpers
 import jax
 import pytest
 
-from jaxtrain import environment, startup
-from jaxtrain.config import ConfigError, Problem, RunConfig
-from jaxtrain.hardware import HOST_LIMIT, Devices
+from jaxtrain.config import environment
+from jaxtrain.config.hardware import HOST_LIMIT, Devices
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.runtime import startup
 
 H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
 

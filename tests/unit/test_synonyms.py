@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import migration
-from jaxtrain import launch
-from jaxtrain.activations import ACTIVATIONS
-from jaxtrain.config import declared, default_config, flatten
-from jaxtrain.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
+from jaxtrain.config import launch
+from jaxtrain.config.schema import declared, default_config, flatten
+from jaxtrain.config.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
+from jaxtrain.models.activations import ACTIVATIONS
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = list(declared())
@@ -82,7 +82,7 @@ def names_of_page() -> list[tuple[str, list[str]]]:
         if not row.startswith("| "):
             continue
         _, theirs, ours, *_ = row.split("|")
-        settings = [s.replace("./run.sh ", "python -m jaxtrain.") for s in re.findall(r"`([^`]+)`", ours) if s != "./run.sh"]
+        settings = [s.replace("./run.sh ", "python -m jaxtrain ") for s in re.findall(r"`([^`]+)`", ours) if s != "./run.sh"]
         theirs = re.sub(r"\((now )?`[^)]*\)", "", theirs)
         names = [re.split("[ =]", name)[0].lstrip("-").replace("-", "_") for name in re.findall(r"`([^`]+)`", theirs)]
         found += [(name, settings) for name in names if settings and re.fullmatch(r"[a-z][a-z0-9_.]*", name)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from fakes import Clock, Turns
 
-from jaxtrain import timelimit
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.runtime import timelimit
+from jaxtrain.runtime.timelimit import TimeLimit, forbid_restart, launch_time, limit_s
 from jaxtrain.runtime.variables import LAUNCHED, NOTE
-from jaxtrain.timelimit import TimeLimit, forbid_restart, launch_time, limit_s
 from jaxtrain.train.initial_state import drop_used_step
 
 

@@ -10,10 +10,11 @@ import tokenizers
 import tokenizers.processors
 from token_files import BYTE, command, train_bpe, write_file
 
-from jaxtrain import config, generation
+from jaxtrain.config import schema
 from jaxtrain.data import pipeline, readers
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.train import generation
 from jaxtrain.train import run as train
 
 
@@ -105,12 +106,12 @@ def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_run(tmp_path,
     monkeypatch.chdir(tmp_path)
     info = text_tokenizers.info(text_tokenizers.load_tokenizer(str(bpe)))
     write_file(tmp_path / "low.tok", [[5, 6, 7, 8] * 400], **info)
-    asked = config.default_config()
+    asked = schema.default_config()
     asked.model.vocab_size = 16
     asked.data.update(source="low.tok", tokenizer=str(bpe), seq_len=64)
     asked.sample.update(prompt="def", max_tokens=4)
     asked.eval.every_steps, asked.paths.cache = 0, ""
-    with pytest.raises(config.ConfigError, match="'def'"):
+    with pytest.raises(schema.ConfigError, match="'def'"):
         train.run(asked, "run")
     assert not (tmp_path / "run").exists()
 
@@ -127,7 +128,7 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         ("h", "hf:no/other", ["data.tokenizer"]),
     ):
         source = ",".join(f"{tmp_path}/{name}.tok" for name in names)
-        problems = pipeline.check(config.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
+        problems = pipeline.check(schema.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
         assert [p.key for p in problems] == keys, (names, tokenizer)
 
 
@@ -182,7 +183,7 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         (place / "tokenizer.json").write_text(text, encoding="utf-8")
         info = text_tokenizers.info(tok) | {"name": str(place)}
         write_file(tmp_path / "t.tok", [[5] * 40], **info)
-        data = config.Data(source=str(tmp_path / "t.tok"), tokenizer=str(place), seq_len=16)
+        data = schema.Data(source=str(tmp_path / "t.tok"), tokenizer=str(place), seq_len=16)
         problems = pipeline.check(data, 700, False)
         assert [p.key for p in problems] == ([] if equal else ["data.tokenizer"]), name
         assert all(f"data.tokenizer={place}" not in p.remedy for p in problems), "the present value is no remedy"
@@ -196,4 +197,4 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
     write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.info(tok))  # the file's own tokenizer is still there
     (problem,) = pipeline.check(data, 700, False)
     named = problem.remedy.partition("data.tokenizer=")[2].partition(" or ")[0]
-    assert not pipeline.check(config.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)
+    assert not pipeline.check(schema.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)

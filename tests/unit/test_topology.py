@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxtrain import hardware, launch
+from jaxtrain.config import hardware, launch
 from jaxtrain.plan.topology import CHIPS, TopologyError, devices, here, parse
 from jaxtrain.sharding import LayoutError, make_mesh
 

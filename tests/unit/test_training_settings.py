@@ -4,11 +4,11 @@ import helpers
 import jax
 import pytest
 
-from jaxtrain import validate
-from jaxtrain.config import ConfigError
-from jaxtrain.hardware import Devices
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.sharding import LayoutError
-from jaxtrain.train.program import build
+from jaxtrain.step import validate
+from jaxtrain.step.program import build
 
 MUON, LORA, OFFLOAD = {"optimizer.name": "muon"}, {"lora.rank": 3, "lora.alpha": 6.0}, {"optimizer.offload": "moments"}
 INT8 = {"dtypes.m": "int8", "dtypes.v": "int8"}

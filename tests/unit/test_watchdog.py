@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fakes import Clock, Turns
 
-from jaxtrain import watchdog
-from jaxtrain.watchdog import BUDGETS, Watchdog, parse_budgets
+from jaxtrain.runtime import watchdog
+from jaxtrain.runtime.watchdog import BUDGETS, Watchdog, parse_budgets
 
 DOG: dict[str, float] = {"step": 10, "data": 5, "checkpoint": 20, "compile": 0}
 

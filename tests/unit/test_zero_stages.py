@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
-from jaxtrain.train.definition import numerics_of
-from jaxtrain.zero import make_zero
+from jaxtrain.step.definition import numerics_of
 
 MESH = {"mesh.data": 2, "mesh.fsdp": 4}
 WEIGHT, BIAS = ("layers", "embed", "mlp"), ("layers", "heads", "head_dim")

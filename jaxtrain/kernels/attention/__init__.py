@@ -18,8 +18,8 @@ A block is a set of queries and some of their keys: on the diagonal the keys of 
 `block_forward` normalises the output by the block's own log-sum-exp (f32). `block_backward` takes the output and
 log-sum-exp over all blocks of a query. It returns this block's term of the gradients, and the caller sums the terms in f32. A
 query without visible keys in a block has output 0 and a log-sum-exp of -1e30. A sliding window applies on the diagonal only;
-kernels/context/window.py implements windows over several devices. Learnt sinks change the output and the log-sum-exp of a block
-outside the kernels (sinks.py).
+kernels/context_parallel/ implements windows over several devices. Learnt sinks change the output and the log-sum-exp of a
+block outside the kernels (sinks.py).
 
 A token attends to the tokens of its own document at or before its own position. The mask depends on `segments` and `positions`
 alone, not on a token's index in the array. (`cudnn` needs the tokens of each document next to each other, in order.) Scores are

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.shapes import FURTHER_ROUND
+from jaxtrain.config.shapes import FURTHER_ROUND
 
 
 class Route(NamedTuple):

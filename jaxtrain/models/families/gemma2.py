@@ -1,6 +1,6 @@
 """Gemma 2: norms before and after attention and MLP, soft caps on logits, a sliding window in every other layer."""
 
-from jaxtrain import windows
+from jaxtrain.models import windows
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, ROPE, Format, gemma_part
 from jaxtrain.models.structure import Structure, presets
 

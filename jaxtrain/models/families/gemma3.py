@@ -1,6 +1,6 @@
 """The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
-from jaxtrain import windows
+from jaxtrain.models import windows
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part, import_with
 from jaxtrain.models.structure import Structure, presets
 

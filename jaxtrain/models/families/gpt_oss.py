@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxtrain import windows
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
+from jaxtrain.models import windows
 from jaxtrain.models.hugging_face import (
     COMMON,
     QKV_BIAS,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.config import Model
+from jaxtrain.config.schema import Model
 from jaxtrain.models.hugging_face import (
     COMMON,
     QK_NORM,

@@ -22,7 +22,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
-from jaxtrain import installed
+from jaxtrain.config import installed
 from jaxtrain.kernels.attention.cudnn import workspace_bytes
 from jaxtrain.plan.program import hlo
 

@@ -22,8 +22,8 @@ from jaxtrain.plan.program.assignment import BACKWARD, Assignment, Value, Worksp
 from jaxtrain.plan.program.collectives import is_collective
 from jaxtrain.plan.program.roofline import part_of, phase_of
 from jaxtrain.plan.result import Buffer, Memory, MemoryClass
-from jaxtrain.train.compiler import Card
-from jaxtrain.train.program import Program
+from jaxtrain.step.compiler import Card
+from jaxtrain.step.program import Program
 
 GIB = 2**30
 POINTS = 400  # largest number of points of the timeline

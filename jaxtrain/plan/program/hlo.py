@@ -54,7 +54,7 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _TABLE_ROW = re.compile(r"(\d+) (.*)$")
 _PACKAGE = Path(__file__).resolve().parents[2]
 # An instruction of these files is attributed to the line that calls them.
-HELPERS = ("jaxtrain/sharding.py", "jaxtrain/zero.py", "jaxtrain/kernels/dot.py")
+HELPERS = ("jaxtrain/sharding.py", "jaxtrain/models/zero.py", "jaxtrain/kernels/dot.py")
 _CALLS = ("call", "conditional", "async-start", "call-start")
 _FUSIONS = ("fusion", "fusion-start")
 _MOST_TRIPS = 20_000  # largest trip count that is found by evaluating the loop's counter

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from jaxtrain import flops
-from jaxtrain.config import RunConfig
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.models import flops
 from jaxtrain.plan import result
 from jaxtrain.plan.result import Collective, Memory
 from jaxtrain.sharding import Placement
-from jaxtrain.train import auto_remat
-from jaxtrain.train.stages import Arrangement, Schedule
+from jaxtrain.step import auto_remat
+from jaxtrain.step.stages import Arrangement, Schedule
 
 STAGE, EXPERT = "stage", "expert"
 SMALL = 0.5  # times the bytes of the largest permutation: smaller permutations send no activations

@@ -15,21 +15,21 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxtrain import flops, windows
-from jaxtrain.activations import kept
-from jaxtrain.config import Model, RunConfig
-from jaxtrain.context import Context, pairs
-from jaxtrain.kernels.context import window
-from jaxtrain.kernels.context.split import Split
+from jaxtrain.config.context import Context, pairs
+from jaxtrain.config.schema import Model, RunConfig
+from jaxtrain.kernels.context_parallel import window
+from jaxtrain.kernels.context_parallel.split import Split
+from jaxtrain.models import flops, windows
+from jaxtrain.models.activations import kept
 from jaxtrain.models.attention import KIND_SWITCH
 from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
 from jaxtrain.plan.program.pipeline_moe import schedule_of
-from jaxtrain.train.kernel import attention_specs
-from jaxtrain.train.model_flops import model_flops
-from jaxtrain.train.stages import Arrangement
+from jaxtrain.step.kernel import attention_specs
+from jaxtrain.step.model_flops import model_flops
+from jaxtrain.step.stages import Arrangement
 
 GIB = 2**30
 LINKS = ("communication", "host")  # kinds of work that have a stream each

@@ -30,14 +30,14 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxtrain.activations import kept
-from jaxtrain.config import RunConfig
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.activations import kept
 from jaxtrain.models.module import part
 from jaxtrain.plan.result import Kernel
-from jaxtrain.train.compiler import local_bytes
-from jaxtrain.train.definition import numerics_of
-from jaxtrain.train.program import Program
+from jaxtrain.step.compiler import local_bytes
+from jaxtrain.step.definition import numerics_of
+from jaxtrain.step.program import Program
 
 # Part -> pattern of its kernels' labels and sources; the first match counts.
 PARTS: dict[str, str] = {

@@ -15,23 +15,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain import activations
-from jaxtrain.config import MESH_AXES, RunConfig
+from jaxtrain.config.numbers import GB_PER_GIB
+from jaxtrain.config.schema import MESH_AXES, RunConfig
 from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.page.numbers import GB_PER_GIB
+from jaxtrain.models.precision import EXPERTS, uneven
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
 from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
 from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
-from jaxtrain.precision import EXPERTS, uneven
 from jaxtrain.sharding import large_replicated_arrays, node_of
-from jaxtrain.train.definition import fp8_weights, trained_parameters
-from jaxtrain.train.program import Program
-from jaxtrain.train.stages import IDLE
-from jaxtrain.train.state import abstract_tensors
+from jaxtrain.step.definition import fp8_weights, trained_parameters
+from jaxtrain.step.program import Program
+from jaxtrain.step.stages import IDLE
+from jaxtrain.step.state import abstract_tensors
 
 LARGE = 1 << 20  # bytes; smaller launches and arrays cause no warning
 EXPOSED = 0.02  # of the step; less exposed communication causes no warning

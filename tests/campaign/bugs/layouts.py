@@ -2,7 +2,7 @@
 
 from bugs import Bug
 
-CONTEXT = "jaxtrain/kernels/context"
+CONTEXT = "jaxtrain/kernels/context_parallel"
 ATTENTION = "jaxtrain/kernels/attention"
 
 BUGS = (
@@ -122,14 +122,14 @@ BUGS = (
     ),
     Bug(
         "context: work of a window counts its start twice",
-        "jaxtrain/context.py",
+        "jaxtrain/config/context.py",
         "reach**2 / 2 + (end - reach) * reach",
         "reach**2 + (end - reach) * reach",
         "unit/test_sequence_ranks.py",
     ),
     Bug(
         "context: the late chunk is one too early",
-        "jaxtrain/context.py",
+        "jaxtrain/config/context.py",
         "for chunk in (place, 2 * self.ring - 1 - place)",
         "for chunk in (place, 2 * self.ring - 2 - place)",
         "unit/test_sequence_ranks.py",
@@ -244,28 +244,28 @@ BUGS = (
     # ---- ZeRO
     Bug(
         "ZeRO 1: weights are gathered layer by layer",
-        "jaxtrain/zero.py",
+        "jaxtrain/models/zero.py",
         's.zero == 1 or s.gather == "step"',
         's.zero == 1 and s.gather == "step"',
         "unit/test_zero_stages.py",
     ),
     Bug(
         "ZeRO 3: weights are gathered once a step",
-        "jaxtrain/zero.py",
+        "jaxtrain/models/zero.py",
         "once or s.zero == 2,",
         "once or s.zero >= 2,",
         "unit/test_zero_stages.py",
     ),
     Bug(
         "pipeline: gradients of layers are summed over the stages",
-        "jaxtrain/zero.py",
+        "jaxtrain/models/zero.py",
         "of_layer = dataclasses.replace(spec, dims=",
         "of_layer = dataclasses.replace(self.gather_spec(axes[1:], compute), dims=",
         'proofs/test_parity.py -k "test_matrix and stage2xfsdp2xseq2 and interleaved"',
     ),
     Bug(
         "ZeRO 0: gradients of several microbatches are never summed",
-        "jaxtrain/zero.py",
+        "jaxtrain/models/zero.py",
         "deferred = self.reduce_once or (self.sums_once and self.placement.replica_axes(axes))",
         "deferred = self.reduce_once",
         'proofs/test_parity.py -k "test_matrix and expert2xtensor2xseq2"',
@@ -273,42 +273,42 @@ BUGS = (
     # ---- Pipelines
     Bug(
         "stages: a backward pass takes groups in the order of the forward pass",
-        "jaxtrain/train/stages.py",
+        "jaxtrain/step/stages.py",
         "return self.groups - 1 - group, microbatch",
         "return group, microbatch",
         "unit/test_stages.py",
     ),
     Bug(
         "stages: one group too many is a layer longer",
-        "jaxtrain/train/stages.py",
+        "jaxtrain/step/stages.py",
         "own = short + (q < longer)",
         "own = short + (q <= longer)",
         "unit/test_stages.py",
     ),
     Bug(
         "pipeline: gpipe keeps the gradient of one output alone",
-        "jaxtrain/train/pipeline.py",
+        "jaxtrain/step/pipeline.py",
         "schedule.wait >= schedule.forward_ticks else 1",
         "schedule.wait > schedule.forward_ticks else 1",
         'proofs/test_parity.py -k "test_matrix and gpipe"',
     ),
     Bug(
         "pipeline: an empty slot is a layer of zeros",
-        "jaxtrain/train/pipeline.py",
+        "jaxtrain/step/pipeline.py",
         "[kind is not None for kind in kinds]",
         "[True for kind in kinds]",
         "proofs/test_pipeline.py -k empty",
     ),
     Bug(
         "pipeline: an empty slot gives NaN to the gradients before it",
-        "jaxtrain/train/pipeline.py",
+        "jaxtrain/step/pipeline.py",
         "body(given, layer, shared.where(self.full), self.kind)",
         "body(carry, layer, shared.where(self.full), self.kind)",
         "proofs/test_pipeline.py -k empty",
     ),
     Bug(
         "pipeline: the last stage hands nothing on to the first",
-        "jaxtrain/train/pipeline.py",
+        "jaxtrain/step/pipeline.py",
         "if self.schedule.groups > 1 or 0 <= s + by < stages]",
         "if 0 <= s + by < stages]",
         "proofs/test_pipeline.py -k evaluation",
@@ -316,21 +316,21 @@ BUGS = (
     # ---- The comparison
     Bug(
         "parity: bounds in few bits grow with the number of parts",
-        "jaxtrain/parity/compare.py",
+        "jaxtrain/train/parity.py",
         "factor = math.sqrt(2 + math.log2(parts))",
         "factor = math.sqrt(2 + parts)",
         "unit/test_parity_compare.py -k yardstick",
     ),
     Bug(
         "parity: weights with a small gradient are compared, and no others",
-        "jaxtrain/parity/compare.py",
+        "jaxtrain/train/parity.py",
         "clear = np.abs(g) > 2 * resolved[name]",
         "clear = np.abs(g) < 2 * resolved[name]",
         "unit/test_parity_compare.py -k rounding_picks",
     ),
     Bug(
         "parity: initial weights are not compared",
-        "jaxtrain/parity/compare.py",
+        "jaxtrain/train/parity.py",
         "float(np.mean(a != got.start[n]))",
         "float(np.mean(a != a))",
         "unit/test_parity_compare.py -k each_number",

@@ -4,22 +4,22 @@ from bugs import Bug
 
 COLLECTIVES, ROOFLINE, OP_COST = (f"jaxtrain/plan/program/{name}.py" for name in ("collectives", "roofline", "op_cost"))
 WARNINGS, ASSIGNMENT = "jaxtrain/plan/program/warnings.py", "jaxtrain/plan/program/assignment.py"
-RATES, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/flops.py"
+RATES, FLOPS = "jaxtrain/plan/rates.py", "jaxtrain/models/flops.py"
 SHARDINGS = "jaxtrain/plan/shardings.py"
-COMPILER, SHARDING = "jaxtrain/train/compiler.py", "jaxtrain/sharding.py"
-SEARCH, BOUND = (f"jaxtrain/plan/search/{name}.py" for name in ("search", "bound"))
+COMPILER, SHARDING = "jaxtrain/step/compiler.py", "jaxtrain/sharding.py"
+SEARCH, BOUND = (f"jaxtrain/plan/{name}.py" for name in ("search", "search_bound"))
 
 BUGS = (
     Bug(
         "search: a mistake of the config is compiled with every layout",
-        "jaxtrain/plan/search/search.py",
+        "jaxtrain/plan/search.py",
         "    return bool(problems) and all(p.key in declared() and p.key not in changed for p in problems)",
         "    return False",
         "unit/test_search.py -k refusal",
     ),
     Bug(
         "search: settings that failed count as compiled",
-        "jaxtrain/plan/report/search_report.py",
+        "jaxtrain/report/search_page.py",
         "compiled = sum(c.plan is not None for c in found.tried)",
         "compiled = len(found.tried)",
         "unit/test_search.py -k failed_settings",
@@ -215,7 +215,7 @@ BUGS = (
     ),
     Bug(
         "loss: the gradient of a vocabulary shard is that of its share of the loss alone",
-        "jaxtrain/train/loss.py",
+        "jaxtrain/step/loss.py",
         'g *= spec.placement.size(spec.placement.mesh_axes("vocab"))',
         "g *= 1.0",
         'proofs/test_parity.py -k "test_matrix and data2xtensor2xseq2 and forward"',
@@ -243,14 +243,14 @@ BUGS = (
     ),
     Bug(
         "shardings: heads of the log-sum-exp are whole",
-        "jaxtrain/activations.py",
+        "jaxtrain/models/activations.py",
         '"attention_lse": ("batch", "heads", "sequence")',
         '"attention_lse": ("batch", None, "sequence")',
         "proofs/test_shardings.py -k tensor_parallel_halves",
     ),
     Bug(
         "shardings: tokens of a normalised input are whole",
-        "jaxtrain/activations.py",
+        "jaxtrain/models/activations.py",
         '"mlp_norm": ("batch", "residual", None)',
         '"mlp_norm": ("batch", None, None)',
         "proofs/test_shardings.py -k as_the_table_says",

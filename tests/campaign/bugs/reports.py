@@ -2,19 +2,19 @@
 
 from bugs import Bug
 
-METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics.py", "jaxtrain/throughput.py", "jaxtrain/samples.py"
-LEDGER, GOODPUT = "jaxtrain/ledger.py", "jaxtrain/goodput.py"
-MONITOR, ALERTS, CARD = "jaxtrain/monitor/__init__.py", "jaxtrain/monitor/alerts.py", "jaxtrain/monitor/card.py"
-RECEIPT, FIGURES, DIFF = "jaxtrain/receipt/__init__.py", "jaxtrain/receipt/figures.py", "jaxtrain/receipt/diff.py"
-RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/charts.py", "jaxtrain/report/compare.py"
-LINES, MEASURE, TRACER = "jaxtrain/page/charts.py", "jaxtrain/profile/measure.py", "jaxtrain/profiling.py"
-SCRIPT, SHARED = "jaxtrain/page/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"
+METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
+LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
+MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
+RECEIPT, FIGURES, DIFF = "jaxtrain/metrics/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/report/receipt_diff.py"
+RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
+LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile.py", "jaxtrain/metrics/profiling.py"
+SCRIPT, SHARED = "jaxtrain/report/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"
 UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
 
 BUGS = (
     Bug(
         "durations: 119.6 s are 120 s",
-        "jaxtrain/durations.py",
+        "jaxtrain/config/durations.py",
         "if round(value, _places(value)) * size < least:",
         "if value * size < least:",
         "unit/test_durations.py",
@@ -56,19 +56,21 @@ BUGS = (
     ),
     Bug(
         "tensorboard: events lost in a kill stay lost",
-        "jaxtrain/trackers/tensorboard.py",
+        "jaxtrain/metrics/tensorboard.py",
         "self._add(line, wall)",
         "pass",
         UNIT["metrics"],
     ),
     Bug(
         "wandb: the second attempt is told as the first",
-        "jaxtrain/trackers/wandb.py",
+        "jaxtrain/metrics/wandb.py",
         'known["attempt"] + 1 if known',
         'known["attempt"] if known',
         "proofs/test_watching.py -k wandb",
     ),
-    Bug("console: time left counts from step 0", "jaxtrain/progress.py", "/ (done - before)", "/ done", UNIT["metrics"]),
+    Bug(
+        "console: time left counts from step 0", "jaxtrain/metrics/progress.py", "/ (done - before)", "/ done", UNIT["metrics"]
+    ),
     # The ledger of wall time
     Bug(
         "ledger: a block's time stays with what is around it",
@@ -308,14 +310,14 @@ BUGS = (
     Bug("page: a name can write the page", LINES, '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: small parts of the temporaries are lost",
-        "jaxtrain/plan/report/sections.py",
+        "jaxtrain/report/plan_sections.py",
         'rows = [*large, ("others", math.fsum(gib for _, gib in rest))] if rest else large',
         "rows = large",
         "unit/test_plan_report.py",
     ),
     Bug(
         "plan's report: rows of one cause are not added",
-        "jaxtrain/plan/report/sections.py",
+        "jaxtrain/report/plan_sections.py",
         "f: sum(getattr(c, f) for c in g) for f in summed",
         "f: max(getattr(c, f) for c in g) for f in summed",
         "unit/test_plan_report.py",
@@ -358,7 +360,7 @@ BUGS = (
     ),
     Bug(
         "profile: overlapped time of collectives is lost",
-        "jaxtrain/profile/report.py",
+        "jaxtrain/report/profile_page.py",
         "enumerate((op.count, op.ms, op.overlapped_ms))",
         "enumerate((op.count, op.ms, op.ms))",
         UNIT["profile"],

@@ -1,0 +1,105 @@
+"""`python -m jaxtrain checkpoint list|verify DIR`: list the checkpoints of a run, or verify their files. Uses no device."""
+
+import argparse
+import datetime
+import os
+from collections.abc import Callable, Sequence
+
+from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
+from jaxtrain.config.command_line import ArgumentParser, progress_bar, run_action
+from jaxtrain.config.commands import spelled
+
+DAMAGED = 1
+NOTES = """examples:
+  python -m jaxtrain checkpoint list runs/tiny
+  python -m jaxtrain checkpoint verify runs/tiny --step=100
+
+Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `python -m jaxtrain checkpoint`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    text = "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://."
+    top = ArgumentParser(spelled("python -m jaxtrain checkpoint"), description=text, epilog=spelled(NOTES), formatter_class=raw)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    verify = "read every file of every step, and compare it with the digests from when it was written"
+    for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
+        p = commands.add_parser(name, help=text, description=text)
+        p.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints folder")
+    p.add_argument("--step", type=int, metavar="N", help="only this step")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    args = parser().parse_args(argv)
+    act = _list if args.command == "list" else _verify
+    return run_action(lambda: act(args), (CheckpointError,))
+
+
+def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
+    found = Checkpoints(folder_in(path))
+    states = found.states()
+    if not states:
+        raise CheckpointError(f"{found.directory}: no checkpoints there. Name a run's folder or its checkpoints folder.")
+    return found, states
+
+
+def _list(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    found, states = _opened(args.folder)
+    table = Table(title=os.fspath(found.directory), title_justify="left")
+    for name in ("step", "saved", "GiB", "loss", "held-out"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    for step, state in sorted(states.items()):
+        saved = size = loss = held_out = "-"
+        if state == "complete":
+            try:
+                meta = found.meta(step)
+            except CheckpointError as e:
+                state = f"damaged: {e}"
+            else:
+                saved = datetime.datetime.fromtimestamp(meta["time_unix"]).strftime("%Y-%m-%d %H:%M:%S")
+                size = f"{meta['bytes'] / 2**30:.3f}"
+                loss, held_out = (f"{x:.4f}" if isinstance(x := meta.get(k), float) else "-" for k in ("loss", HELD_OUT))
+        table.add_row(str(step), saved, size, loss, held_out, state)
+    Console().print(table)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found, states = _opened(args.folder)
+    if args.step is not None and args.step not in states:
+        raise CheckpointError(f"step {args.step} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
+    steps = [step for step in sorted(states) if args.step in (None, step)]
+    sizes = [found.storage.files(found.directory / str(step)) for step in steps]
+    total = sum(size for of_step in sizes for name, size in of_step.items() if name != files.NAME)
+    damaged = 0
+    with progress_bar(total) as progress:
+        for step in steps:
+            problems, note = _problems(found, step, states[step], lambda n, step=step: progress(f"step {step}", n))
+            damaged += bool(problems)
+            print(f"step {step}: {'DAMAGED' if problems else note}", *(f"  {problem}" for problem in problems), sep="\n")
+    return DAMAGED if damaged else 0
+
+
+def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int], None]) -> tuple[list[str], str]:
+    """Return (the problems of a step's files, the text to print if there are no problems)."""
+    if state == "unfinished":
+        return [], "unfinished: its save was cut off, and it is never restored"
+    problems = []
+    try:
+        found.meta(step)
+    except CheckpointError as error:
+        problems.append(str(error))
+    verdict = files.check(found.directory / str(step), progress)
+    problems += verdict.problems
+    if not verdict.proved:
+        what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
+        return ([*problems, what] if problems else []), f"complete, but {what}"
+    return problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"

@@ -1,0 +1,212 @@
+"""A trained model under EleutherAI's evaluation harness.
+
+    python -m jaxtrain lm_eval --workdir=runs/tiny --tasks=lambada_openai,hellaswag --output_path=scores.json
+
+All options except those of `parser` are the harness's own (`lm_eval run --help`). The package `lm-eval`, an extra of jaxtrain,
+is imported on first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import hardware, installed, launch
+from jaxtrain.config.command_line import ArgumentParser, run_action
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import Problem
+from jaxtrain.data.tokenizer import TokenizerError
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.runtime.startup import start_jax
+
+MAX_TOKENS = 256  # if a task has no number, as with the harness's other models
+ROWS = 8
+
+
+class TaskError(ValueError):
+    """The model cannot do the task, or an argument of the command or the model is wrong."""
+
+
+@functools.cache
+def harness_model() -> type:
+    """Return the model class, registered in the harness as `jaxtrain`.
+
+    Arguments of the class: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved),
+    base (for a run with adapters, the base model's folder, if it was moved), max_length (longest input in tokens),
+    batch_size."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+
+    class Model(TemplateLM):
+        def __init__(
+            self,
+            workdir: str,
+            tokenizer: str = "",
+            base: str = "",
+            max_length: int = 0,
+            batch_size: int | str = ROWS,
+            **kwargs: Any,
+        ):
+            import jax
+
+            from jaxtrain.data import text_format
+            from jaxtrain.train import generation
+            from jaxtrain.train.scoring import Scorer
+
+            super().__init__()
+            if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
+                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, base, max_length, batch_size")
+            if not str(batch_size).isdigit() or int(batch_size) < 1:
+                raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
+            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base)
+            if not 0 <= int(max_length) <= run.data.seq_len:
+                raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
+            ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
+            self.ids: Any = ids
+            self._vocab, self._stops = run.model.vocab_size, text.stops
+            if not text.stops:
+                raise TaskError(f"tokenizer {ids.name!r}: no token is known to end a text")
+            self._known([*ids.bos, self.eot_token_id])
+            self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
+
+        @property
+        def eot_token_id(self) -> int:
+            return self._stops[0]
+
+        @property
+        def prefix_token_id(self) -> int:
+            """Return the token that comes before a text without a context. The harness allows only one such token."""
+            return self.ids.bos[-1] if self.ids.bos else self.eot_token_id
+
+        @property
+        def max_length(self) -> int:
+            return self.scorer.max_length
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            # As at the beginning of a document, unless the harness prepends a token itself.
+            return self._known([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
+
+        def _known(self, ids: list[int]) -> list[int]:
+            # A tokenizer may have more ids than the model, for images or as padding: only the requested ids are checked.
+            if ids and max(ids) >= self._vocab:
+                raise TaskError(f"tokenizer {self.ids.name!r} gives the id {max(ids)}, and the model has {self._vocab}")
+            return ids
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
+            from jaxtrain.train.scoring import Scored
+
+            scores = self.scorer.score([Scored([*before, *after], len(after)) for _, before, after in requests])
+            for (texts, _, _), score in zip(requests, scores, strict=True):
+                self.cache_hook.add_partial("loglikelihood", texts, score)
+            return scores
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            texts = [self.tok_encode(r.args[0], add_special_tokens=False) for r in requests]
+            parts = [list(self.scorer.windows(text, self.prefix_token_id)) for text in texts]
+            scores = iter(self.scorer.score([part for several in parts for part in several]))
+            totals = [sum(next(scores)[0] for _ in several) for several in parts]
+            for request, total in zip(requests, totals, strict=True):
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+            return totals
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            asks = [how_to_write(r.args[1], min(MAX_TOKENS, self.max_length // 2)) for r in requests]
+            prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
+
+            def done(i: int, made: list[int]) -> bool:
+                return made[-1] in self._stops or any(stop in self.ids.decode(made) for stop in asks[i][0])
+
+            made = self.scorer.likeliest(prompts, [most for _, most in asks], done)
+            texts = [
+                before(self.ids.decode([t for t in m if t not in self._stops]), a[0]) for m, a in zip(made, asks, strict=True)
+            ]
+            for request, text in zip(requests, texts, strict=True):
+                self.cache_hook.add_partial("generate_until", request.args, text)
+            return texts
+
+    register_model("jaxtrain")(Model)
+    return Model
+
+
+def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
+    """Return (strings to stop at, largest number of tokens) from a task's generation arguments.
+
+    most: the largest number of tokens if the task names none. Raises TaskError for sampling and for unknown arguments.
+    """
+    rest = dict(asked)
+    until = rest.pop("until", None) or []
+    lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    if rest.pop("do_sample", False) or rest.pop("temperature", 0):
+        raise TaskError(f"generation arguments {asked}: only the likeliest token at a time; pass --gen_kwargs do_sample=False")
+    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without an effect in greedy decoding
+    if unknown := sorted(rest.keys() - drawing):
+        raise TaskError(f"generation argument {unknown[0]!r} is not supported")
+    stops = [until] if isinstance(until, str) else list(until)
+    return [stop for stop in stops if stop], int(next((n for n in lengths if n is not None), most))
+
+
+def before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the earliest occurrence of any of these strings."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this command's own options. All other options go to the harness."""
+    parser = ArgumentParser(
+        prog=spelled("python -m jaxtrain lm_eval"),
+        description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
+        epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
+        "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
+    )
+    parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
+    parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
+    parser.add_argument("--base", default="", help="of a run with adapters: where the base model is now, if it moved")
+    parser.add_argument("--max-length", type=int, default=0, help="tokens that the model sees (default: data.seq_len)")
+    parser.add_argument("--batch_size", type=int, default=ROWS, help=f"texts at a time (default: {ROWS})")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; 2 if the command line is wrong."""
+    args, rest = parser().parse_known_args(argv)
+    problems = []
+    if importlib.util.find_spec("lm_eval") is None:
+        problems.append(Problem("lm_eval", None, "this package is not installed", installed.remedy("lm-eval")))
+    if not any(word == "--tasks" or word.startswith("--tasks=") for word in rest):
+        problems.append(Problem("--tasks", None, "is missing", "Name tasks of the harness, comma-separated."))
+    if reserved := [word for word in rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
+        problems.append(Problem(reserved[0], None, "this command sets it", "Name the model with --workdir."))
+    if problems:
+        return launch.report(problems)
+    return run_action(lambda: evaluate(args, rest), (CheckpointError, HuggingFaceError, TokenizerError, TaskError))
+
+
+def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
+    """Run the harness with these options, and return the exit code."""
+    start_jax(hardware.probe())
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    harness_model()
+    model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "base": args.base, "max_length": args.max_length}
+    own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
+    before_this = sys.argv
+    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options only there
+    setup_logging()
+    try:
+        harness = HarnessCLI()
+        harness.execute(harness.parse_args())
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):  # the harness's message for an unknown name
+            raise
+        names = str(error).partition(":")[2].strip()
+        raise TaskError(f"--tasks: the harness has no task {names}. List its tasks with: lm_eval ls tasks") from error
+    finally:
+        sys.argv = before_this
+    return 0

@@ -1,0 +1,151 @@
+"""`python -m jaxtrain receipt show|list|diff`: receipts of runs, and the differences between two runs. Uses no device."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxtrain.config.command_line import REFUSED, Command, Option, Parsed, make_console, run_command
+from jaxtrain.config.schema import Problem
+from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, flatten, open_run, rows
+from jaxtrain.report.receipt_diff import GROUPS, Comparison, compare
+
+USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
+NEEDS = {"show": "one run", "list": "one run or more", "diff": "two runs"}
+COLUMNS = {  # heading of the list -> (path in the flattened receipt, format)
+    "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
+    "MFU": ("speed.mfu_causal", ".1%"),
+    "goodput": ("goodput.goodput", ".1%"),
+}
+COMMAND = Command(
+    "receipt",
+    "Show what ran, or the differences between two runs that can explain other results or another speed. RUN is a run's folder "
+    "(--workdir of training) or a receipt file; for list also a folder of runs. Reads files only.",
+    (Option("json", "diff: JSON for programs"),),
+    arguments=("show|list|diff RUN...", "an action and its runs: show RUN, list RUN..., or diff A B"),
+    examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
+    notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
+)
+
+
+def check(parsed: Parsed) -> list[Problem]:
+    """Return the problems of the command line: the action (show, list or diff), the number of runs, and --json."""
+    action, *runs = parsed.arguments or ("",)
+    if not action:
+        return []
+    if action not in USAGE:
+        return [Problem("action", action, f"must be one of {', '.join(USAGE)}", "For example show runs/tiny.")]
+    problems = []
+    if {"show": len(runs) != 1, "list": not runs, "diff": len(runs) != 2}[action]:
+        problems.append(Problem(action, None, f"needs {NEEDS[action]}, not {len(runs)}", f"Write {USAGE[action]}."))
+    if parsed.options["json"] and action != "diff":
+        problems.append(Problem("--json", None, f"{action} does not use it", "Leave it out."))
+    return problems
+
+
+def act(parsed: Parsed) -> int:
+    """Run the action (show, list or diff) and return its exit code. Raises ReceiptError."""
+    action, *targets = parsed.arguments
+    console = make_console()
+    if action == "list":
+        runs_or_errors = [_open(path) for path in find_runs(targets)]
+        show_list(runs_or_errors, console)
+        return 0 if any(isinstance(run, Run) for run in runs_or_errors) else REFUSED
+    runs = [open_run(target) for target in targets]
+    if action == "show":
+        show(runs[0], console)
+        return 0
+    found = compare(*runs)
+    if parsed.options["json"]:
+        print(json.dumps({"same": not found.differences, **dataclasses.asdict(found)}, indent=1))
+    else:
+        show_diff(found, console)
+    return 1 if found.differences else 0
+
+
+def _open(path: Path) -> Run | tuple[str, str]:
+    """Return a run, or (name, error) if its receipt cannot be read: `list` then shows the error and continues."""
+    try:
+        run = open_run(path)
+        _ = run.figures, run.goodput, run.losses
+        return run
+    except ReceiptError as error:
+        return path.name, str(error)
+
+
+def show(run: Run, console: Console) -> None:
+    """Print the receipt of a run."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    section = ""
+    for path, value in rows(run):
+        begin = path.partition(".")[0]
+        if section and "." in path and begin != section:
+            table.add_row("", "")
+        table.add_row(escape(path), escape(value))
+        section = begin
+    console.print(table, highlight=False)
+    show_attempts(run, console)
+
+
+def show_attempts(run: Run, console: Console) -> None:
+    """Print a table with a row for each attempt of a run."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("attempt", "started", "ended", "resumed from step", "exit code", "reason", "changed"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("started", "ended"))
+    for one in run.attempts:
+        names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
+        changed = ", ".join(f"{name}: {was} -> {now}" for _, name, was, now in one.get("changed", ()))
+        table.add_row(*("-" if one.get(name) is None else escape(str(one[name])) for name in names), escape(changed))
+    console.print()
+    console.print(table, highlight=False)
+
+
+def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
+    """Print a table with a row for each run. A run given as (name, error) has a row with the error."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "attempts", "end", "step", "loss", *COLUMNS):
+        table.add_column(name, justify="left" if name in ("run", "end") else "right", overflow="fold")
+    for run in runs:
+        if not isinstance(run, Run):
+            table.add_row(escape(run[0]), "", escape(run[1]))
+            continue
+        values = dict(flatten(run.figures | {"goodput": run.goodput}))
+        last = max(run.losses, default=None)
+        cells = ["-", "-"] if last is None else [str(last), f"{run.losses[last]:.4f}"]
+        cells += [f"{values[path]:{form}}" if path in values else "-" for path, form in COLUMNS.values()]
+        table.add_row(escape(run.name), str(len(run.attempts)), escape(run.end), *cells)
+    console.print(table, highlight=False)
+
+
+def show_diff(found: Comparison, console: Console) -> None:
+    """Print the differences of two runs by group, and the results of both."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"A: {found.a}\nB: {found.b}")
+    for group in GROUPS:
+        mine = [d for d in found.differences if d.group == group]
+        if mine:
+            say(f"\n{group}", "bold")
+        for d in mine:
+            say(f"  {d.name}: {d.a} -> {d.b}")
+            for line in d.lines:
+                say(f"      {line}")
+    if not found.differences:
+        say("\nno difference that can explain other results or another speed")
+    say("\nresults", "bold")
+    for one in found.outcomes:
+        values = f"{one.a} -> {one.b}" if one.a or one.b else ""
+        say(f"  {one.name}: {values}{f' ({one.ratio})' if values and one.ratio else one.ratio}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_command(COMMAND, argv, act, check=check, errors=(ReceiptError,))

@@ -1,0 +1,208 @@
+"""Continue a text with a trained model, or talk to it: `python -m jaxtrain sample --workdir=runs/tiny --prompt="def "`."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import hardware, schema, stores
+from jaxtrain.config.command_line import Command, Option, Parsed, run_command
+from jaxtrain.config.schema import Problem, declared
+from jaxtrain.data.readers import PrepareError, read_questions
+from jaxtrain.data.rows import question
+from jaxtrain.data.template import NAMED, Conversation
+from jaxtrain.metrics.samples import prompts
+from jaxtrain.runtime.startup import start_jax
+
+if TYPE_CHECKING:
+    from jaxtrain.train.generation import Loaded
+
+
+def _in_range(key: str) -> Callable[[str], str]:
+    """Return a check of an option's text. It returns "" for a number in the range of a config key, or the broken rule."""
+
+    def check(text: str) -> str:
+        try:
+            return (declared()[key].out_of_range(float(text)) or ("", ""))[0]
+        except ValueError:
+            return "must be a number"
+
+    return check
+
+
+OWN = "default: as in the run's config"
+COMMAND = Command(
+    "sample",
+    "Continue a text with a trained model; with --chat, answer conversations.",
+    (
+        Option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR"),
+        Option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT"),
+        Option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end"),
+        Option("system", "with --chat: the system message", "TEXT", modes=("chat",)),
+        Option(
+            "input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",)
+        ),
+        Option(
+            "chat-template",
+            f"with --chat: {', '.join(NAMED)}, or a Jinja template (default: the model's own)",
+            "NAME|FILE",
+            modes=("chat",),
+        ),
+        Option("max-tokens", f"tokens to generate at most ({OWN})", "N", least=1),
+        Option(
+            "temperature",
+            f"0: the most likely token ({OWN})",
+            "T",
+            check=_in_range("sample.temperature"),
+            example="0.8",
+        ),
+        Option(
+            "top-p",
+            f"probability mass to draw from ({OWN})",
+            "P",
+            check=_in_range("sample.top_p"),
+            example="0.9",
+        ),
+        Option("seed", f"seed of the draws ({OWN})", "N", least=0),
+        Option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH"),
+        Option("base", "of a run with adapters: the base model's present path, if it moved", "DIR"),
+    ),
+    modes=("chat",),
+    examples=(
+        '--workdir=runs/tiny --prompt="def "',
+        "--workdir=runs/chat --chat",
+        "--workdir=runs/chat --chat --input=chat.jsonl",
+    ),
+    notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
+)
+TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    # ValueError is raised for a layout that is impossible on these devices.
+    return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError, PrepareError, ValueError))
+
+
+def _check(parsed: Parsed) -> list[Problem]:
+    workdir = parsed.options["workdir"]
+    if not workdir:
+        known = "workdir" in parsed.given or parsed.has_strays
+        return [] if known else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
+    rule, _, remedy = stores.missing(workdir).partition(". ")
+    problems = [Problem("--workdir", workdir, rule, remedy)] if rule else []
+    if parsed.options["input"] and parsed.options["prompt"]:
+        problems.append(
+            Problem("--prompt", parsed.options["prompt"], "--input has the questions already", "Leave one of them out.")
+        )
+    return problems
+
+
+def _act(parsed: Parsed) -> int:
+    options = parsed.options
+    given = {name: kind(text) for name, kind in TYPES.items() if (text := options[name.replace("_", "-")])}
+    questions = read_all(options) if options["chat"] else []  # a wrong file is an error before the model is read
+    start_jax(hardware.probe())
+    # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
+    import jax
+
+    from jaxtrain.data import text_format
+    from jaxtrain.hf.importing import open_origin
+    from jaxtrain.train.generation import Chat, load
+
+    source = open_origin(options["workdir"])
+    spec = options["tokenizer"] or source.run().data.tokenizer
+    chat = Chat(source.text(), spec, options["chat-template"]) if options["chat"] else None
+    known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
+    model = load(options["workdir"], jax.local_devices(), options["base"])
+    # A run that writes no samples has max_tokens = 0.
+    ask = dataclasses.replace(
+        model.run.sample, **{"max_tokens": model.run.sample.max_tokens or schema.Sample().max_tokens, **given}
+    )
+    print(f"[{options['workdir'].rstrip('/')}, step {model.step}]", file=sys.stderr)
+    if chat is None:
+        return continue_prompts(model, *known, ask)
+    said: set[str] = set()
+
+    def answer(conversation: Conversation) -> str:
+        for message in conversation.messages:
+            note = text_format.control_in(message["content"], chat.tokenizer, text_format.MESSAGE)
+            if note and note not in said:
+                said.add(note)
+                print(f"note: {note}", file=sys.stderr)
+        return chat.answer(model, conversation, ask)
+
+    if questions:
+        answer_all(answer, questions)
+    else:
+        talk(answer, options["system"])
+    return 0
+
+
+def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Any) -> int:
+    """Print each prompt of a config.Sample with its continuation, and return the exit code."""
+    from jaxtrain.data import text_format
+    from jaxtrain.train.generation import continue_all
+
+    for note in filter(None, (text_format.control_in(prompt, tokenizer) for prompt in prompts(ask.prompt))):
+        print(f"note: {note}", file=sys.stderr)
+    print(*continue_all(model.sampler, model.params, tokenizer, ask, text.stops), sep="\n\n")
+    return 0
+
+
+def read_all(options: dict[str, str]) -> list[tuple[Conversation, str]]:
+    """Return (conversation to answer, reference answer or "") of the options; [] to read questions from standard input."""
+    system = [{"role": "system", "content": options["system"]}] if options["system"] else []
+    if not options["input"]:
+        asked = prompts(options["prompt"]) if options["prompt"] else []
+        return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in asked]
+    found = []
+    for _, conversation, reference in read_questions(Path(options["input"]).expanduser()):
+        messages = conversation.messages
+        if system and messages[0]["role"] != "system":
+            conversation = dataclasses.replace(conversation, messages=[*system, *messages])
+        found.append((conversation, reference))
+    if not found:
+        raise PrepareError(f"--input = {options['input']}: has no conversation")
+    return found
+
+
+def answer_all(answer_to: Callable[[Conversation], str], questions: Sequence[tuple[Conversation, str]]) -> None:
+    """Print the answers; of several questions, or with reference answers, each below its question."""
+    for number, (conversation, reference) in enumerate(questions):
+        answer = answer_to(conversation)
+        if len(questions) == 1 and not reference:
+            print(answer)
+            return
+        shown = [f"[{message['role']}] {message['content']}" for message in conversation.messages]
+        shown += [f"[answer] {answer}", *([f"[reference] {reference}"] if reference else [])]
+        print(*(["", *shown] if number else shown), sep="\n", flush=True)
+
+
+def talk(answer_to: Callable[[Conversation], str], system: str) -> None:
+    """Answer the lines of standard input as one conversation, until it ends."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    if sys.stdin.isatty():
+        print("Each line is a message. Ctrl-D ends the conversation.", file=sys.stderr)
+    for line in lines():
+        messages.append({"role": "user", "content": line})
+        asked, _ = question({"messages": messages})
+        answer = answer_to(asked)
+        print(answer, flush=True)
+        if answer.strip():
+            messages.append({"role": "assistant", "content": answer})
+        else:  # no template writes an empty answer
+            messages.pop()
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not empty; on a terminal each after a prompt."""
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if text.strip():
+            yield text

@@ -1,0 +1,58 @@
+"""The commands: their table, and how a user types them. For run.sh, this file also runs on Python 3.8 without packages."""
+
+import difflib
+import os
+import sys
+
+PREFIX = "JAXTRAIN_COMMAND_PREFIX"  # run.sh sets it to its own path as the user typed it
+CONFIG = "--config=FILE"  # in a command that the remedy of a Problem names: config and overrides of the user's command line
+TABLE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands.txt")
+OF_RUN_SH = ("test", "lint", "setup", "notebooks", "docs", "help")
+OTHER_WORDS = {"train": "main", "evaluate": "lm_eval", "generate": "sample", "benchmark": "bench", "check": "preflight"}
+
+
+def table() -> "dict[str, str]":
+    """Return the purpose of each command, by name."""
+    with open(TABLE, encoding="utf-8") as file:
+        pairs = [line.rstrip("\n").partition(" ") for line in file]
+    return {name: purpose.strip() for name, _, purpose in pairs}
+
+
+def spelled(text: str) -> str:
+    """Return a text with `./run.sh COMMAND` in place of `python -m jaxtrain COMMAND` if run.sh started this process."""
+    prefix = os.environ.get(PREFIX)
+    return text.replace("python -m jaxtrain.main", prefix).replace("python -m jaxtrain ", prefix + " ") if prefix else text
+
+
+def training(arguments: str) -> str:
+    """Return the command that trains with these arguments: `./run.sh ARGUMENTS` if run.sh started this process."""
+    prefix = os.environ.get(PREFIX)
+    return " ".join([prefix or "python -m jaxtrain.main", *filter(None, [arguments])])
+
+
+def main(argv: "list[str]") -> int:
+    """Print the table; with an argument, print the command nearest to the argument instead. Return the exit code."""
+    known = table()
+    wrong = [word for word in argv if word not in ("-h", "--help")]
+    if not wrong:
+        print("jaxtrain trains transformer language models on NVIDIA GPUs.\n")
+        width = max(len(spelled("python -m jaxtrain " + name)) for name in known) + 2
+        for name, purpose in known.items():
+            print("  " + spelled("python -m jaxtrain " + name).ljust(width) + purpose)
+        print("\nEach has its own --help.")
+        return 0
+    by_run_sh = bool(os.environ.get(PREFIX))
+    names = [*known, *OTHER_WORDS, *(OF_RUN_SH if by_run_sh else ())]
+    nearest = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.7)
+    fix = "one of " + ", ".join(known)
+    if nearest:
+        command = OTHER_WORDS.get(nearest[0], nearest[0])
+        fix = training("--config=FILE") if command == "main" else spelled("python -m jaxtrain " + command)
+    elif wrong[0].endswith(".py"):
+        fix = training("--config=" + wrong[0])
+    print("error: command = {!r}: is unknown. Fix: {}.".format(wrong[0], fix), file=sys.stderr)  # noqa: UP032
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,596 @@
+"""From a command line to a RunConfig: reads the config file, applies the overrides, and collects all problems.
+
+Every command that takes `--config` reads it by `load`. absl's flags are not used: they stop at the first mistake, drop
+arguments without dashes silently, and read `None` for a string as the text 'None'. Config files have
+the format of ml_collections' config_flags: `get_config` returns a ConfigDict.
+"""
+
+import dataclasses
+import difflib
+import fractions
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from jaxtrain.config import config_file
+from jaxtrain.config.commands import CONFIG, PREFIX
+from jaxtrain.config.environment import EXPORTED
+from jaxtrain.config.schema import (
+    OWN,
+    SMALLEST,
+    ConfigError,
+    Optimizer,
+    Problem,
+    RunConfig,
+    assigned,
+    declared,
+    default_config,
+    flatten,
+    resolve,
+    to_dict,
+)
+from jaxtrain.config.synonyms import OTHER_UNIT, did_you_mean, nearest_key, nearest_keys
+
+REPO = Path(__file__).resolve().parents[2]
+DEFAULT_CONFIG = REPO / "configs" / "tiny.py"  # wherever the command is given
+
+NO_DROPOUT = (
+    "jaxtrain has no dropout: pretraining sees its data about once, where dropout only slows learning, and its random masks "
+    "would have to be drawn again at every recomputation and layout"
+)
+
+
+# The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for other types.
+BARE = "\0"
+# Rules of a command line.
+NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
+# Variables of the shell without which the same command has other devices, or does not find the user's own modules.
+DECIDING = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")
+STRAYS = (NO_OPTION, LEFT_OVER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The command line and config of a run, for its receipt and log."""
+
+    config_file: str
+    variant: str
+    overrides: tuple[tuple[str, str], ...]
+    argv: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # one line for each value of the file that was changed to fit the command line
+    gpus: int = 0  # number of GPUs that the file's mesh and remat are for: gpus=N of the variant, or the file's GPUS; 0: any
+
+    @property
+    def name(self) -> str:
+        """Return the config's name, with its variant: llama3_8b-half."""
+        stem = Path(self.config_file).stem
+        return re.sub(r"[^\w.-]+", "-", f"{stem}-{self.variant}") if self.variant else stem
+
+    @property
+    def config_argv(self) -> list[str]:
+        """Return config file and overrides as arguments of any command."""
+        file = f"{self.config_file}:{self.variant}" if self.variant else self.config_file
+        return [f"--config={file}", *(f"--config.{key}={value}" for key, value in self.overrides)]
+
+    @property
+    def machine(self) -> str:
+        """Return the machine to plan this config for, as --topology takes it."""
+        return f"h200:8x{-(-self.gpus // 8)}" if self.gpus > 8 else f"h200:{self.gpus or 8}"
+
+    def other_size(self, gpus: int) -> str:
+        """Return a line that names the variant for `gpus` GPUs; "" if the config is for that number, or for any."""
+        if self.gpus in (0, gpus):
+            return ""
+        others = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
+        variant = ",".join([*others, f"gpus={gpus}"])
+        return (
+            f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}. "
+            f"For those: --config={self.config_file}:{variant}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The result of `load`.
+
+    `run` has the defaults of keys with problems. `file_read` is False if the config file could not be read. `asked` has the
+    values of file and command line, before derivation.
+    """
+
+    run: RunConfig
+    problems: list[Problem]
+    origins: dict[str, str]
+    asked: dict[str, Any]
+    launch: Launch
+    options: dict[str, str]
+    file_read: bool
+
+
+def load(
+    argv: Sequence[str],
+    options: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
+    arguments: list[str] | None = None,
+) -> Loaded:
+    """Read `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. Uses no jax and no device.
+
+    Args:
+        argv: the arguments, without the program's name.
+        options: names of the command's own options, with their defaults.
+        switches: names of options that may be given without a value -> their value then. An option that is not given is "".
+        arguments: collects the arguments without dashes; None: each is a problem.
+
+    Returns: the config, all options in `Loaded.options`, and every mistake as a Problem. Nothing is raised.
+
+    `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
+    `fit_schedule`).
+    """
+    options, switches = dict(options or {}), dict(switches or {})
+    given, overrides, problems = split(argv, options, switches, arguments)
+    path, variant = _file_and_variant(given.pop("config", _relative(DEFAULT_CONFIG)))
+    launch = Launch(path, variant, tuple((k, "true" if text == BARE else text) for k, text in overrides), tuple(argv))
+    config, gpus, wrong = read_file(path, variant or None)
+    problems += wrong
+    file_read = config is not None
+    config = config if config is not None else default_config()
+    from_file, run_of_file = _stated(config), resolved(config)[0]
+    chosen: set[str] = set()
+    for key, text in overrides:
+        wrong = apply(config, key, text)
+        problems += wrong
+        if not wrong:
+            chosen.add(key)
+    run, wrong = resolved(config)
+    problems += wrong
+    authors = dict.fromkeys(declared(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
+    notes: list[str] = []
+    if run.train.epochs and "train.steps" in chosen:
+        if "train.epochs" in chosen:
+            rule = f"train.steps={run.train.steps} is given too, and only one of them can decide"
+            problems.append(Problem("train.epochs", run.train.epochs, rule, "Set train.epochs=0, or leave out train.steps."))
+        else:
+            notes.append(
+                f"train.epochs: {run.train.epochs:g} (file) -> 0, because of train.steps = {run.train.steps} (command line)"
+            )
+            run = dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=0.0))
+    run, wrong, known = resolve_epochs(run)
+    problems += wrong
+    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
+    run, fitted = fit_schedule(run, authors, run_of_file, _steps_of_file(run, run_of_file, from_file))
+    notes += [*known, *fitted]
+    asked = dict(flatten(config))
+    origins = {
+        key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
+        for key, value in flatten(to_dict(run))
+    }
+    launch = dataclasses.replace(launch, notes=tuple(notes), gpus=gpus)
+    problems = _with_own_settings(problems, run)
+    return Loaded(run, problems, origins, asked, launch, options | dict.fromkeys(switches, "") | given, file_read)
+
+
+def length(o: Optimizer, steps: int) -> int:
+    """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
+    if o.schedule == "constant":
+        return o.warmup_steps
+    decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
+    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
+
+
+def _stated(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
+    """Return the keys that a config file sets; of a config without a record of assignments, those that are not the default."""
+    defaults = dict(flatten(default_config()))
+    changed = {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
+    return changed | set(assigned(config) if isinstance(config, ml_collections.ConfigDict) else ())
+
+
+BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
+AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
+
+
+def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return the run with the train.steps of its train.epochs, the problems of train.epochs, and notes. Imports no jax.
+
+    An epoch is what `Batches.epoch` counts as one, and the last step may go past the end of the last epoch. Without
+    train.epochs, nothing changes. train.steps also stays if the data cannot be opened: a note says why, and `validate` reports
+    the data.
+    """
+    epochs, data, steps = run.train.epochs, run.data, run.train.steps
+    sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
+    sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
+    if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+        return run, [], []
+    # Imported here: the data pipeline is in a higher layer.
+    from jaxtrain.data import pipeline
+
+    if data.source == "synthetic" or pipeline.is_custom(data.source):
+        rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
+        return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []
+    try:
+        tokens = pipeline.tokens_per_epoch(data, run.paths.data)
+    except ConfigError as error:
+        gone = [str(p.value) for p in error.problems if p.rule == pipeline.GONE]
+        why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
+        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
+    # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
+    needed = max(1, math.ceil(fractions.Fraction(str(epochs)) * tokens / run.tokens_per_step))
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
+
+
+def resolved_with_epochs(
+    config: ml_collections.ConfigDict | Mapping[str, Any],
+) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return (run, problems, notes) of a config without a command line: `resolved`, with the steps of train.epochs."""
+    asked, problems = resolved(config)
+    run, wrong, notes = resolve_epochs(asked)
+    if run.train.steps != asked.train.steps:
+        stated = _stated(config)
+        authors = dict.fromkeys(declared(), "default") | dict.fromkeys(stated, "file") | {"train.steps": BY_EPOCHS}
+        run, notes = fit_schedule(run, authors, asked, _steps_of_file(run, asked, stated))
+    return run, _with_own_settings(problems + wrong, run), notes
+
+
+def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[int, str]:
+    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
+
+    Epochs of the command line count in place of those of a file that has none.
+
+    Args:
+        run: the config with the command line's overrides.
+        file: the config without them.
+        stated: keys that the file sets.
+    """
+    epochs = file.train.epochs or run.train.epochs
+    if "train.steps" not in stated and epochs > 0:
+        whole, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
+        if not wrong and not unknown:
+            return whole.train.steps, BY_EPOCHS
+    return file.train.steps, "file" if "train.steps" in stated else "default"
+
+
+def fit_schedule(
+    run: RunConfig, authors: Mapping[str, str], file: RunConfig, steps_of_file: tuple[int, str]
+) -> tuple[RunConfig, list[str]]:
+    """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
+
+    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run. A
+    default has its fraction of the default train.steps, a length of a file with train.epochs that of the steps of its epochs.
+    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps; of a constant schedule, whose
+    rates do not depend on the length of the run, and of steps of the file itself, only if they are too long. lr_min changes
+    only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
+    its origin ranks below that of sample.max_tokens. Otherwise `validate` reports the contradiction.
+
+    Args:
+        run: the resolved config.
+        authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
+        file: the config of the file, without overrides.
+        steps_of_file: result of `_steps_of_file`.
+
+    Returns:
+        the config, and one line for each value that changed.
+    """
+
+    def below(key: str, other: str) -> bool:
+        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other])
+
+    o, steps = run.optimizer, run.train.steps
+    changes: dict[str, Any] = {}
+    notes: list[str] = []
+    decays = o.schedule != "constant"
+    lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
+    movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
+    usual = RunConfig()
+
+    def whole(name: str) -> tuple[int, str]:
+        """Return (steps, their origin) of the run of which a length is a fraction."""
+        if authors[f"optimizer.{name}"] == "default":
+            return usual.train.steps, "default"
+        # Steps of epochs may be too few for the length, and give no fraction.
+        return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
+
+    before = {n: whole(n) for n in movable}
+    if length(o, steps) <= steps:
+        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n][0]}
+    if steps > 0 and movable:
+        fitted = {n: max(1, v * steps // max(steps, before[n][0])) for n, v in movable.items()}
+        room = steps - (length(o, steps) - sum(movable.values()))
+        if sum(fitted.values()) > room:
+            fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
+        changes |= fitted
+        for n, v in fitted.items():
+            author, (of, counted_by) = authors[f"optimizer.{n}"], before[n]
+            was = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {of} steps ({counted_by})"
+            notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
+    valid = not declared()["optimizer.lr"].out_of_range(o.lr)
+    if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
+        author = authors["optimizer.lr_min"]
+        peak = (usual if author == "default" else file).optimizer.lr
+        lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
+        changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
+        was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
+        notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
+    sample = run.sample
+    if sample.every_steps and not sample.max_tokens and below("sample.every_steps", "sample.max_tokens"):
+        notes.append(
+            f"sample.every_steps: {sample.every_steps} ({authors['sample.every_steps']}) -> 0 of sample.max_tokens = 0"
+        )
+        sample = dataclasses.replace(sample, every_steps=0)
+    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes), sample=sample), notes
+
+
+def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """Return the result of `config.resolve`. A problem of an unknown dropout key has the reason why jaxtrain has no dropout."""
+    run, problems = resolve(config)
+    try:
+        run.sample.prompt.encode()
+    except UnicodeEncodeError:
+        fix = "Type it in a terminal of UTF-8, or write it in a config file."
+        problems.append(Problem("sample.prompt", run.sample.prompt, "is not UTF-8", fix))
+    return run, [_explain_refusal(p) for p in problems]
+
+
+def split(
+    argv: Sequence[str],
+    options: Mapping[str, str],
+    switches: Mapping[str, str],
+    arguments: list[str] | None = None,
+    *,
+    config: bool = True,
+) -> tuple[dict[str, str], list[tuple[str, str]], list[Problem]]:
+    """Return (options given, overrides of the config in order, problems) of a command line.
+
+    Args:
+        options: names of options that need a value.
+        switches: names of options that may be given without a value -> their value then.
+        arguments: collects the arguments without dashes; None: each is a problem.
+        config: whether --config and --config.KEY are options too.
+    """
+    given: dict[str, str] = {}
+    overrides: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    names = [*(["config"] if config else []), *options, *switches]
+    rest = list(argv)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--"):
+            if arguments is not None and not arg.startswith("-"):
+                arguments.append(arg)
+                continue
+            remedy = f"Write --{arg}." if re.match(r"config\.[\w.]+=", arg) else "Options start with --; see --help."
+            problems.append(Problem(f"argument {arg!r}", None, LEFT_OVER, remedy))
+            continue
+        name, has_value, value = arg[2:].partition("=")
+        if config and name.startswith("config."):
+            key = name.removeprefix("config.")
+            if not has_value and rest and not rest[0].startswith("--") and not rest[0].startswith("config."):
+                value, has_value = rest.pop(0), "="
+            overrides.append((key, value if has_value else BARE))
+        elif name in switches and not has_value:
+            given[name] = switches[name]
+        elif name not in names:
+            if not has_value and rest and not rest[0].startswith("--"):
+                value, has_value = rest.pop(0), "="
+            remedy = _nearest_option(name, names, has_value + value, list(declared()) if config else [])
+            problems.append(_explain_refusal(Problem(f"--{name}", None, NO_OPTION, remedy)))
+        elif has_value:
+            given[name] = value
+        elif rest and not rest[0].startswith("--"):
+            given[name] = rest.pop(0)
+        else:
+            problems.append(Problem(f"--{name}", None, NO_VALUE, f"Write --{name}=VALUE."))
+    return given, overrides, problems
+
+
+def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
+    """Return the remedy for an unknown option: the option spelt like it, else the keys that it may mean, else all options.
+
+    Args:
+        name: the option without its dashes.
+        names: all options of the command.
+        given: "=VALUE" as it was typed, or "".
+        known: all keys of the config, if the command takes one.
+    """
+    if close := difflib.get_close_matches(name, names, 1, 0.75):
+        return f"Did you mean --{close[0]}?"
+    if begun := [n for n in names if n.startswith(name)]:
+        return did_you_mean(f"--{n}" for n in begun)
+    given = "=VALUE" if given and OTHER_UNIT.search(name) else given
+    meant = [name] if name in known else nearest_keys(name, known) if known else []
+    # Names from other trainers can mean options of main, which this command may not have.
+    if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
+        return did_you_mean(_as_option(setting, given) for setting in found)
+    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
+
+
+def _as_option(setting: str, given: str) -> str:
+    """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
+
+    given: "=VALUE" as it was typed, or "".
+    """
+    if setting.startswith("--"):
+        return setting.partition("=")[0] + given
+    if " " in setting:
+        return setting
+    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{given}"
+
+
+def _file_and_variant(text: str) -> tuple[str, str]:
+    """Return (FILE.py, variant) of FILE.py:variant: the first split that names a file, else the first; the whole text first."""
+    ends = [match.start() + len(".py") for match in re.finditer(r"\.py:", text)]
+    splits = [(text, ""), *((text[:end], text[end + 1 :]) for end in ends)]
+    expanded = ((os.path.expanduser(path), variant) for path, variant in splits)
+    return next((each for each in expanded if os.path.isfile(each[0])), splits[1] if ends else splits[0])
+
+
+def _relative(path: Path) -> str:
+    """Return a path relative to the current folder if it is inside that folder, else the path unchanged."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
+    """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems)."""
+    file = Path(path)
+    if not file.is_file():
+        folders = dict.fromkeys((REPO / "configs", file.parent.resolve()))
+        known = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
+        stems = {Path(p).stem: p for p in known}
+        close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
+        remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
+        rule = "is empty" if not path else "is a folder" if file.is_dir() else "no such file"
+        if path and file.exists() and not file.is_dir():
+            rule, remedy = "is a pipe, and a restart reads the config again", "Write it to a file, and name that."
+        return None, 0, [Problem("--config", path, rule, remedy)]
+    try:
+        with config_file.beside(file):
+            module = config_file.run(file)
+            if not callable(getattr(module, "get_config", None)):
+                fix = "Define get_config(arg=None) as configs/tiny.py does."
+                return None, 0, [Problem("--config", path, "defines no function get_config", fix)]
+            config = module.get_config(variant) if variant else module.get_config()
+    except ConfigError as e:
+        return None, 0, e.problems
+    # A config file is a user's program: every exception is a mistake in that file, shown with its line.
+    except (Exception, SystemExit) as e:
+        where = config_file.where(e, file)
+        first = (str(e).strip() or "no message").splitlines()[0].rstrip(".")
+        remedy = "Correct the file."
+        if isinstance(e, TypeError) and not where:  # of the call of get_config
+            takes = f"This file takes no variant: leave out ':{variant}'." if variant else f"Name one: --config={path}:VARIANT."
+            remedy = takes if "argument" in first else remedy
+        elif isinstance(e, SyntaxError) and "'utf-8' codec" in first:
+            remedy = "Save it as UTF-8, or name its encoding in its first line: # coding: latin-1"
+        elif isinstance(e, ModuleNotFoundError):
+            remedy = "Put the module beside the file, or its folder on PYTHONPATH."
+        rule = f"{where} raises {type(e).__name__}: {first}".strip()
+        return None, 0, [Problem("--config", path, rule, remedy)]
+    if not isinstance(config, ml_collections.ConfigDict):
+        rule = f"get_config returned {type(config).__name__}, not a ConfigDict"
+        return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
+    asked = re.search(r"(?:^|,)gpus=([\d_]+)", variant or "")
+    gpus = getattr(module, "GPUS", 0)
+    if not isinstance(gpus, int):  # the file uses this name for another constant
+        return config, 0, []
+    return config, int(asked[1]) if gpus and asked else gpus, []
+
+
+def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
+    """Set one dotted key from its text, read as the key's type. On failure the config is unchanged."""
+    known = [name for name, _ in flatten(config)]
+    shown = None if text == BARE else text
+    *path, last = key.split(".")
+    section: Any = config
+    for name in path:
+        section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
+    if not isinstance(section, ml_collections.ConfigDict) or last not in section:
+        remedy = nearest_key(key, known)
+        if path == [OWN]:
+            near = difflib.get_close_matches(last, [*(section or {})], 1)
+            remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
+            remedy = did_you_mean([f"{OWN}.{near[0]}"]) if near else remedy
+        return [_explain_refusal(Problem(key, shown, "no such key", remedy))]
+    old = section[last]
+    if isinstance(old, ml_collections.ConfigDict):
+        keys = [k for k in known if k.startswith(f"{key}.")]
+        return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
+    if old is None:
+        # The file set the key to None, so the text has no type. `resolve` reports the None.
+        return []
+    if text == BARE and not isinstance(old, bool):
+        return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]
+    try:
+        section[last] = True if text == BARE else parse(text, type(old))
+    except (ValueError, KeyError):
+        return [Problem(key, text, f"must be {KIND.get(type(old), type(old).__name__)}", f"Write {_example(text, type(old))}.")]
+    return []
+
+
+KIND = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _example(text: str, kind: type) -> str:
+    if kind is int and re.fullmatch(r"[\d.]+e\+?\d{1,2}", text.lower()) and float(text).is_integer():
+        return str(int(float(text)))
+    return {int: "a whole number such as 8", float: "a number such as 3e-4", bool: "true or false"}[kind]
+
+
+def parse(text: str, kind: type) -> Any:
+    """Return a value from its text. Raises ValueError or KeyError if the text is not of type `kind`, or not finite."""
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if kind is float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise ValueError(text)
+        return value
+    return kind(text)
+
+
+def _explain_refusal(problem: Problem) -> Problem:
+    """Return the problem. If it is of an unknown dropout key or option, its rule is why jaxtrain has no dropout."""
+    if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
+        return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
+    return problem
+
+
+def _with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
+    """Return the problems. Those of unknown keys beside a user's own family, loss, optimizer or source name the section own."""
+    parts = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
+    own = [section for section, name in parts.items() if ":" in name]
+
+    def explained(p: Problem) -> Problem:
+        section, _, name = p.key.rpartition(".")
+        if p.rule != "no such key" or section not in own:
+            return p
+        return dataclasses.replace(
+            p, remedy=f"{p.remedy} A setting of {parts[section]} is config.{OWN}.{name} in the config file."
+        )
+
+    return [explained(p) for p in problems]
+
+
+def variables() -> str:
+    """Return the variables of the shell that decide what a command does, to type before it: "JAX_NUM_CPU_DEVICES=8 ", or "".
+
+    Variables that the program set are left out, and so is the folder in PYTHONPATH that run.sh adds itself.
+    """
+    exported = os.environ.get(EXPORTED, "").split(",")
+    found = {name: os.environ.get(name, "") for name in DECIDING if name not in exported}
+    if os.environ.get(PREFIX):
+        path = found.get("PYTHONPATH", "").split(os.pathsep)
+        found["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in found.items() if value)
+
+
+def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
+    """Return problems whose remedies name commands with this command line's config and overrides in the place of CONFIG.
+
+    The shell's `variables` are typed before them. A machine behind them becomes the one that the config is for. Overrides with
+    a problem of their own are left out.
+    """
+    wrong = {problem.key for problem in problems}
+    right = [(key, value) for key, value in launch.overrides if key not in wrong]
+    given = shlex.join(dataclasses.replace(launch, overrides=tuple(right)).config_argv)
+    command = re.compile(rf"(python -m jaxtrain[\w .-]+){CONFIG}( --topology=[\w:]+)?")
+
+    def typed(found: re.Match[str]) -> str:
+        return f"{variables()}{found[1]}{given}{f' --topology={launch.machine}' if found[2] else ''}"
+
+    return [dataclasses.replace(p, remedy=command.sub(typed, p.remedy)) for p in problems]
+
+
+def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:
+    """Write all problems to stderr, one a line, and return the exit code for a wrong command or config.
+
+    launch: the command line, which commands in the remedies repeat (`with_config`); None: it has no config.
+    """
+    problems = with_config(problems, launch) if launch else problems
+    lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    print(*lines, f"{count}; nothing was started and nothing written", sep="\n", file=sys.stderr)
+    return 2

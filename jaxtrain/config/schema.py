@@ -1,0 +1,1271 @@
+"""Every config key: its default, type and meaning. Imports no jax and touches no device or file.
+
+A config file returns a `ConfigDict` that starts as `default_config()`. The command line may override any key. `resolve` then
+makes the frozen `RunConfig`, which all other modules read. The dataclasses below are the only declaration of keys: defaults,
+types, choices, ranges, `--explain` and `docs/config.md` all come from them.
+
+No key defaults to None, because `ml_collections` cannot override None from the command line. No key is a tuple, because an
+override could change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
+"""
+
+import ctypes
+import dataclasses
+import difflib
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import ml_collections
+
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.synonyms import nearest_key
+
+# Mesh axes from the outermost, along which neighbours may be on different nodes, to the innermost. Optional axes are part of a
+# mesh only if their size is above 1.
+MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
+OPTIONAL_AXES = ("stage", "expert")
+EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
+MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
+# Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
+# of them would become 0 or infinite, and weights NaN.
+SMALLEST, LARGEST = 1e-30, 1e30
+MOST = 2**31 - 1  # of a whole number: counts, positions and seeds are int32
+
+# Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
+# adds a rule for each.
+RULES = {
+    "batch": "data+fsdp+expert",
+    "sequence": "seq",
+    "residual": "seq+tensor",
+    "embed": "fsdp+expert+seq",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": "",
+    "mlp": "tensor",
+    "vocab": "stage+tensor",
+    "layers": "stage",
+    "experts": "expert+fsdp+seq",
+    "expert_embed": "fsdp+seq",
+}
+RULE_DOCS = {
+    "batch": "sequences of a batch",
+    "sequence": "tokens, inside attention and feed-forward blocks",
+    "residual": "tokens, in the residual stream and norms between those blocks",
+    "embed": "the model dimension of every weight except experts'",
+    "heads": "query heads",
+    "kv_heads": "key/value heads; must be sharded like the query heads",
+    "head_dim": "the width of a head",
+    "mlp": "the feed-forward width",
+    "vocab": "rows of the embedding and the head",
+    "layers": "the axis along which layers are stacked",
+    "experts": "the experts of a layer, over axes that divide their number; in use only over expert",
+    "expert_embed": "the model dimension of experts' weights, over axes that do not divide their number",
+}
+
+
+# Logical axis -> the mesh axes that its rule may name, in this order. The step has collectives for these axes only.
+ALLOWED = {
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("seq",),
+    "residual": ("seq", "tensor"),
+    "embed": ("data", "fsdp", "expert", "seq"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "vocab": ("stage", "tensor"),
+    "layers": ("stage",),
+    "experts": ("expert", "data", "fsdp", "seq"),
+    "expert_embed": ("data", "fsdp", "seq"),
+}
+
+
+def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
+    """Return the entries of sharding.rules that the step has no collectives for: (logical axis, why it is refused, remedy).
+
+    table: logical axis -> mesh axes of size above 1 that shard it.
+    """
+    found = []
+    for axis, allowed in ALLOWED.items():
+        other = [a for a in table[axis] if a not in allowed]
+        tokens = (*table["batch"], *table["sequence"], EXPERT_AXIS)
+        names = "+".join(a for a in allowed if a in tokens or axis not in ("embed", "expert_embed", "experts"))
+        if other:
+            rule = f"cannot be sharded over mesh axis {other[0]!r}"
+            remedy = f"Set '{names}', or fewer of these axes." if allowed else "Set ''."
+            found.append((axis, rule, remedy))
+        elif table[axis] != [a for a in allowed if a in table[axis]]:
+            ordered = "+".join(a for a in allowed if a in table[axis])
+            found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
+    if table["heads"] != table["kv_heads"]:
+        rule = f"query heads are sharded over {table['heads']}, and a query head must be on the device of its key/value head"
+        found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
+    if table["residual"][: len(table["sequence"])] != table["sequence"]:
+        rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
+        found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
+    for axis in ("embed", "expert_embed", "experts"):
+        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
+        if alone:
+            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
+            found.append((axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """The declaration of a key, without its type and default.
+
+    Attributes:
+        doc: its meaning, in one line.
+        choices: the values that a string takes; () for any.
+        importable: whether `package.module:name` is a value too.
+        at_least, above, at_most, below: the range of a number; None if it is open.
+    """
+
+    doc: str
+    choices: tuple[str, ...] = ()
+    importable: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    @property
+    def values(self) -> str:
+        """Return the choices or the range in words; "" for any value."""
+        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
+
+    def nearest(self, value: float) -> float:
+        """Return the nearest number in the range."""
+        low = self.at_least if self.at_least is not None else SMALLEST if self.above is not None else -LARGEST
+        high = self.at_most if self.at_most is not None else self.below - 1e-7 if self.below is not None else LARGEST
+        return min(max(SMALLEST if 0 < abs(value) < SMALLEST else value, low), high)
+
+    def out_of_range(self, value: Any) -> tuple[str, str] | None:
+        """Return (broken rule, remedy) of a number that is not finite or outside the range, or None.
+
+        A float must also be in the range as the float32 that a step computes with: 0.99999999 is 1 there, and 1e-46 is 0.
+        """
+        if isinstance(value, float) and not math.isfinite(value):
+            return "must be a finite number", "Set one."
+        if self.at_least is not None and value < self.at_least:
+            return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
+        if self.above is not None and value <= self.above:
+            return f"must be above {self.above:g}", "Set a positive number."
+        if self.at_most is not None and value > self.at_most:
+            return f"must be at most {self.at_most:g}", f"Set {self.at_most:g} or less."
+        if self.below is not None and float32(value) >= self.below:
+            rule = f"must be below {self.below:g}" + (", and in float32 it is that" if value < self.below else "")
+            return rule, f"Set {self.below - 1e-7:.7f} or less."
+        if isinstance(value, int) and self.at_most is None and value > MOST:
+            return f"must be at most {MOST}, the largest int32", f"Set {MOST} or less."
+        if not isinstance(value, float):
+            return None
+        if 0 < abs(value) < SMALLEST:
+            zero = "" if self.above == 0 else "0, or "
+            return "is too small for float32, in which it or its quotients become 0", f"Set {zero}{SMALLEST:g} or more."
+        if abs(value) > LARGEST:
+            return "is too large for float32, in which it or its products become infinite", f"Set {LARGEST:g} or less."
+        return None
+
+
+def float32(value: float) -> float:
+    """Return the number of float32 nearest to a float; infinity above the largest."""
+    return ctypes.c_float(value).value
+
+
+def key[T](
+    default: T,
+    doc: str,
+    choices: tuple[str, ...] = (),
+    importable: bool = False,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> T:
+    """Return a dataclass field with its declaration as metadata. The arguments are those of `Key`."""
+    made = Key(doc, choices, importable, at_least, above, at_most, below)
+    return cast(T, dataclasses.field(default=default, metadata={"key": made}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of the transformer."""
+
+    family: str = key(
+        "llama",
+        "a file of jaxtrain/models/families, or your own module",
+        choices=(
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "gpt_oss",
+            "deepseek_v3",
+            "gemma2",
+            "gemma3",
+        ),
+        importable=True,
+    )
+    num_layers: int = key(4, "transformer blocks", at_least=1, at_most=10_000)
+    d_model: int = key(128, "width of the residual stream", at_least=1)
+    num_heads: int = key(4, "query heads", at_least=1)
+    num_kv_heads: int = key(4, "key/value heads; num_heads must be a multiple", at_least=1)
+    head_dim: int = key(
+        0, "width of a head; 0: d_model / num_heads, with kv_lora_rank qk_nope_head_dim + qk_rope_head_dim", at_least=0
+    )
+    d_ff: int = key(384, "width of the feed-forward block (each of gate and up)", at_least=1)
+    vocab_size: int = key(264, "rows of the embedding; at least the tokenizer's vocabulary", at_least=1)
+    dense_layers: int = key(0, "in a model with experts: number of first layers without experts", at_least=0, at_most=1000)
+    dense_d_ff: int = key(0, "width of the feed-forward block of dense_layers", at_least=0)
+    kv_lora_rank: int = key(
+        0,
+        "latent attention (DeepSeek-V2): width of the latent of keys and values; 0: other attention",
+        at_least=0,
+    )
+    q_lora_rank: int = key(0, "with kv_lora_rank: width of the latent of queries; 0: none", at_least=0)
+    qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
+    qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part; all heads share that of the key", at_least=0)
+    v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", at_least=1e-20)
+    tied_head: bool = key(False, "the output head is the embedding, transposed")
+    qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
+    qkv_bias: bool = key(False, "bias on the query, key and value projections")
+    attention_out_bias: bool = key(False, "bias on attention's output projection")
+    attention_sinks: bool = key(False, "each query head has a learnt logit in the denominator of softmax, without a value")
+    sandwich_norm: bool = key(False, "RMSNorm also on the outputs of attention and feed-forward")
+    sliding_window: int = key(0, "a token attends to this many positions, itself included; 0: all before it", at_least=0)
+    attention_pattern: str = key(
+        "", "layers with sliding_window (l) or full attention (g), repeated over all layers, as lllllg; '': all l"
+    )
+    attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0)
+    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0)
+    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0)
+    rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0)
+    local_rope_base: float = key(0.0, "base in layers with sliding_window, never scaled; 0: as in the others", at_least=0)
+    rope_scaling: str = key(
+        "none",
+        "llama3: long wavelengths are stretched, as in Llama 3.1; yarn: as in YaRN; linear: all are",
+        choices=("none", "llama3", "linear", "yarn"),
+    )
+    rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1)
+    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched by rope_factor", above=0)
+    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this are unchanged")
+    rope_original_len: int = key(
+        8192, "llama3, yarn: sequence length the model was first trained with", at_least=1, at_most=10**12
+    )
+    rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len are unchanged", above=0)
+    rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched by rope_factor", above=0)
+    rope_truncate: bool = key(True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones")
+    rope_attention_factor: float = key(
+        0.0, "yarn: factor of rotated queries and of keys; 0: 0.1 ln(rope_factor) + 1, or by rope_mscale", at_least=0
+    )
+    rope_mscale: float = key(
+        0.0,
+        "yarn: with rope_mscale_all_dim the factor is the ratio of 0.1 mscale ln(rope_factor) + 1 with either; 0: off",
+        at_least=0,
+    )
+    rope_mscale_all_dim: float = key(0.0, "yarn: see rope_mscale; 0: off", at_least=0)
+    num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens", at_least=0)
+    experts_per_token: int = key(2, "experts per token", at_least=1)
+    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
+    renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
+    router_bias: bool = key(False, "a bias for each expert is added to its score for the choice; updated by moe.bias_rate")
+    router_logit_bias: bool = key(False, "a learnt bias of each expert's logit, part of its score")
+    expert_bias: bool = key(False, "biases on gate, up and down projections of experts")
+    routed_scaling: float = key(1.0, "factor of the chosen experts' scores, after renormalize", above=0)
+    router_groups: int = key(1, "groups of consecutive experts; a token uses groups_per_token of them", at_least=1)
+    groups_per_token: int = key(
+        1, "groups whose experts a token may choose: those with the largest sum of two biased scores", at_least=1
+    )
+    shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
+    mtp_layers: int = key(
+        0,
+        "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone",
+        at_least=0,
+        at_most=100,
+    )
+    init_std: float = key(
+        0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0, at_most=1000
+    )
+
+    @property
+    def outside(self) -> bool:
+        """Return whether the family is from outside the package, `package.module:name`."""
+        return ":" in self.family
+
+    @property
+    def stacked_layers(self) -> int:
+        """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
+        return self.num_layers - self.dense_layers
+
+    @property
+    def adaptable(self) -> tuple[str, ...]:
+        """Return the names of the weights that can have an adapter. Those of experts cannot."""
+        queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
+        keys = ("wkv_down", "wkv_up") if self.kv_lora_rank else ("wk", "wv")
+        return (*queries, *keys, "wo", *(() if self.num_experts else ("gate", "up", "down")))
+
+    @property
+    def step_layers(self) -> int:
+        """Return the number of blocks in a train step: `num_layers`, and one in each module of multi-token prediction."""
+        return self.num_layers + self.mtp_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Devices along each axis, over all nodes. One axis may be -1: the devices that are left. data and fsdp may both be -1:
+    fsdp then takes the devices that are left within a node, and stages and data span the nodes.
+    """
+
+    data: int = key(-1, "replicas of the weights; the batch is sharded over data x fsdp x expert")
+    fsdp: int = key(-1, "shards of weights, moments and batch; with mesh.data=1, over all nodes")
+    stage: int = key(1, "pipeline stages: shards of the layers; see the pipeline section")
+    expert: int = key(1, "shards of the experts, and of the batch with data x fsdp")
+    tensor: int = key(1, "shards of heads, feed-forward and vocabulary within a layer")
+    seq: int = key(1, "shards of the sequence (context parallelism); see parallel.context")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Schedule of the train.grad_accum microbatches on the stages of mesh.stage."""
+
+    schedule: str = key(
+        "1f1b",
+        "gpipe: all forward, then all backward; interleaved: 1f1b with several groups a stage",
+        choices=("1f1b", "gpipe", "interleaved"),
+    )
+    groups: int = key(1, "interleaved: groups of consecutive layers on each stage, 2 or more", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moe:
+    """Routing of tokens to the experts of model.num_experts, and load balancing."""
+
+    impl: str = key(
+        "auto",
+        "grouped matmuls by Pallas kernels (pallas: Hopper, bf16), or by XLA (ragged: jax.lax.ragged_dot)",
+        choices=("auto", "pallas", "ragged"),
+    )
+    capacity_factor: float = key(
+        0.0, "capacity factor: tokens per expert over an even load; others are dropped; 0: no token is dropped", at_least=0
+    )
+    buffer: float = key(
+        1.25,
+        "with mesh.expert and no capacity: size of the first all-to-all over an even load; smaller ones send the rest",
+        above=0,
+    )
+    balance_loss: float = key(
+        0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch", at_least=0
+    )
+    sequence_balance_loss: float = key(
+        0.0, "times the load-balancing loss of each sequence by itself (DeepSeek-V3), mean of layers", at_least=0
+    )
+    z_loss: float = key(
+        0.001, "times the squared log of the router's partition function (Zoph et al. 2022), mean of layers", at_least=0
+    )
+    bias_rate: float = key(
+        0.001, "step of model.router_bias toward even loads (Wang et al. 2024), after each optimizer step", at_least=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Computation of layers and sequences on the mesh."""
+
+    context: str = key(
+        "ring",
+        "context parallelism: the way to attend to keys of other devices, with mesh.seq above 1",
+        choices=("ring", "ulysses", "gather"),
+    )
+    scan_layers: bool = key(True, "a loop over layers; false: unrolled layers, with faster steps and a longer compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """The mesh axes of each logical axis."""
+
+    zero: int = key(
+        3,
+        "over fsdp and seq: 0 all replicated | 1 moments and master split | 2 gradients too | 3 weights in use too",
+        at_least=0,
+        at_most=3,
+    )
+    gather: str = key(
+        "layer",
+        "zero=3 gathers weights for each layer, each forward pass (kept until its backward), or each step",
+        choices=("layer", "forward", "step"),
+    )
+    rules: tuple[tuple[str, str], ...] = key(tuple(RULES.items()), "logical axis -> mesh axes joined by '+'; '' replicates it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The attention kernel, and the dtype of its matmuls."""
+
+    impl: str = key(
+        "auto",
+        "attention kernel; auto: the log names the kernel and the reason",
+        choices=("auto", "cudnn", "pallas", "chunked", "reference"),
+    )
+    forward: str = key(
+        "compute",
+        "type of the matmuls of attention's forward pass: the compute type; or fp8: e4m3, on Hopper, emulated on CPU. The "
+        "backward pass is in the compute type, by attention.impl",
+        choices=("compute", "fp8"),
+    )
+    ulysses: int = key(
+        0,
+        "parallel.context=ulysses: ranks of a Ulysses group; the groups form a ring; 0: as many ranks as heads allow",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Activations that the forward pass saves for the backward pass."""
+
+    policy: str = key(
+        "none",
+        "policy of activation checkpointing; auto: the least recomputation that fits; custom: remat.tensors",
+        choices=("none", "full", "dots", "attention", "auto", "custom"),
+    )
+    tensors: str = key("", "custom: name=keep|offload|recompute, comma-separated; tensors not named are recomputed")
+    every: int = key(1, "this many layers share one checkpoint", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """Storage dtypes of weights, moments and gradients. int8: quantized in blocks."""
+
+    params: str = key(
+        "auto", "the master weights (auto: f32); norms and biases are f32 in any case", choices=("auto", "f32", "bf16")
+    )
+    m: str = key("auto", "Adam's first moment, Muon's momentum (auto: f32)", choices=("auto", "f32", "bf16", "int8"))
+    v: str = key("auto", "Adam's second moment (auto: f32)", choices=("auto", "f32", "bf16", "int8"))
+    grads: str = key("auto", "gradients summed over microbatches (auto: f32)", choices=("auto", "f32", "bf16"))
+    reduce: str = key(
+        "auto",
+        "gradients summed over devices (auto: the compute type)",
+        choices=("auto", "f32", "bf16"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """Matmuls that stay in bfloat16 with `precision=fp8`."""
+
+    exclude: str = key("", "weights or blocks computed in bf16, comma-separated: wo,mlp.down or attention; '': none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Training data, and its packing into sequences."""
+
+    source: str = key(
+        "stdlib",
+        "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name; without weights, files are mixed "
+        "in proportion to their tokens",
+    )
+    source_schedule: str = key(
+        "",
+        "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues at its position",
+    )
+    eval_source: str = key(
+        "",
+        "held-out data, same forms, or several sets by name: NAME=SOURCE;NAME=SOURCE;...; '': the validation split of stdlib "
+        "and synthetic",
+    )
+    tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the tokenizer of the token files")
+    seq_len: int = key(256, "tokens in a sequence", at_least=1)
+    packing: str = key(
+        "documents",
+        "attention stops at document borders in documents and best_fit, not in none. documents: text is cut at sequence "
+        "ends; best_fit: documents shorter than a sequence are not cut, and sequences are padded",
+        choices=("documents", "best_fit", "none"),
+    )
+    max_segments: int = key(
+        0,
+        "documents in a sequence at most; further ones are masked and counted. 0: as many as the data has in one, up to 32. "
+        "cuDNN's backward pass has (4 head_dim + 4) bytes x heads x tokens of workspace for each, with fewer key/value heads "
+        "(8 head_dim + 4)",
+        at_least=0,
+    )
+    seed: int = key(0, "order of the sequences", at_least=0)
+    prefetch: int = key(2, "batches prepared ahead of the step, by one thread", at_least=1)
+
+    @property
+    def masks_documents(self) -> bool:
+        """Return whether attention stops at document borders."""
+        return self.packing != "none"
+
+    @property
+    def most_documents(self) -> int:
+        """Return the largest number of documents in a sequence, for code that has not read the data."""
+        return self.max_segments or MOST_DOCUMENTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """The training loop."""
+
+    steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
+    epochs: float = key(
+        0.0, "passes over the training data; replaces train.steps; 0: train.steps decides", at_least=0, at_most=1_000_000
+    )
+    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
+    grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1)
+    accumulate: str = key(
+        "auto",
+        "layer: each layer's gradient is added to the sum in its backward pass; microbatch: after the whole backward pass; "
+        "auto: microbatch with parallel.scan_layers, else layer",
+        choices=("auto", "layer", "microbatch"),
+    )
+    freeze: str = key("", "frozen parameters, comma-separated patterns of names: embed.*,layers.mlp.*,head")
+    seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded", at_least=0)
+    memory_fraction: float = key(
+        0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context", at_least=0, at_most=1
+    )
+    max_minutes: str = key("", "save and exit with 75 after this many minutes | auto: before Slurm's end of the job")
+    loss_spike_sigma: float = key(
+        0.0,
+        "a step is skipped if loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
+        "if one is not finite",
+        at_least=0,
+    )
+    on_divergence: str = key(
+        "stop",
+        "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, skipping the data of these steps",
+        choices=("stop", "rollback"),
+    )
+    max_skipped_steps: int = key(8, "this many skipped steps in a row are a divergence", at_least=1)
+    timeouts: str = key(
+        "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
+    )
+    sdc_check_every: int = key(
+        0, "every this many steps, repeat the step and compare all bits, to find faulty hardware; 0: never", at_least=0
+    )
+    deterministic: bool = key(
+        False, "the same bits from every run on the same GPUs: slower kernels, and XLA's autotuning results stored with the run"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The training loss."""
+
+    name: str = key(
+        "cross_entropy",
+        "the loss function; dpo: direct preference optimisation, on token files of pairs; your own: evaluations "
+        "add the plain cross entropy, from which perplexity and bits per byte follow",
+        choices=("cross_entropy", "dpo"),
+        importable=True,
+    )
+    beta: float = key(
+        0.1, "dpo: weight of the divergence from the reference model; a higher value keeps the model nearer to it", above=0
+    )
+    label_smoothing: float = key(0.0, "dpo: the probability that a pair has its preference reversed", at_least=0, below=0.5)
+    z_loss: float = key(
+        0.0, "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off", at_least=0
+    )
+    mtp_weight: float = key(
+        0.3, "with model.mtp_layers: factor of the mean of their losses; DeepSeek-V3 had 0.3, and 0.1 at the end", above=0
+    )
+    chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1)
+
+    @property
+    def of_pairs(self) -> bool:
+        """Return whether the loss compares the chosen and the rejected member of pairs."""
+        return self.name == "dpo"
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """AdamW or Muon, and the schedule of the learning rate."""
+
+    name: str = key(
+        "adamw",
+        "muon: matrices of layers by Muon, other parameters by AdamW",
+        choices=(
+            "adamw",
+            "muon",
+        ),
+        importable=True,
+    )
+    lr: float = key(3e-4, "peak learning rate", at_least=0, at_most=1)
+    lr_min: float = key(3e-5, "learning rate of the last step of the decay", at_least=0)
+    schedule: str = key(
+        "cosine", "learning rate over the steps; wsd: warmup, stable, decay", choices=("constant", "cosine", "linear", "wsd")
+    )
+    warmup_steps: int = key(100, "linear from lr / warmup_steps to lr at the last of these steps", at_least=0)
+    decay_steps: int = key(
+        0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
+    )
+    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0)
+    momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1)
+    beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1)
+    beta2: float = key(0.95, "decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0)
+    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off", at_least=0)
+    groups: str = key("", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)")
+    offload: str = key(
+        "none",
+        "moments: stored in pinned host memory, updated on the device a layer at a time",
+        choices=("none", "moments"),
+    )
+
+    def decay(self, steps: int) -> int:
+        """Return the number of decay steps in a run of `steps` steps: decay_steps; if it is 0, the default of the schedule.
+
+        The result is at most the number of steps after the warm-up.
+        """
+        after = max(1, steps - max(1, self.warmup_steps))
+        derived = max(1, steps // 5) if self.schedule == "wsd" else after
+        return min(self.decay_steps or derived, after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Init:
+    """The weights that a new run starts from: of another run, or of a Hugging Face model."""
+
+    from_: str = key("", "a run's folder, one of its checkpoints/<step>, or a Hugging Face folder; the step starts at 0")
+    base: str = key("", "where the base of adapters is now, if it moved since their training; '': where it was")
+    what: str = key("weights", "restored from init.from", choices=("weights", "weights+optimizer"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters for the frozen weights of init.from (docs/finetuning.md)."""
+
+    rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
+    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
+    targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's and experts'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Loss on held-out data."""
+
+    every_steps: int = key(200, "and before the first and after the last step; 0: never", at_least=0)
+    sequences: int = key(128, "sequences per evaluation, each once, the same ones for every batch size and layout", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Saving, and the changes that a resumed run may make."""
+
+    dir: str = key("", "folder of the checkpoints, or gs://BUCKET/PATH, or s3://BUCKET/PATH; '': WORKDIR/checkpoints")
+    every_steps: int = key(500, "and after the last step; 0: only then", at_least=0)
+    keep: int = key(2, "newest checkpoints kept", at_least=1)
+    keep_every: int = key(0, "also keep every step that is a multiple of this; 0: none", at_least=0)
+    keep_best: bool = key(
+        False, "also keep the one with the lowest held-out loss, the mean over the sets; commands that name this run use it"
+    )
+    step: int = key(-1, "resume from this step; later ones are set aside; -1: the newest", at_least=-1)
+    allow_change: str = key("", "keys that may differ from the checkpoint's, comma-separated (docs/checkpoints.md)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """Output during training."""
+
+    every_steps: int = key(10, "a line in the log and in metrics.jsonl", at_least=1)
+    tensorboard: bool = key(True, "write tb/")
+    wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': off. WANDB_MODE and other variables of wandb apply")
+    peak_tflops: float = key(
+        0.0, "dense peak of one device for MFU, for a device that is not in hardware.py; 0: from the table", at_least=0
+    )
+    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none", at_least=0)
+    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never", at_least=0, at_most=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Texts that the model generates during and after training."""
+
+    every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
+    prompt: str = key(
+        "", "continued by the model; several are separated by ||; '': the beginning of a document, or a line break"
+    )
+    conversations: int = key(
+        2, "of the held-out data: each is answered beside its own answer, instead of an empty prompt; 0: none", at_least=0
+    )
+    max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
+    temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
+    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)
+    seed: int = key(0, "of the draws", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Traces and compiler output, written to WORKDIR/profile."""
+
+    start: int = key(0, "first step to trace; 0: none until the run gets SIGUSR2", at_least=0)
+    steps: int = key(3, "steps to trace, each time", at_least=1)
+    dump_hlo: bool = key(False, "write the compiled step's HLO")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """XLA options of the step. jaxtrain/step/compiler.py has the defaults, each with its reason."""
+
+    options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they override jaxtrain's own")
+    defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """Return the items of a comma-separated list."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+LONGEST = 4096  # characters of a path on Linux
+
+
+def split_paths(text: str, separator: str, exists: Callable[[str], bool]) -> list[str]:
+    """Return the items of a list whose items contain paths. A path that exists may contain the separator.
+
+    exists: whether an item names files that exist. Of several ways to join parts of `text`, the longest such item counts.
+    """
+    parts, items = text.split(separator), []
+    while parts:
+        most = itertools.takewhile(lambda number: len(separator.join(parts[:number])) < LONGEST, range(2, len(parts) + 1))
+        joined = (number for number in reversed([*most]) if exists(separator.join(parts[:number])))
+        number = next(joined, 1)
+        items.append(separator.join(parts[:number]).strip())
+        del parts[:number]
+    return [item for item in items if item]
+
+
+def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
+    """Return `compiler.options` ("xla_gpu_autotune_level=3,optimization_level=O0") as name -> value, and its problems.
+
+    A comma within a value is written "+": xla_disable_hlo_passes=one+other. A value may be empty:
+    xla_gpu_enable_command_buffer=.
+    """
+    options: dict[str, str | bool] = {}
+    problems = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, given, value = (part.strip() for part in item.partition("="))
+        if not (given and name):
+            problems.append(Problem("compiler.options", item, "must be NAME=VALUE", f"For example {name or 'NAME'}=true."))
+        elif name in options:
+            problems.append(Problem("compiler.options", item, f"{name!r} is named twice", "Keep one of them."))
+        else:
+            options[name] = {"true": True, "false": False}.get(value.lower(), value.replace("+", ","))
+    return options, problems
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """Folders that several runs share."""
+
+    data: str = key("~/.cache/jaxtrain/data", "token files that jaxtrain makes itself (the stdlib corpus)")
+    cache: str = key("~/.cache/jaxtrain/compile", "XLA's compile cache; '': none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Env:
+    """The environment variables of a run on GPUs. jaxtrain/config/environment.py has the tables."""
+
+    defaults: bool = key(True, "begin with the table of the GPU; False: with the memory budget only")
+    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they override the table")
+    inherit: str = key(
+        "", "names or patterns of the shell's variables that may stay, as NCCL_ALGO,FI_*; others that change a run are refused"
+    )
+
+
+OWN = "own"  # the section whose keys the user makes
+Value = bool | int | float | str
+
+
+class Own:
+    """The settings of the section `own` as attributes, for a user's own model family, loss, optimizer or data source.
+
+    `own.gamma` is the value of `config.own.gamma`, and raises AttributeError if the config does not set it. For a setting with
+    a default, `getattr(own, "gamma", 2.0)`. Two objects with equal settings are equal.
+
+    unread: the names of the settings that nobody has read yet.
+    """
+
+    def __init__(self, settings: tuple[tuple[str, Value], ...] = ()):
+        self._settings = dict(settings)
+        self._read: set[str] = set()
+
+    @property
+    def unread(self) -> list[str]:
+        """Return the names of settings that nobody has read yet."""
+        return [name for name in self._settings if name not in self._read]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle before there are settings
+            raise AttributeError(name)
+        if name not in self._settings:
+            raise AttributeError(f"own.{name} is not set: config.{OWN}.{name} = VALUE in the config file sets it")
+        self._read.add(name)
+        return self._settings[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and repr(self) == repr(other)  # 1, 1.0 and True are equal, and other settings
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._settings.items()))
+
+    def __repr__(self) -> str:
+        return f"Own({self._settings})"
+
+
+NO_SETTINGS = Own()
+
+
+def own_settings(settings: tuple[tuple[str, Value], ...]) -> Own:
+    """Return the `Own` of RunConfig.own. All parts of a run share one object, which knows what each of them has read."""
+    return shared_settings(settings, tuple(type(value) for _, value in settings))
+
+
+@functools.lru_cache(maxsize=16)
+def shared_settings(settings: tuple[tuple[str, Value], ...], types: tuple[type, ...]) -> Own:
+    """Return one object for settings of these types: 1, 1.0 and True are equal. A run begins by `cache_clear`."""
+    return Own(settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The resolved config of a run. Made by `resolve`; frozen."""
+
+    precision: str = key(
+        "bf16",
+        "type of activations, matmuls and gathered weights; fp8: bf16, and matmuls of layers in 8 bits",
+        choices=("f32", "bf16", "fp8"),
+    )
+    model: Model = Model()
+    mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
+    moe: Moe = Moe()
+    parallel: Parallel = Parallel()
+    sharding: Sharding = Sharding()
+    attention: Attention = Attention()
+    remat: Remat = Remat()
+    dtypes: Dtypes = Dtypes()
+    fp8: Fp8 = Fp8()
+    data: Data = Data()
+    train: Train = Train()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    init: Init = Init()
+    lora: Lora = Lora()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    sample: Sample = Sample()
+    profile: Profile = Profile()
+    compiler: Compiler = Compiler()
+    paths: Paths = Paths()
+    env: Env = Env()
+    own: tuple[tuple[str, Value], ...] = key((), "settings of your own family, loss, optimizer or data source")
+
+    @property
+    def compute(self) -> str:
+        """Return the dtype of activations, and of matmuls and gathered weights that are not in 8 bits: f32 | bf16."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a global batch, padding included."""
+        return self.train.global_batch * self.data.seq_len
+
+
+FIT = "{fit}"  # at the beginning of a Problem's remedy: `with_fits` writes numbers there that keep all rules of the key
+# They and their multiples next to a number are tried, nearest first.
+UNITS = (*range(1, 65), *(factor << power for power in range(5, 12) for factor in (2, 3, 5, 7)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem of a config or a command line: the key, its value, the rule that it breaks, and the remedy."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = f" = {self.value!r}" if self.value is not None else ""
+        return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}".rstrip())
+
+
+def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | None = None) -> list[Problem]:
+    """Return the problems, with numbers in the place of FIT: the nearest ones with which no problem of the key is left.
+
+    Numbers that bring no problem of another key are preferred. Of several such problems of a key, the first is returned.
+
+    check: returns the keys that have a problem if a key has another value; None: no numbers are named.
+    """
+    keys = {p.key for p in problems}
+    known: dict[str, list[int]] = {}
+
+    def nearest_fits(p: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
+        value, least = cast(int, p.value), declared()[p.key].at_least or 0
+        usual = dict(flatten(default_config()))[p.key]
+        if declared()[p.key].out_of_range(value) and p.key not in check(p.key, usual):
+            return [usual]
+        multiples = {*UNITS, *(unit * (value // unit + more) for unit in UNITS for more in (0, 1))}
+        alone: dict[bool, int] = {}  # whether it is larger -> the nearest number
+        others: dict[bool, int] = {}  # the same, with a problem of another key
+        for number in sorted(multiples - {value}, key=lambda n: abs(n - value)):
+            more = number > value
+            if number >= least and more not in alone and p.key not in (left := check(p.key, number)):
+                (others if left - keys else alone).setdefault(more, number)
+        return sorted((alone or others).values())
+
+    out: list[Problem] = []
+    for p in problems:
+        if not p.remedy.startswith(FIT):
+            out.append(p)
+        elif p.key not in known:  # otherwise the number of the first problem of this key keeps this rule too
+            known[p.key] = nearest_fits(p, check) if check else []
+            number, rest = " or ".join(map(str, known[p.key])), p.remedy.removeprefix(FIT)
+            remedy = (
+                f"Set {number}, or {rest}" if number and rest else f"Set {number}." if number else rest[:1].upper() + rest[1:]
+            )
+            out.append(dataclasses.replace(p, remedy=remedy or "Change the other settings of this rule."))
+    return out
+
+
+class ConfigError(ValueError):
+    """All problems of a config at once."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(str(p) for p in problems))
+
+
+def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
+
+    With sharding.zero = 0, weights, gradients and moments are replicated over mesh axes that shard the batch and the sequence.
+
+    Of sharding.rules.experts, `expert` shards the experts, and so does each further axis as long as the product of the sizes
+    divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
+    """
+    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
+    # Shards of whole experts are contiguous in memory for the all-gather.
+    whole: list[str] = []
+    for axis in rules["experts"]:
+        parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
+        if axis == EXPERT_AXIS or (run.model.num_experts > 0 and run.model.num_experts % parts == 0):
+            whole.append(axis)
+    of_experts = tuple(a for a in rules["expert_embed"] if a not in whole) if run.model.num_experts else ()
+    rules |= {"experts": tuple(whole), "expert_embed": of_experts}
+    if run.sharding.zero > 0:
+        return rules
+    batch = {*rules["batch"], *rules["sequence"]}
+    # Experts stay sharded over the expert axis, because tokens are sent to them.
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}
+    return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
+
+
+def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
+    """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
+
+    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices divided by all given sizes,
+    and the devices of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data
+    has the size that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the
+    devices.
+    """
+    asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
+    rule = "must be a positive number, or -1 for the devices that are left"
+    wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
+    if wrong:
+        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
+    free = [axis for axis, size in asked.items() if size == -1]
+    if len(free) > 1 and free != ["data", "fsdp"]:
+        others = " or ".join(f"mesh.{axis}" for axis in free)
+        rule = "only data and fsdp may both be -1, otherwise the sizes are not determined"
+        raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if devices % fixed or (not free and fixed != devices):
+        rule = f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has "
+        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices}"
+        remedy += "." if free else ", or one of them to -1."
+        raise ConfigError([Problem("mesh", shown, rule + (what or f"{devices} devices"), remedy)])
+    rest = devices // fixed
+    if len(free) < 2:
+        return {axis: rest if size == -1 else size for axis, size in asked.items()}
+    inner = fixed // asked["stage"]
+    if node % inner and inner % node:
+        within = [axis for axis in asked if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or asked[axis] > 1)]
+        rule = f"groups of {' x '.join(within)} = {inner} devices neither divide the {node} of a node nor fill nodes"
+        raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
+    fsdp = math.gcd(rest, max(1, node // inner))
+    return asked | {"data": rest // fsdp, "fsdp": fsdp}
+
+
+def spelled_value(value: Any) -> str:
+    """Return a value as it is written on the command line; '' for an empty string."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) or "''"
+
+
+def public_name(field_name: str) -> str:
+    """Return the name of a field in config files: `from` for `from_`, because Python reserves the word."""
+    return field_name.rstrip("_")
+
+
+class RecordingDict(ml_collections.ConfigDict):
+    """A ConfigDict that records which of its keys were assigned after it was made."""
+
+    assigned: set[str]
+
+    def __init__(self, initial: Mapping[str, Any] | None = None, **options: Any):
+        object.__setattr__(self, "assigned", set())  # ConfigDict takes plain attributes for keys
+        super().__init__({}, **options)
+        for name, value in (initial or {}).items():
+            super().__setitem__(name, RecordingDict(value) if isinstance(value, Mapping) else value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.assigned.add(name)
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a copy or a pickle, without a record. `launch.load` then compares its values with the defaults."""
+        super().__setstate__(state)
+        self.assigned.clear()
+
+    def copy_and_resolve_references(self, visit_map: Any = None) -> Any:
+        """Return a copy with the same record."""
+        made = super().copy_and_resolve_references(visit_map)
+        object.__setattr__(made, "assigned", set(self.assigned))
+        return made
+
+    def get_ref(self, key: str) -> Any:
+        """Return a reference to a key. ConfigDict stores it by an assignment, which is not recorded."""
+        before = key in self.assigned
+        reference = super().get_ref(key)
+        if not before:
+            self.assigned.discard(key)
+        return reference
+
+
+def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys that were assigned since `default_config`. A section assigned as a whole yields all its keys.
+
+    Yield nothing for a copy by `copy.deepcopy`, or for a ConfigDict that is no RecordingDict: neither has a record.
+    """
+    names = config.assigned if isinstance(config, RecordingDict) else set()
+    for name, value in config.items():
+        if isinstance(value, ml_collections.ConfigDict):
+            inside = (key for key, _ in flatten(value, f"{prefix}{name}."))
+            yield from inside if name in names else assigned(value, f"{prefix}{name}.")
+        elif name in names:
+            yield f"{prefix}{name}"
+
+
+def default_config() -> Any:
+    """Return a fresh ConfigDict with every key at its default. Config files start here.
+
+    Typed Any, because no type checker knows the keys of a ConfigDict.
+    """
+    return RecordingDict(to_dict(RunConfig()))
+
+
+def to_dict(run: Any) -> dict[str, Any]:
+    """Return a RunConfig, or one of its sections, as a nested plain dict, as in config.json. `from_dict` reads it."""
+
+    def plain(section: Any) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            if dataclasses.is_dataclass(value):
+                value = plain(value)
+            elif f.name in ("rules", OWN):
+                value = dict(value)
+            out[public_name(f.name)] = value
+        return out
+
+    return plain(run)
+
+
+def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ('model.d_model', 128), ... in declaration order."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping | ml_collections.ConfigDict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+@functools.cache
+def declared() -> Mapping[str, Key]:
+    """Return dotted key -> its declaration. The declaration of a sharding rule has its line of RULE_DOCS."""
+    out: dict[str, Key] = {}
+
+    def walk(section: Any, prefix: str) -> None:
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            name = prefix + public_name(f.name)
+            if dataclasses.is_dataclass(value):
+                walk(value, name + ".")
+            elif f.name == "rules":
+                out.update({f"{name}.{axis}": Key(line) for axis, line in RULE_DOCS.items()})
+            elif f.name != OWN:
+                out[name] = f.metadata["key"]
+
+    walk(RunConfig(), "")
+    return out
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the choices that a dotted key declares."""
+    return declared()[name].choices
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return a remedy for a misspelt name: the nearest known name, or all known names if none is near."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+
+
+def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """Return the RunConfig of a nested dict, and the dict's problems. A value of a wrong type is replaced by the default."""
+    problems: list[Problem] = []
+
+    def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+        fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in fields:
+                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(declared()))))
+        made: dict[str, Any] = {}
+        for name, f in fields.items():
+            default = f.default
+            value = values.get(name, default)
+            if dataclasses.is_dataclass(default):
+                if isinstance(value, Mapping):
+                    value = build(type(default), value, f"{prefix}{name}.")
+                elif not dataclasses.is_dataclass(value):
+                    problems.append(Problem(prefix + name, value, "is a section", f"Set its keys, as {prefix}{name}.KEY."))
+                    value = default
+            elif f.name == "rules":
+                value = build_rules(value, f"{prefix}{name}.")
+            elif f.name == OWN:
+                value = tuple(sorted(build_own(value)))
+            else:
+                value = check(prefix + name, value, default)
+            made[f.name] = value
+        return cls(**made)
+
+    def build_rules(value: Any, prefix: str) -> tuple[tuple[str, str], ...]:
+        rules = dict(RULES)
+        for axis, onto in dict(value).items():
+            rules[axis] = check(prefix + axis, onto, "")
+        return tuple(rules.items())
+
+    def build_own(value: Any) -> Iterator[tuple[str, Value]]:
+        if not isinstance(value, Mapping | tuple):
+            problems.append(Problem(OWN, value, "is a section", f"Set its keys, as {OWN}.KEY."))
+            return
+        for name, setting in dict(value).items():
+            key = f"{OWN}.{name}"
+            if not str(name).isidentifier() or name.startswith("_") or hasattr(Own, name):
+                rule = "cannot be an attribute of the object that your own parts receive"
+                problems.append(Problem(key, setting, rule, f"Use letters, digits and _, as {OWN}.gamma, and not {name}."))
+            elif not isinstance(setting, Value):
+                rule = f"must be true or false, a number or text, not {type(setting).__name__}"
+                problems.append(Problem(key, None, rule, "Set one key for each value."))
+            elif isinstance(setting, float) and not math.isfinite(setting):
+                problems.append(Problem(key, setting, "must be a finite number", "Set one."))
+            else:
+                yield name, setting
+
+    def check(name: str, value: Any, default: Any) -> Any:
+        kind = type(default)
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is not kind:
+            problems.append(
+                Problem(name, value, f"must be {kind.__name__}, not {type(value).__name__}", f"The default is {default!r}.")
+            )
+            return default
+        if value == "None":
+            problems.append(Problem(name, value, "'None' is a string here", "Write '' for not set."))
+            return default
+        return value
+
+    return build(RunConfig, tree, ""), problems
+
+
+def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """Return the RunConfig of a ConfigDict with every derived value filled in, and the problems found.
+
+    Derived: `model.head_dim` is d_model / num_heads, or qk_nope_head_dim + qk_rope_head_dim with latent attention. In `dtypes`,
+    auto becomes f32, except that `dtypes.reduce` becomes the compute dtype. With lora.rank, an empty `lora.targets` becomes
+    `Model.adaptable`.
+    """
+    tree = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else config
+    run, problems = from_dict(tree)
+    model = run.model
+    if model.head_dim == 0 and model.num_heads > 0:
+        latent = model.qk_nope_head_dim + model.qk_rope_head_dim
+        model = dataclasses.replace(model, head_dim=latent if model.kv_lora_rank else model.d_model // model.num_heads)
+    preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
+    preset["reduce"] = run.compute if run.compute in ("f32", "bf16") else "f32"
+    chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
+    adapted = run.lora
+    if adapted.rank > 0 and not adapted.targets:
+        adapted = dataclasses.replace(adapted, targets=",".join(model.adaptable))
+    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen), lora=adapted), problems
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> Any:
+    """Return the `:variant` of `--config=FILE:variant`, with the types of `defaults`.
+
+    `parse_arg("half,seq=4096", half=False, seq=8192)` gives an object with `.half` True and `.seq` 4096. A bare name
+    switches a bool on. A path that exists may contain commas. Unknown names and values of the wrong type raise ConfigError.
+    """
+    chosen = dict(defaults)
+    problems: list[Problem] = []
+    texts = [name for name, value in defaults.items() if isinstance(value, str)]
+    cut = ""  # the variant before, if it is a path that does not exist: it may have been cut at a comma
+
+    def exists(item: str) -> bool:
+        name, _, text = item.partition("=")
+        return name in texts and os.path.exists(os.path.expanduser(text))
+
+    for item in split_paths(arg or "", ",", exists):
+        name, given, text = item.partition("=")
+        if name not in defaults:
+            remedy = nearest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
+            rule = "no such variant"
+            if cut:
+                rule = f"there is no such path, and a comma separates variants, of which {item!r} is none"
+                problems = [p for p in problems if p.key != f"--config=FILE:{cut}"]
+                cut = item = f"{cut},{item}"
+            problems.append(Problem(f"--config=FILE:{item}", None, rule, remedy))
+            continue
+        is_path = name in texts and os.sep in text and not text.startswith("hf:")
+        cut = item if is_path and not exists(item) else ""
+        kind = type(defaults[name])
+        try:
+            if kind is bool:
+                chosen[name] = {"": True, "true": True, "false": False}[text.lower() if given else ""]
+            else:
+                chosen[name] = kind(text)
+                if kind is int and chosen[name] < 1:
+                    raise ValueError("must be at least 1")
+        except (ValueError, KeyError):
+            what = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
+            example = defaults[name] or ("true" if kind is bool else 1)
+            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={example}."))
+    if problems:
+        raise ConfigError(problems)
+    return ml_collections.FrozenConfigDict(chosen)

@@ -1,0 +1,173 @@
+"""Checkpoints of adapters: identify their base, check it, and merge both into one set of weights.
+
+A run with `lora.rank` saves only its adapters. `base` in meta.json has the origin and a digest of the base weights. Without the
+digest, a wrong base would give a wrong model without an error.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.config import schema
+from jaxtrain.hf.importing import Origin, open_origin
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
+from jaxtrain.models.module import Params
+from jaxtrain.step import stored_form
+from jaxtrain.step.stages import Arrangement
+from jaxtrain.step.state import Tensors, is_stacked
+
+
+@functools.partial(jax.jit, static_argnames="order")
+def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
+    """Return the sum modulo 2^32 of (each element's bfloat16 bits + 1) times an odd number that depends on its index.
+
+    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element in a stack
+    is computed as if the layers were in order.
+    """
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for dim, size in enumerate(x.shape):
+        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    if order:
+        before = [(layer or 0) * math.prod(x.shape[1:]) - at * math.prod(x.shape[1:]) for at, layer in enumerate(order)]
+        place += _by_place([n % 2**32 for n in before], x)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    counted = _by_place([layer is not None for layer in order], x) if order else jnp.uint32(1)
+    return jnp.sum(counted * (bits + 1) * (2 * place * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+
+
+def _by_place(values: Sequence[int], x: jax.Array) -> jax.Array:
+    return jnp.asarray(np.array(values, np.uint32)).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def digest(params: Params, layers: Arrangement | None = None) -> str:
+    """Return a hexadecimal digest of all weights, rounded to bfloat16.
+
+    It is the same on every mesh. It detects a mix-up of models.
+
+    layers: order of the layers on pipeline stages (TrainState.layers).
+    """
+    found = hashlib.sha256()
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        order = layers.order if layers and is_stacked(path) else ()
+        shape = (layers.layers, *x.shape[1:]) if layers and order else x.shape
+        found.update(f"{jax.tree_util.keystr(path)} {shape} {int(_sum(x, order))}\n".encode())
+    return found.hexdigest()[:32]
+
+
+def base_path(meta: Mapping[str, Any]) -> str:
+    """Return the path of the base in the adapters' meta.json. Raises CheckpointError if meta.json names no base."""
+    base = meta.get("base")
+    if not isinstance(base, Mapping) or not {"path", "digest"} <= base.keys():
+        raise CheckpointError(
+            f"step {meta.get('step')} holds adapters, and its meta.json names no base: it was not "
+            "written by a run with lora.rank."
+        )
+    return base["path"]
+
+
+def base_on_resume(meta: Mapping[str, Any], init: schema.Init) -> str:
+    """Return the path of the base of a run that resumes: init.base, or another init.from than before, or that of meta.json.
+
+    init.from is also used if the path in meta.json is gone: a folder that was moved as a whole has the same relative paths. It
+    is not used if it names adapters, which the run began with.
+    """
+    recorded = base_path(meta)
+    if init.base or not init.from_:
+        return init.base or recorded
+    same = init.from_ == meta["config"]["init"]["from"]
+    if same and opened(recorded):
+        return recorded
+    named = opened(init.from_)
+    return recorded if (named.adapters if named else same) else init.from_
+
+
+def opened(path: str) -> Origin | None:
+    """Return the weights in a path, not read yet; None if there are none."""
+    try:
+        return open_origin(path)
+    except (CheckpointError, HuggingFaceError):
+        return None
+
+
+def settings_of(how: schema.Lora) -> tuple[int, float, frozenset[str]]:
+    """Return rank, alpha and the set of targets, to be compared."""
+    return how.rank, how.alpha, frozenset(schema.parts_of(how.targets))
+
+
+def as_options(adapters: Origin) -> str:
+    """Return the settings of adapters as text for a command line."""
+    how = adapters.run().lora
+    return f"lora.rank={how.rank}, lora.alpha={how.alpha:g} and lora.targets={how.targets}"
+
+
+def restore_base(path: str, wanted: Tensors) -> Tensors:
+    """Return the wanted weights, named as in checkpoints, of the base in `path`, rounded to the wanted dtypes.
+
+    Raises CheckpointError, which names the base, if the base is missing or has other tensors.
+    """
+    try:
+        source = open_origin(path)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise gone(path, error) from error
+    try:
+        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise CheckpointError(f"the base of these adapters: {error}") from error
+
+
+def gone(path: str, error: Exception) -> CheckpointError:
+    """Return the error for a base that cannot be read."""
+    return CheckpointError(
+        f"the base of these adapters, {path}, cannot be read: {error} Put it back there, or name the place where it is now "
+        "(init.base of a run, --base of a command)."
+    )
+
+
+def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
+    """Raise CheckpointError if the base in `path`, whose digest is `found`, is not the base that the adapters belong to."""
+    if found != meta["base"]["digest"]:
+        raise CheckpointError(
+            f"the weights in {path} are not the base of the adapters of step {meta['step']}: their digest "
+            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a run, "
+            "--base of a command)."
+        )
+
+
+def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]]:
+    """Yield (name, array) of a model without adapters: W + scale a b for adapted weights, all others unchanged.
+
+    tensors: canonical name, with or without a prefix -> weight or adapter (`...attention.lora.wq_a`). Each tensor is looked up
+    once, in order. scale: alpha / rank.
+
+    The sum is computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its
+    second matrix or without its weight.
+    """
+    adapters = {name for name in tensors if is_adapter(name)}
+    for name in [name for name in tensors if name not in adapters]:
+        a, b = (adapter_of(name, half) for half in (A, B))
+        if not {a, b} & adapters:
+            yield name, tensors[name]
+            continue
+        if not {a, b} <= adapters:
+            raise ValueError(f"of the adapter of {name}, {a if a not in adapters else b} is missing")
+        adapters -= {a, b}
+        w = np.asarray(tensors[name])
+        yield name, (w.astype(np.float32) + scale * product(name, tensors[a], tensors[b])).astype(w.dtype)
+    if adapters:
+        raise ValueError(f"no weight for {', '.join(sorted(adapters))}")
+
+
+def product(name: str, a: Any, b: Any) -> np.ndarray:
+    """Return the matrix product a b in float32, with its dimensions in the order of the weight `name`."""
+    xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
+    made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
+    letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul
+    return made.transpose([letters.index(c) for c in ws])

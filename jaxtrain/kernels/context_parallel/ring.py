@@ -1,0 +1,235 @@
+"""Attention to keys that are sharded over a ring of ranks (Liu et al. 2023, arXiv:2310.01889), with balanced causal work.
+
+A ring rank holds an early chunk a and a late chunk b of each sequence (config/context.py). With its own keys it computes
+three blocks: a and b on the diagonal, and b against a. With the chunks of each other rank it computes two blocks. The first is
+b against that rank's early chunk. The second is a against that early chunk if the rank is earlier, or else b against that
+rank's late chunk. All other blocks are empty under the causal mask. So every rank has the same shapes and the same work, and
+both blocks run as one call with twice the rows.
+
+Results of blocks are merged by their log-sum-exps in float32. The backward rule is explicit: with the merged log-sum-exp, each
+block's term of the gradient follows from that block alone. Differentiating the merge would need the gradient of log-sum-exps,
+which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with the keys and values, in
+float32, and end on the rank that owns the keys. If `Context.gathered`, keys and values are all-gathered instead, and their
+gradients reduce-scattered (`_returned`).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.kernels.attention import NOTHING, Rows, Spec, implementation, sinks
+from jaxtrain.kernels.context_parallel.split import Split, halves
+
+Pair = tuple[jax.Array, jax.Array]  # (early, late) chunk
+Part = tuple[jax.Array, jax.Array]  # output (B, T, N, H), and log-sum-exp (B, N, T)
+
+
+class Described(NamedTuple):
+    """The kernel's description of each block; axis 0 of all arrays is the batch."""
+
+    diagonal: Any  # rows of a, then rows of b
+    behind: Any  # b against a
+    others: tuple[Any, ...]  # for each other rank, by distance: rows of the first block, then of the second
+
+
+def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
+    """Return the description of this rank's blocks, for all layers. Segments and positions are gathered over the ring."""
+    block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
+    own = (rows.q_segments, rows.q_positions)
+    mine = [halves(x) for x in own]
+    everyone = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in own]
+    others = []
+    for distance in range(1, split.context.ring):
+        earlier = _earlier(distance, split)
+        queries = [_queries(x, earlier) for x in mine]
+        keys = [_keys(halves(_of(x, distance, split)), earlier) for x in everyone]
+        others.append(block(Rows(*queries, *keys), diagonal=False))
+    both, (early, late) = [_both(x) for x in mine], zip(*mine, strict=True)
+    return Described(block(Rows(*both, *both), diagonal=True), block(Rows(*late, *early), diagonal=False), tuple(others))
+
+
+def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
+    """Return the shard of the rank that is `distance` ranks before this rank, from an array gathered over the ring."""
+    place = (split.place - distance) % split.context.ring
+    return jax.lax.dynamic_index_in_dim(everyone, place, axis=0, keepdims=False)
+
+
+def _earlier(distance: int, split: Split) -> jax.Array:
+    """Return whether the ring rank that is `distance` ranks earlier, cyclically, has a lower index than this rank, bool ()."""
+    return split.place >= distance
+
+
+def _both(pair: Pair) -> jax.Array:
+    """Join the early chunk and the late chunk along the batch."""
+    return jnp.concatenate(pair, axis=0)
+
+
+def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
+    """Return the queries of the two blocks with another rank (module docstring), joined along the batch.
+
+    earlier: the result of `_earlier` for the other rank.
+    """
+    return jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
+
+
+def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
+    """Return the keys of the two blocks with another rank (module docstring), joined along the batch.
+
+    earlier: the result of `_earlier` for the other rank.
+    """
+    return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks_N: jax.Array | None,
+    described: Described,
+    spec: Spec,
+    kernel: str,
+    split: Split,
+) -> jax.Array:
+    """Return attention (B, 2 C, N, H) of this rank's two chunks to all visible keys, in q's dtype."""
+    return _forward(q, k, v, sinks_N, described, spec, kernel, split)[0]
+
+
+def merge(one: Part, other: Part) -> Part:
+    """Merge two outputs for the same queries over different keys into the output over all of these keys; f32."""
+    (out, lse), (other_out, other_lse) = one, other
+    both = jnp.logaddexp(lse, other_lse)
+    share, rest = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, other_lse))
+    return out * share + other_out.astype(jnp.float32) * rest, both
+
+
+State = tuple[Any, ...]
+Step = Callable[[State, int, Any, jax.Array], State]
+
+
+def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
+    """Return the state after `step(state, distance, mine, kv)` for this rank's `kv` (distance 0), then for each other rank's.
+
+    XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
+    barrier ties each send to the block that overlaps with it: the send starts with the block, and later blocks wait for the
+    send. The barrier includes `mine`, because XLA would otherwise compute every step's arrays from `mine` before the first
+    step.
+    """
+    r = split.context.ring
+    everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
+    state: State = ()
+    for distance in range(r):
+        last = distance == r - 1
+        ahead = kv if everyone is not None or last else split.around(kv)
+        state = step(state, distance, mine, kv)
+        if last:
+            return state
+        state, mine, ahead, everyone = jax.lax.optimization_barrier((state, mine, ahead, everyone))
+        kv = ahead if everyone is None else _of(everyone, distance + 1, split)
+    return state
+
+
+def _forward(q, k, v, sinks_N, described, spec, kernel, split):
+    block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_forward, spec=spec)
+    rows = q.shape[0]
+
+    def step(state: State, distance: int, mine: Pair, kv: jax.Array) -> State:
+        keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
+        if distance == 0:
+            out, lse = block(_both(mine), _both(keys), _both(values), described.diagonal, diagonal=True)
+            early, late = (out[:rows].astype(jnp.float32), lse[:rows]), (out[rows:].astype(jnp.float32), lse[rows:])
+            return early, merge(late, block(mine[1], keys[0], values[0], described.behind, diagonal=False))
+        early, late = state
+        earlier = _earlier(distance, split)
+        out, lse = block(
+            _queries(mine, earlier),
+            _keys(keys, earlier),
+            _keys(values, earlier),
+            described.others[distance - 1],
+            diagonal=False,
+        )
+        late = merge(late, (out[:rows], lse[:rows]))
+        early = merge(early, (out[rows:], jnp.where(earlier, lse[rows:], NOTHING)))
+        return early, merge(late, (out[rows:], jnp.where(earlier, NOTHING, lse[rows:])))
+
+    early, late = _run_ring(step, halves(q), jnp.concatenate([k, v], axis=2), split)
+    out, lse = jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
+    out, lse = (out, lse) if sinks_N is None else sinks.joined(out, lse, sinks_N)
+    return out.astype(q.dtype), lse
+
+
+def _attention_fwd(q, k, v, sinks_N, described, spec, kernel, split):
+    out, lse = _forward(q, k, v, sinks_N, described, spec, kernel, split)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return out, (q, k, v, sinks_N, described, out, lse)
+
+
+def _attention_bwd(spec, kernel, split, residuals, do):
+    q, k, v, sinks_N, described, out, lse = residuals
+    block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_backward, spec=spec)
+    rows, chunk = q.shape[0], q.shape[1] // 2
+    mine = halves(q), halves(out), (lse[:, :, :chunk], lse[:, :, chunk:]), halves(do)
+
+    def chunks(x: jax.Array) -> Pair:
+        x = x.astype(jnp.float32)
+        return x[:rows], x[rows:]
+
+    def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
+        """Return the gradient of the queries, and one array of the gradients of keys and values, joined along the heads.
+
+        Args:
+            queries: q, output, log-sum-exp, and the output's gradient.
+            of: the kernel's description of the block (an entry of `Described`).
+
+        Returns:
+            Both arrays, each as a pair, f32. On the diagonal: (rows of a, rows of b). For b against a: (all rows, no rows). For
+            another rank: (rows of the first block, rows of the second block).
+        """
+        q, out, lse, do = queries
+        dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
+        return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
+
+    def step(state: State, distance: int, mine: Sequence[Pair], kv: jax.Array) -> State:
+        keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
+        if distance == 0:
+            (early, late), (near, far) = run([_both(x) for x in mine], _both(keys), _both(values), described.diagonal, True)
+            (behind, _), (before, _) = run([x[1] for x in mine], keys[0], values[0], described.behind, False)
+            return early, late + behind, [jnp.concatenate([near + before, far], axis=1)]
+        early, late, home = state
+        earlier = _earlier(distance, split)
+        sent = home if split.context.gathered else [split.around(home[0])]
+        (first, second), (near, far) = run(
+            [_queries(x, earlier) for x in mine],
+            _keys(keys, earlier),
+            _keys(values, earlier),
+            described.others[distance - 1],
+            False,
+        )
+        first, second, near, far, sent = jax.lax.optimization_barrier((first, second, near, far, sent))
+        theirs = jnp.concatenate([near + jnp.where(earlier, far, 0.0), jnp.where(earlier, 0.0, far)], axis=1)
+        home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
+        return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
+
+    early, late, home = _run_ring(step, mine, jnp.concatenate([k, v], axis=2), split)
+    d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
+    dk, dv = jnp.split(d_kv, 2, axis=2)
+    dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)
+    d_sinks = None if sinks_N is None else sinks.gradient(sinks_N, out, lse, do)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
+
+
+def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
+    """Reduce-scatter gradients of keys and values to the ranks that own the keys.
+
+    by_distance: item d is this rank's term of the gradients for the keys of the rank d ranks before this rank.
+    """
+    r = split.context.ring
+    by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)
+    return jax.lax.psum_scatter(by_place, split.axis, scatter_dimension=0, axis_index_groups=split.rings)
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)

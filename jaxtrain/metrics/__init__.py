@@ -1,0 +1,1 @@
+"""What a run writes: metrics, progress, trackers, goodput, receipts."""

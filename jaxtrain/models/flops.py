@@ -1,0 +1,384 @@
+"""FLOPs per token, parameters of a model, and MFU.
+
+Per token and layer, forward, with model width D, N query and K key/value heads of width H, feed-forward width F, sequence
+length T, and 2 FLOPs per multiply-add:
+
+    projections    2 * (D N H  +  2 D K H  +  N H D)     q, k and v, output
+    feed-forward   2 * 3 D F                             gate, up, down
+    attention      4 N H T                               scores and their sum over values, whole T x T square ("full")
+                   2 N H T                               the half that a causal mask leaves                   ("causal")
+
+and 2 D V once for the head (also when its weight is the embedding's; looking a token up costs nothing). Training is three times
+the forward pass: the backward pass has two matmuls for each forward matmul. The "full" sum is the 6 N + 12 L H Q T of the PaLM
+paper, appendix B, in its symbols (N parameters, H heads of width Q). Megatron-LM and MaxText count the "causal" half. The two
+conventions differ by 12% for Llama 3 8B at T = 8192, so every figure names its convention. Neither convention counts norms,
+rotary embedding, softmax or the optimizer, or considers document borders. Recomputation is in HFU only. If a run freezes
+weights, MFU omits their gradients (`training`).
+
+A token of a model with E experts goes through k of them, and through the shared expert of width S. So the feed-forward block is
+
+    feed-forward   2 * 3 D (k F + S)  +  2 D E           k experts and the shared one, router
+
+The first layers without experts (model.dense_layers) have 2 * 3 D times their own width. MFU counts these active FLOPs only,
+for any E. With a fixed capacity (moe.capacity_factor, in multiples of an even load), a GPU also computes padding of buffers.
+These FLOPs are in HFU only (`beyond`).
+
+A family from outside the package may have other layers: step/model_flops.py counts or asks.
+
+Multi-head latent attention has a latent of width R for keys and values, and for queries a latent of width Q or none. Heads of
+queries and keys have width H = P + r, of which r are rotated. Heads of values have width W. Then
+
+    projections    2 * (D Q + Q N H  +  D (R + r) + R N (P + W)  +  N W D)
+    attention      2 N (H + W) T                         ("full"), half of it ("causal")
+
+since training computes the keys and values of every head. If a kernel needs values as wide as keys, the padding is in neither
+MFU nor HFU.
+
+A module of multi-token prediction (model.mtp_layers) is one more layer, one more matmul with the head, and
+
+    projections    2 * 2 D D                             of the embedding, and of the previous hidden state
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from jaxtrain.config.schema import Model, Remat, RunConfig, parts_of
+from jaxtrain.models import windows
+from jaxtrain.models.activations import kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs per token, with attention in the "causal" and in the "full" convention of this module's docstring."""
+
+    causal: float
+    full: float
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.causal + other.causal, self.full + other.full)
+
+    def __mul__(self, factor: float) -> "Flops":
+        return Flops(self.causal * factor, self.full * factor)
+
+
+def head_dim(model: Model) -> int:
+    """Return the width of a query or key head: model.head_dim, or d_model / num_heads if it is 0."""
+    return model.head_dim or model.d_model // model.num_heads
+
+
+def value_dim(model: Model) -> int:
+    """Return the width of a value head: model.v_head_dim, or the width of a query head if it is 0."""
+    return model.v_head_dim or head_dim(model)
+
+
+# Weights of a layer's matmuls -> the activations that they compute. wkv_up computes both k and v.
+_ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
+_ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
+_MADE = {
+    **{f"layers.attention.{name}": made for name, made in _ATTENTION.items()},
+    **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
+    **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
+    "layers.mlp.router": "router",
+}
+_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # everything below the last norm
+_EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
+_OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
+
+
+def projections(model: Model) -> dict[str, tuple[int, int]]:
+    """Return (input width, output width) of one layer's attention weights, by the last part of their names."""
+    d, n, h = model.d_model, model.num_heads, head_dim(model)
+    if not model.kv_lora_rank:
+        return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), "wo": (n * h, d)}
+    q, r, w = model.q_lora_rank, model.kv_lora_rank, value_dim(model)
+    queries = {"wq_down": (d, q), "wq_up": (q, n * h)} if q else {"wq": (d, n * h)}
+    up = n * (model.qk_nope_head_dim + w)
+    return queries | {"wkv_down": (d, r + model.qk_rope_head_dim), "wkv_up": (r, up), "wo": (n * w, d)}
+
+
+def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
+    """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
+
+    rows: rows of experts' matmuls per token (`expert_rows`); 0: the number of experts per token.
+    dense: whether the layer is one of model.dense_layers. Its weights have the same names as the weights of other layers.
+    """
+    d = model.d_model
+    found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
+    if dense:
+        return found | dict.fromkeys(_EXPERTS, 2.0 * d * model.dense_d_ff)
+    each = (rows or model.experts_per_token) if model.num_experts else 1
+    found |= dict.fromkeys(_EXPERTS, 2.0 * d * model.d_ff * each)
+    if model.shared_d_ff:
+        found |= {f"layers.mlp.shared.{name}": 2.0 * d * model.shared_d_ff for name in ("gate", "up", "down")}
+    if model.num_experts:
+        found["layers.mlp.router"] = 2.0 * d * model.num_experts
+    return found
+
+
+def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
+    """Return forward FLOPs per token of one layer's matmuls, by result: a name of `activations.ACTIVATIONS`, or "router"."""
+    out: dict[str, float] = {}
+    for name, cost in products(model, rows, dense).items():
+        out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
+    if model.kv_lora_rank:
+        out["v"] = out["k"] * value_dim(model) / (model.qk_nope_head_dim + value_dim(model))
+        out["k"] -= out["v"]
+    return out
+
+
+def layers(model: Model, rows: float = 0.0) -> float:
+    """Return forward FLOPs per token of the matmuls of all layers, of multi-token prediction too, without output heads."""
+    linear = (model.stacked_layers + model.mtp_layers) * sum(gemms(model, rows).values())
+    linear += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2
+    return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
+
+
+def by_weight(model: Model) -> dict[str, float]:
+    """Return weight -> forward FLOPs per token of its matmuls, without the head. A stack of layers counts as one weight."""
+    found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
+    for i in range(model.dense_layers):
+        found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
+    for i in range(model.mtp_layers):
+        found |= {f"mtp.{i}.{name}": 2.0 * model.d_model**2 for name in _OF_MTP}
+        found |= {name.replace("layers", f"mtp.{i}.block", 1): cost for name, cost in products(model).items()}
+    return found
+
+
+def attention(model: Model, seq_len: int) -> Flops:
+    """Return forward FLOPs per token of attention without its projections, for one layer: the mean of all layers.
+
+    A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
+    ignores masks: it counts T.
+    """
+    causal = 0.0
+    for kind, layers in windows.layers_by_kind(model):
+        window = min(windows.window(model, kind) or seq_len, seq_len)
+        causal += layers / model.num_layers * (window - window**2 / (2 * seq_len))
+    per_position = 2 * model.num_heads * (head_dim(model) + value_dim(model))
+    return Flops(per_position * causal, per_position * seq_len)
+
+
+def forward(model: Model, seq_len: int) -> Flops:
+    """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction."""
+    linear = layers(model) + heads(model)
+    return Flops(linear, linear) + attention(model, seq_len) * model.step_layers
+
+
+def heads(model: Model) -> float:
+    """Return forward FLOPs per token of the matmuls with the head: one, and one in each module of multi-token prediction."""
+    return 2.0 * model.d_model * model.vocab_size * (1 + model.mtp_layers)
+
+
+def per_token(model: Model, seq_len: int) -> Flops:
+    """Return training FLOPs per token: three times the forward pass. Llama-3-8B at 8192: 51.5 GFLOP causal, 57.9 full."""
+    return forward(model, seq_len) * 3
+
+
+def newton_schulz(model: Model) -> float:
+    """Return the FLOPs per step of Muon's matmuls, for the whole model. Neither MFU nor HFU counts them.
+
+    For a matrix X of a rows and b >= a columns, each of five iterations computes A = X X^T, A A, and a polynomial of A times X:
+    2 a^2 b + 2 a^3 + 2 a^2 b.
+    """
+    d, attention_weights = model.d_model, list(projections(model).values())
+    columns = [model.d_ff] * 3 * max(1, model.num_experts)
+    if model.num_experts:
+        columns += [model.num_experts, *[model.shared_d_ff] * (3 if model.shared_d_ff else 0)]
+
+    def one(matrices: Sequence[tuple[int, int]]) -> float:
+        sides = [(min(pair), max(pair)) for pair in matrices]
+        return 5.0 * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
+
+    stacked = one([*attention_weights, *((d, n) for n in columns)])
+    of_dense, of_mtp = [*attention_weights, *[(d, model.dense_d_ff)] * 3], [(d, d)] * len(_OF_MTP)
+    return (
+        (model.stacked_layers + model.mtp_layers) * stacked
+        + model.dense_layers * one(of_dense)
+        + model.mtp_layers * one(of_mtp)
+    )
+
+
+def learns(run: RunConfig, name: str) -> bool:
+    """Return whether a parameter of the model is trained; False with adapters. name: without layer numbers."""
+    return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
+
+
+def differentiates_layers(run: RunConfig) -> bool:
+    """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
+    return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
+
+
+def passes_mtp(run: RunConfig) -> bool:
+    """Return whether the backward pass goes through the modules of multi-token prediction."""
+    names = [name for name in by_weight(run.model) if name.startswith("mtp.")]
+    return differentiates_layers(run) or any(learns(run, name) for name in ("final_norm.scale", *names))
+
+
+def adapters(run: RunConfig) -> float:
+    """Return forward FLOPs per token of the adapters of all layers: 2 rank (inputs + outputs) for each adapted weight."""
+    m, d = run.model, run.model.d_model
+    ends = {name: sum(pair) for name, pair in projections(m).items()}
+    ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
+    return m.num_layers * 2 * run.lora.rank * sum(ends.get(name, 0) for name in parts_of(run.lora.targets))
+
+
+def training(run: RunConfig) -> Flops:
+    """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
+
+    A weight has three matmuls in a step, one of which computes its gradient; a frozen weight has two. With adapters, a step has
+    the FLOPs of two forward passes of the base's weights, and of three of attention and of the adapters. Gradients of
+    activations below the lowest trained layer are counted although they are not needed, as usual for the input of the first
+    layer.
+    """
+    m, everything = run.model, per_token(run.model, run.data.seq_len)
+    saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
+    saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else heads(m)
+    total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
+    if differentiates_layers(run):
+        return total
+    main = dataclasses.replace(m, mtp_layers=0)
+    if not passes_mtp(run):
+        of_mtp = forward(m, run.data.seq_len) + forward(main, run.data.seq_len) * -1
+        total += (of_mtp + attention(m, run.data.seq_len) * m.mtp_layers) * -1
+    head = heads(main)
+    within = forward(main, run.data.seq_len) + Flops(-head, -head)
+    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
+    to_norm = 0 if learns(run, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
+    return total + through * -1 + Flops(-to_norm, -to_norm)
+
+
+def head(run: RunConfig) -> float:
+    """Return the FLOPs per token of `training` in matmuls with the output head, multi-token prediction included.
+
+    These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
+    """
+    m = run.model
+    one = heads(dataclasses.replace(m, mtp_layers=0))
+    wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
+    weight = learns(run, "embed.embedding" if m.tied_head else "head")
+    return one * (1 + wanted + weight + m.mtp_layers * (1 + passes_mtp(run) + weight))
+
+
+def beyond(run: RunConfig) -> Flops:
+    """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
+
+    These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
+    beyond an even load. A capacity below 1 drops tokens, so the result may be negative.
+    """
+    back = differentiates_layers(run)
+    extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
+    twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
+    rows = expert_rows(run)
+    if not run.model.num_experts or rows == run.model.experts_per_token:
+        return extra + Flops(twice, twice)
+    spare = layers(run.model, rows) - layers(run.model)
+    again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
+    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: gradients of activations and weights
+    return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
+
+
+def expert_rows(run: RunConfig) -> float:
+    """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
+
+    The result is the number of experts per token times a factor, and at most the number of experts. With a capacity, the factor
+    is the capacity factor, since buffers have the size of the capacity. Without a capacity, the factor is moe.buffer if each
+    device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
+    (kernels/experts/feed_forward.py). Otherwise the factor is 1.
+    """
+    e, m = run.moe, run.model
+    alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
+    return min(m.experts_per_token * (e.capacity_factor or (e.buffer if alone else 1.0)), m.num_experts)
+
+
+def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
+    """Return the FLOPs per token that the remat policy recomputes. HFU counts them, MFU does not. rows: as in `products`.
+
+    A matmul of a layer is recomputed if the backward pass needs its result and neither it nor a later activation is saved:
+
+    - q, k, v if they are not saved; with qk_norm, q and k also if they are saved, since the backward pass of the norm reads its
+      input, which only "dots" saves;
+    - the attention kernel unless both its output and its log-sum-exp are saved;
+    - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
+    - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
+    - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
+    - down, if it is not saved, in the layers whose output is the next layer's input under the same checkpoint. The last layer
+      of each checkpoint (of `remat.every` layers) is not such a layer: the backward pass does not read its output, and XLA
+      drops it. With sandwich_norm, down in all layers;
+    - both projections of multi-token prediction, whose results only "dots" saves.
+
+    This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
+    out, as usual.
+    """
+    if remat.policy == "none":
+        return Flops(0.0, 0.0)
+    have = kept(remat)
+    made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
+    again = [name for name in ("q", "k", "v", "q_latent", "kv_latent", "mlp_gate", "mlp_up") if name not in made]
+    again += ["router"]
+    if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
+        again += ["attention_proj"]
+
+    def linear(cost: dict[str, float], count: int, every: int) -> float:
+        of_all = count * sum(cost.get(name, 0.0) for name in again)
+        inner = 0 if "mlp_down" in have else count - (0 if model.sandwich_norm else -(-count // every))
+        return of_all + inner * cost["mlp_down"]
+
+    found = linear(gemms(model, rows), model.stacked_layers, remat.every)
+    if model.dense_layers:
+        found += linear(gemms(model, dense=True), model.dense_layers, 1)
+    if model.mtp_layers:
+        found += linear(gemms(model, rows), model.mtp_layers, 1)
+        found += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2 * (remat.policy != "dots")
+    total = Flops(found, found)
+    if not {"attention_out", "attention_lse"} <= have:
+        total += attention(model, seq_len) * model.step_layers
+    return total
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) -> float | None:
+    """Return FLOPs per token x tokens per second of one device, as a fraction of the device's dense peak (TFLOP/s).
+
+    With the FLOPs of `training`, the result is MFU; with those of `training` and `beyond`, it is HFU. None if the peak is
+    unknown (None or 0).
+    """
+    if not peak_tflops:
+        return None
+    return flops_per_token * tokens_per_s / (peak_tflops * 1e12)
+
+
+def parameters(model: Model) -> dict[str, int]:
+    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. For a model with
+    experts, "mlp" is the shared expert and the feed-forward of layers without experts. The block of a module of multi-token
+    prediction counts as a layer; "mtp" has the module's two projections.
+    """
+    d, h, mtp = model.d_model, head_dim(model), model.mtp_layers
+    count, stacked = model.step_layers, model.stacked_layers + mtp
+    attention_params = sum(into * out for into, out in projections(model).values())
+    if model.qkv_bias:
+        attention_params += (model.num_heads + 2 * model.num_kv_heads) * h
+    if model.qk_norm:
+        attention_params += 2 * h
+    attention_params += d * model.attention_out_bias + model.num_heads * model.attention_sinks
+    attention_params += model.q_lora_rank + model.kv_lora_rank  # norms of the latents
+    experts = model.num_experts
+    dense = model.dense_layers * 3 * d * model.dense_d_ff
+    parts = {
+        "embedding": model.vocab_size * d,
+        "attention": count * attention_params,
+        "mlp": stacked * 3 * d * (model.shared_d_ff if experts else model.d_ff) + dense,
+        "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
+        "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),
+        "norms": count * (4 if model.sandwich_norm else 2) * d + d + mtp * 3 * d,
+        "mtp": mtp * len(_OF_MTP) * d * d,
+        "head": 0 if model.tied_head else model.vocab_size * d,
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def active_parameters(model: Model) -> int:
+    """Return the number of parameters that one token uses: its experts, and all other weights."""
+    count = parameters(model)
+    if not model.num_experts:
+        return count["total"]
+    return count["total"] - count["experts"] * (model.num_experts - model.experts_per_token) // model.num_experts

@@ -1,0 +1,72 @@
+"""The matmuls that `precision=fp8` computes in 8 bits, and the devices that support them. Imports no jax."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.schema import Model, Problem, RunConfig, nearest
+from jaxtrain.models import flops
+
+# Weights of a model with experts that have one matrix for each expert.
+EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
+SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
+
+
+def uneven(run: RunConfig) -> bool:
+    """Return whether the experts of a device may have different numbers of tokens.
+
+    If so, the matmuls of their weights' gradients stay in bfloat16.
+    """
+    alone = run.mesh.expert == run.model.num_experts and run.moe.impl == "auto"
+    return run.model.num_experts > 1 and not run.moe.capacity_factor and not alone
+
+
+def matmuls(model: Model) -> tuple[str, ...]:
+    """Return the names of a model's matmul weights without router and head, one name for all layers of a stack."""
+    return tuple(name for name in flops.by_weight(model) if not name.endswith(".mlp.router"))
+
+
+def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
+    """Return the names of the weights whose matmuls are in 8 bits, and the problems of `fp8.exclude`.
+
+    weights: names of all matmul weights, as from `matmuls`.
+
+    An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
+    """
+    key, items = "fp8.exclude", [item for item in map(str.strip, run.fp8.exclude.split(",")) if item]
+    if run.precision != "fp8":
+        rule = f"is read only with precision = fp8, which is {run.precision}"
+        return frozenset(), [Problem(key, run.fp8.exclude, rule, "Set '', or precision to fp8.")] if items else []
+    if not weights:
+        rule = "this model has no weight from param(..., dot=True)"
+        return frozenset(), [
+            Problem("precision", run.precision, rule, "Set precision to bf16, or create its weights with dot=True.")
+        ]
+    chosen, problems = set(weights), []
+    for item in items:
+        named = {name for name in weights if f".{item}." in f".{name}."}
+        chosen -= named
+        if not named and any(part.isdigit() for part in item.split(".")):
+            rule = f"{item!r} names a layer by number, and all layers are run by the same code"
+            problems.append(Problem(key, run.fp8.exclude, rule, "Name a weight or a block, which means that of every layer."))
+        elif not named:
+            rule = f"no weight or block is named {item!r}"
+            problems.append(Problem(key, run.fp8.exclude, rule, nearest(item.rpartition(".")[2], _parts(weights))))
+    if not chosen and not problems:
+        problems.append(Problem(key, run.fp8.exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
+    return frozenset(chosen), problems
+
+
+def _parts(names: Iterable[str]) -> list[str]:
+    parts = [part for name in names for part in name.split(".")[1:]]
+    return list(dict.fromkeys(parts))
+
+
+def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
+    """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
+
+    CPUs emulate FP8 matmuls: they round to 8 bits as a GPU does, and multiply in bfloat16.
+    """
+    if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
+        return []
+    rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"
+    return [Problem("precision", run.precision, rule, "Set precision to bf16.")]

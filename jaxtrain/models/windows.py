@@ -1,0 +1,39 @@
+"""The layers with a sliding window, and the layers with full attention. Imports no jax, because FLOP counts use this module."""
+
+import dataclasses
+
+from jaxtrain.config.schema import Model
+
+LOCAL, GLOBAL = "l", "g"
+
+
+def kinds(model: Model) -> str:
+    """Return a letter for each layer, LOCAL or GLOBAL: model.attention_pattern, repeated and cut to model.num_layers.
+
+    Without a pattern all layers are LOCAL, and without model.sliding_window all are GLOBAL.
+    """
+    if not model.sliding_window:
+        return GLOBAL * model.num_layers
+    pattern = model.attention_pattern or LOCAL
+    return (pattern * -(-model.num_layers // len(pattern)))[: model.num_layers]
+
+
+def window(model: Model, kind: str) -> int:
+    """Return the number of positions that a token attends to in a layer of this kind, its own included; 0: no limit."""
+    return model.sliding_window if kind == LOCAL else 0
+
+
+def pattern_of(kinds: str) -> str:
+    """Return the shortest pattern that repeats to these letters; the inverse of `kinds`."""
+    return next(kinds[:n] for n in range(1, len(kinds) + 1) if (kinds[:n] * len(kinds))[: len(kinds)] == kinds)
+
+
+def layers_by_kind(model: Model) -> list[tuple[str, int]]:
+    """Return (kind, number of layers) of each kind of layer that the model has."""
+    letters = kinds(model)
+    return [(kind, letters.count(kind)) for kind in dict.fromkeys(letters)]
+
+
+def all_of(model: Model, kind: str) -> Model:
+    """Return the model's config with all layers changed to this kind."""
+    return dataclasses.replace(model, sliding_window=window(model, kind), attention_pattern="")

@@ -1,0 +1,1 @@
+"""What measures or checks a machine: preflight, benchmarks, and calibration of a plan."""

@@ -1,0 +1,271 @@
+"""Kernels of a train step for timing: their operands, FLOPs and bytes. node/kernels.py times them.
+
+Imports JAX, so it is imported after JAX has started.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import hardware
+from jaxtrain.kernels import attention as attention_table
+from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.norm import rms_norm
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.zero import make_zero
+from jaxtrain.node.microbenchmarks import ATTENTION_BACKWARD, attention_loop, chain, normal
+from jaxtrain.node.train_step import one_device
+from jaxtrain.optim.optimizer import make_optimizer
+from jaxtrain.sharding import make_placement
+from jaxtrain.step.definition import numerics_of
+from jaxtrain.step.loss import LossSpec, cross_entropy
+
+NO_SCORES = 1024  # tokens; for longer sequences the reference attention is not timed, since it stores all scores
+PRODUCTS = ("over D", "over F", "outer")
+DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # einsum of the dense matmul with the same FLOPs
+LOADS = ("even", "uneven")
+
+Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for microbenchmarks.looped
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the kernels' operands, and parameters of their timing.
+
+    The defaults are shapes of Llama 3 8B; square matmuls; and experts of Mixtral 8x7B and Qwen3 30B A3B.
+    """
+
+    attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
+    loss: tuple[int, int, int] = (8192, 4096, 128256)  # T, D, V
+    norm: tuple[int, int] = (16384, 4096)  # T, D
+    optimizer: tuple[int, int, int] = (4, 4096, 14336)  # layers, D, F
+    gemm: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    # (rows, E, D, F) of 8,192 tokens in a layer of Mixtral 8x7B (2 experts per token) and of Qwen3 30B A3B (8 per token).
+    experts: tuple[tuple[int, int, int, int], ...] = ((16384, 8, 4096, 14336), (65536, 128, 2048, 768))
+    flop: float = 50e12  # approximate FLOPs of a timed program
+    rounds: int = 200  # most iterations of a timed program
+    warm_s: float = 0.5
+    repeats: int = 7
+
+
+TINY = Sizes((1, 64, 4, 2, 16), (64, 32, 264), (64, 32), (2, 32, 64), (32, 64), ((64, 4, 32, 64),), 1e6, 2, 0.0, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A kernel for timing.
+
+    Attributes:
+        kind, what: the first two cells of its table row.
+        flop: FLOPs of one call.
+        bytes: bytes that one call has to read and write.
+        prepare: creates the operands and returns (body, constants, state) for `microbenchmarks.looped`.
+        calls: calls of the kernel in one iteration of the loop.
+        dtype: dtype of the operands. The lower bound of the time uses the GPU's peak FLOP/s in this dtype.
+    """
+
+    kind: str
+    what: str
+    flop: float
+    bytes: float
+    prepare: Callable[[], Loop]
+    calls: int = 1
+    dtype: str = "bf16"
+
+
+class NotTimed(NamedTuple):
+    """A kernel that cannot be timed here, and the reason."""
+
+    kind: str
+    what: str
+    why: str
+
+
+def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
+    """Yield every attention kernel, forward and forward+backward, without and with support for packed documents.
+
+    Each sequence is one document, also with that support. FLOPs are those inside the causal mask.
+    """
+    B, T, N, K, H = sizes.attention
+    flop, q, kv = 2.0 * B * N * H * T**2, 2.0 * B * T * N * H, 2.0 * B * T * K * H
+    for name in attention_table.IMPLEMENTATIONS:
+        for packed in (False, True):
+            spec = attention_table.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
+            what = f"{name}{', packed' if packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
+            why_not = attention_table.implementation(name, spec).unsupported(spec, attention_table.Hardware.of(device))
+            if name == "reference" and T > NO_SCORES:
+                why_not = f"holds all {T:,} x {T:,} scores"
+            if why_not:
+                yield NotTimed("attention", what, why_not)
+                continue
+            loop = functools.partial(attention_loop, device, name, spec, sizes.attention)
+            yield Work("attention forward", what, flop, 2 * q + 2 * kv, functools.partial(loop, False))
+            # Forward and backward read q, k, v, o and do, and write o, dq, dk and dv.
+            moved, flops = 6 * q + 6 * kv, flop * (1 + ATTENTION_BACKWARD)
+            yield Work("attention forward+backward", what, flops, moved, functools.partial(loop, True))
+
+
+def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
+    """Yield the loss of the train step: the head's matmul, cross entropy, and the gradients of hidden states and head."""
+    T, D, V = sizes.loss
+    run = one_device()
+    placement, numerics = make_placement(run, [device]), numerics_of(run)
+    spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, 0.0)
+
+    def body(constants: Any, hidden_BTD: jax.Array) -> jax.Array:
+        head_VD, batch = constants
+        value, grads = jax.value_and_grad(lambda h, w: cross_entropy(h, w, batch, spec) / T, (0, 1))(hidden_BTD, head_VD)
+        return chain(hidden_BTD, value, *grads)
+
+    def prepare() -> Loop:
+        targets = jax.random.randint(jax.random.key(0), (1, T), 0, V)
+        head_VD = 0.02 * normal(1, (V, D), jnp.float32)
+        return body, (head_VD, {"targets": targets, "weights": jnp.ones((1, T), jnp.float32)}), normal(2, (1, T, D))
+
+    # Hidden states and their gradient in bfloat16, the head and its gradient in float32.
+    yield Work("cross entropy", f"{T:,} tokens of {D:,}, {V:,} words", 6.0 * T * D * V, 4.0 * T * D + 8.0 * D * V, prepare)
+
+
+def norm(device: Any, sizes: Sizes) -> Iterator[Work]:
+    """Yield RMSNorm forward and backward. It reads x twice and dy once, and writes y and dx."""
+    T, D = sizes.norm
+
+    def body(constants: Any, x_BTD: jax.Array) -> jax.Array:
+        w, dy = constants
+        y: Any
+        y, pull = jax.vjp(lambda x, w: rms_norm(x, w, 1e-5), x_BTD, w)
+        return chain(x_BTD, y, *pull(dy))
+
+    def prepare() -> Loop:
+        return body, (jnp.ones((D,), jnp.float32), normal(0, (1, T, D))), normal(1, (1, T, D))
+
+    yield Work("norm forward+backward", f"{T:,} tokens of {D:,}", 0.0, 5.0 * 2 * T * D, prepare)
+
+
+def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
+    """Yield the optimizer update of the train step. It reads gradients, and reads and writes parameters and moments."""
+    run = one_device()
+    tx, dtype = make_optimizer(run.optimizer, run.dtypes, {"w": ("layers", "embed", "mlp")}), DTYPES[run.dtypes.grads]
+
+    def body(grads: Any, state: Any) -> Any:
+        params, moments = state
+        updates, moments = tx.update(grads, moments, params)
+        return jax.tree.map(lambda p, u: (p - 1e-4 * u).astype(p.dtype), params, updates), moments
+
+    def prepare() -> Loop:
+        params = {"w": normal(0, sizes.optimizer, jnp.float32)}
+        return body, {"w": normal(1, sizes.optimizer, dtype)}, (params, jax.jit(tx.init)(params))
+
+    params = {"w": jax.ShapeDtypeStruct(sizes.optimizer, jnp.float32)}
+    state = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
+    count = math.prod(sizes.optimizer)
+    moved = 2.0 * sum(a.size * a.dtype.itemsize for a in state) + count * jnp.dtype(dtype).itemsize
+    yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved, prepare)
+
+
+def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
+    """Yield square matmuls in bfloat16 and FP8 (e4m3). The contracted dimension is the last one of both operands."""
+    gpu = hardware.lookup(device.device_kind)
+    for dtype, kind in {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}.items():
+        if dtype == "fp8" and (device.platform != "gpu" or (gpu and not gpu.fp8)):
+            yield NotTimed("gemm fp8", "", "no 8-bit GEMMs here")
+            continue
+        for n in sizes.gemm:
+            # An iteration has several small matmuls, so that the dependency between iterations costs little.
+            calls = 8 if n <= 2048 else 4 if n <= 8192 else 1
+
+            def body(weights: Sequence[jax.Array], x_MK: jax.Array) -> jax.Array:
+                def multiply(w_NK: jax.Array) -> jax.Array:
+                    dims = (((1,), (1,)), ((), ()))
+                    return jax.lax.dot_general(x_MK, w_NK, dims, preferred_element_type=jnp.bfloat16)
+
+                return chain(x_MK, *map(multiply, weights))
+
+            def prepare(n: int = n, kind: Any = kind, calls: int = calls, body: Any = body) -> Loop:
+                return body, [normal(i + 1, (n, n), kind) for i in range(calls)], normal(0, (n, n), kind)
+
+            moved = (2 * jnp.dtype(kind).itemsize + 2.0) * n * n
+            yield Work(f"gemm {dtype}", f"{n:,} x {n:,} x {n:,}", 2.0 * n**3, moved, prepare, calls, dtype)
+
+
+def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
+    """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, each for both `loads`.
+
+    For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
+    """
+    n = numerics_of(one_device())
+    impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
+
+    def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:
+        b, sizes_E = constants
+        return chain(a, product(impl, which, a, b, sizes_E, n.reduce, n.precision))
+
+    def by_one(which: str, b: jax.Array, a: jax.Array) -> jax.Array:
+        return chain(a, jnp.einsum(DENSE[which], a, b, preferred_element_type=n.compute))
+
+    def prepare(which: str, shape: Sequence[int], sizes_E: list[int] | None) -> Loop:
+        if sizes_E is None:
+            a, b = operands(which, shape, tuple(shape[2:]), n.compute)
+            return functools.partial(by_one, which), b, a
+        a, b = operands(which, shape, tuple(shape[1:]), n.compute)
+        return functools.partial(by_expert, which), (b, jnp.array(sizes_E, jnp.int32)), a
+
+    for shape in sizes.experts:
+        R, E, D, F = shape
+        of = f"{R:,} x {D:,} x {F:,}"
+        for which in PRODUCTS:
+            for load in ("dense", *LOADS):
+                sizes_E = None if load == "dense" else loads(load, R, E)
+                # The weight of an expert without tokens is not read, but its gradient is written.
+                weights = 1 if sizes_E is None else E if which == "outer" else sum(map(bool, sizes_E))
+                what = f"{of}, dense" if sizes_E is None else f"{of}, {E} experts {load}"
+                moved = 2.0 * (R * (D + F) + weights * D * F)
+                make = functools.partial(prepare, which, shape, sizes_E)
+                yield Work(f"experts {which}", what, 2.0 * R * D * F, moved, make)
+
+
+def loads(load: str, R: int, E: int) -> list[int]:
+    """Return the number of rows of each of E experts, R in all.
+
+    Args:
+        load: "even", or "uneven": the first expert has half of the rows, the last expert has none.
+    """
+    first, last = ([], []) if load == "even" else ([R // 2], [0])
+    left, among = R - sum(first), E - len(first + last)
+    return [*first, *(left // among + (e < left % among) for e in range(among)), *last]
+
+
+def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
+    """Return the grouped matmul `which`: "over D" and "over F" contract these dimensions, "outer" is the weights' gradient.
+
+    Args:
+        a: rows (R, D), or (R, F) for "over F".
+        b: weights (E, D, F), or rows (R, F) for "outer".
+        sizes_E: number of rows of each expert.
+        out: dtype of the result of "outer".
+    """
+    if which == "outer":
+        return grouped.outer(impl, a, b, sizes_E, out, precision)
+    return grouped.times(impl, a, b, sizes_E, which[-1], precision)
+
+
+def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; for "outer" b is (R, F)."""
+    R, _, D, F = shape
+    a = normal(0, (R, F if which == "over F" else D), dtype)
+    return a, normal(1, (R, F) if which == "outer" else weight, dtype)
+
+
+WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work | NotTimed]]] = {
+    "attention": attention,
+    "loss": loss,
+    "norm": norm,
+    "optimizer": optimizer,
+    "gemm": gemm,
+    "experts": experts,
+}

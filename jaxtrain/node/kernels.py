@@ -1,0 +1,126 @@
+"""Time kernels of a train step (node/kernel_workloads.py) and compare them with the lower bound of their time.
+
+The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over its memory bandwidth.
+"""
+
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+
+from jaxtrain.config import hardware
+from jaxtrain.config.durations import duration
+from jaxtrain.config.numbers import percent
+from jaxtrain.node.train_step import one_device, start_devices
+from jaxtrain.report import bench
+from jaxtrain.report.bench import Folder, number
+from jaxtrain.report.sections import Table
+from jaxtrain.train.child import FAILED, LATE, OK, error_line, run_case, save_partial
+
+if TYPE_CHECKING:  # it imports JAX
+    from jaxtrain.node.kernel_workloads import Sizes, Work
+
+CASE = "jaxtrain.node.kernels:measure"
+KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
+NOT_TIMED = "not timed"
+
+
+def measure(request: dict[str, Any]) -> dict[str, Any]:
+    """Time all kernels of one kind on the first device. This is a case (child.py). Results are saved after each kernel.
+
+    Args:
+        request: `kind`, one of KINDS; `limit_s`, seconds after which no kernel starts (null: no limit); `cache`, a folder for
+            compiled programs (absent: the folder of the default config).
+    """
+    began = time.monotonic()
+    (device,) = start_devices(one_device(request.get("cache")), 1)
+    from jaxtrain.node import kernel_workloads as workloads
+
+    on_gpu = device.platform == "gpu"
+    sizes, gpu = (workloads.Sizes(), hardware.lookup(device.device_kind)) if on_gpu else (workloads.TINY, None)
+    rows: list[dict[str, Any]] = []
+    for work in workloads.WORKLOADS[request["kind"]](device, sizes):
+        if request["limit_s"] and time.monotonic() - began > request["limit_s"]:
+            work = workloads.NotTimed(work.kind, work.what, "no time was left")
+        if isinstance(work, workloads.NotTimed):
+            rows.append({"kind": work.kind, "what": work.what, "verdict": NOT_TIMED, "why": work.why})
+        else:
+            rows.append(time_one(work, sizes, gpu))
+        save_partial(request, {"verdict": LATE, "device": device.device_kind, "rows": rows})
+    return {"verdict": OK, "device": device.device_kind, "rows": rows}
+
+
+def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str, Any]:
+    """Return the table row of a kernel: its times, or the reason why it failed."""
+    from jaxtrain.node import microbenchmarks
+
+    out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
+    rounds = sizes.rounds
+    if work.flop:
+        rounds = max(1, min(sizes.rounds, math.ceil(sizes.flop / (work.flop * work.calls))))
+    timing = microbenchmarks.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats)
+    try:
+        body, constants, state = work.prepare()
+        taken = microbenchmarks.timed(microbenchmarks.looped(body, rounds), constants, state, sizes=timing)
+    except Exception as error:  # of compiler, driver or kernel; the next kernels are still timed
+        traceback.print_exc()
+        return out | {"verdict": FAILED, "why": error_line(error)}
+    r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
+    bound = None
+    if gpu:
+        bound = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))
+    return out | {
+        "verdict": OK,
+        "seconds_a_call": r.seconds,
+        "spread": r.spread,
+        "bound_s": bound,
+        "of_bound": bound / r.seconds if bound else None,
+        "tflops": work.flop / r.seconds / 1e12,
+        "gb_s": work.bytes / r.seconds / 1e9,
+    }
+
+
+def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of kernels."""
+
+    def cells(r: dict[str, Any]) -> list[str]:
+        if r["verdict"] != OK:
+            return [r["kind"], r["what"], *["-"] * 6, f"{r['verdict']}: {r['why']}"]
+        bound = "-" if r["bound_s"] is None else f"{1e3 * r['bound_s']:.3g} ms"
+        return [
+            r["kind"],
+            r["what"],
+            f"{1e3 * r['seconds_a_call']:.3g} ms",
+            f"{r['spread']:.1%}",
+            bound,
+            percent(r["of_bound"]),
+            number(r["tflops"] if r["flop"] else None),
+            number(r["gb_s"]),
+            "",
+        ]
+
+    headings = ("kernel", "on", "one call", "spread", "bound", "bound / time", "TFLOP/s", "GB/s", "")
+    return bench.make_table(title, headings, map(cells, rows), text=2)
+
+
+def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
+    """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kernel failed."""
+    found: list[dict[str, Any]] = []
+    try:
+        for kind in kinds:
+            with console.status(f"{kind} ..."):
+                answer = run_case(CASE, {"kind": kind, "limit_s": None}, log=folder.log(kind))
+            rows = answer.get("rows", [])
+            if answer["verdict"] != OK:
+                rows.append({"kind": kind, "what": "", "verdict": answer["verdict"], "why": answer["why"]})
+            found += rows
+            bench.print_line(console, f"{kind}: {len(rows)} rows in {duration(answer['seconds'])}", "dim")
+            folder.write("Kernels", bench.markdown(make_table("Kernels", found)), kernels=found)
+    finally:
+        if found:
+            bench.print_table(console, make_table("Kernels", found))
+        folder.print_cpu_note(console)
+    return 1 if any(r["verdict"] not in (OK, NOT_TIMED) for r in found) else 0

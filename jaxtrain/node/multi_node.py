@@ -1,0 +1,204 @@
+"""Preflight of all processes of a run: inspects each node, measures all nodes together, and shares the findings.
+
+Every process of the run takes part. On each host the first process inspects the node. All processes measure, because
+collectives over all GPUs need all of them. At the end every process has all findings, so that all have the same verdict. If a
+process is lost, each remaining process reports only its own node.
+"""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.stores import is_bucket
+from jaxtrain.node import inspection, nvidia_smi, rates, software
+from jaxtrain.node.host import NETWORK_DISKS
+from jaxtrain.node.measure import measure
+from jaxtrain.node.node import TIMED_OUT, RecordedNode, Unanswered, call_with_timeout
+from jaxtrain.node.table import FAULT, MISSING, Context, Finding, Verdict
+from jaxtrain.report.preflight import NodeReport
+from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, start
+from jaxtrain.runtime.startup import quiet
+
+RESERVE_S = 6.0  # of the limit, reserved for the last messages and the end of the processes
+LEAST_S = 10.0  # least time to measure: the start of JAX takes some seconds on eight GPUs
+GATHER_S = 5.0  # for a message after the limit
+ALONE_S = 28.0  # to inspect this node if other processes did not connect: 30 s later JAX ends this process
+LOST_S = 2.0  # to inspect this node if process 0 is lost: 6 s later JAX ends this process
+CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service after the limit, and after a failure
+
+
+class Preflight:
+    """One process's part in the preflight of a run.
+
+    Args:
+        context: the process's node. If the node is a recording, `context.cluster` is the cluster of the recorded run.
+        cluster: the processes of this run.
+        limit_s: seconds for everything after the processes have connected.
+        connect_s: seconds for the other processes to connect.
+        skip_reason: the reason to skip measurements; "" to measure.
+        on_lost: called in another thread with the report of this node if a process is lost. The function should end this
+            process, because JAX ends it 6 s after process 0 is lost.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        cluster: Cluster | None,
+        limit_s: float,
+        connect_s: float = 300.0,
+        skip_reason: str = "",
+        on_lost: Callable[[list[NodeReport]], object] | None = None,
+    ):
+        self.context, self.skip_reason = context, skip_reason
+        self._cluster, self._limit_s, self._connect_s = cluster, limit_s, connect_s
+        self._on_lost = on_lost
+        self._deadline = time.monotonic() + limit_s
+        self._peers = Peers(0, 1)
+        self._inspects = True  # whether this process is the first of its host
+        self._findings: list[Finding] = []  # findings on this node so far
+        self._decision = threading.Lock()  # held by the thread that reports
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def run(self) -> list[NodeReport]:
+        """Return the findings on every node, equal in all processes. If a process is lost, return the findings on this node.
+
+        Call `close` afterwards.
+        """
+        try:
+            if self._cluster is not None:
+                with quiet():
+                    import jax  # noqa: F401  prints notes on stderr without a driver
+
+                    start(self._cluster, init_timeout_s=max(2, int(self._connect_s)))
+                self._peers = Peers.of_this_run()
+                self._peers.watch(self._lost)
+                self._deadline = time.monotonic() + self._limit_s
+            reports = self._all_nodes()
+        except (ClusterError, PeerLost) as error:
+            self._decision.acquire()  # if `_lost` reports, this thread waits until the process ends
+            return self._report_alone(str(error), connected=isinstance(error, PeerLost))
+        self._decision.acquire()
+        return reports
+
+    def close(self, failed: str = "") -> None:
+        """Disconnect from JAX's coordination service together with the other processes.
+
+        failed: the reason to send to them; "" after a success.
+        """
+        with contextlib.suppress(Unanswered):
+            limit_s = FAILED_CLOSE_S if failed else max(self.left_s, CLOSE_S)
+            call_with_timeout(limit_s, "the service", lambda: self._peers.close(failed))
+
+    def _lost(self, message: str) -> None:
+        if self._on_lost and self._decision.acquire(blocking=False):
+            self._on_lost(self._report_alone(message, connected=True))
+
+    def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
+        """Return the report of this node. message: error about the lost process. connected: whether all had connected."""
+        found = self._findings
+        if not found and self._inspects:
+            with contextlib.suppress(Unanswered):
+                limit_s = LOST_S if connected else ALONE_S
+                found = call_with_timeout(limit_s, "this node", lambda: inspection.inspect(self.context))
+        absent = inspection.PROCESSES.finding(Verdict(MISSING, message))
+        return [self._node_report([*found, absent], self.context.measured)]
+
+    def _node_report(self, findings: list[Finding], measured: Mapping[str, Any]) -> NodeReport:
+        gpus = self.context.gpus
+        return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
+
+    def _gather(self, name: str, value: Any) -> list[Any]:
+        """Send `value` to all processes. Return the value of every process, ordered by process index."""
+        texts = self._peers.gather(f"preflight/{name}", json.dumps(value), max(self.left_s, GATHER_S))
+        return [json.loads(text) for text in texts]
+
+    def _all_nodes(self) -> list[NodeReport]:
+        me, node = self._peers.process_index, self.context.node
+        visible = node.environ.get(software.VISIBLE, "unset")
+        processes = [(host, value) for host, value in self._gather("hello", [node.facts.get("hostname", "?"), visible])]
+        connected = node.clock()  # read the clock at once, since all nodes have just received the last message
+        hosts = [host for host, _ in processes]
+        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        self._inspects = me in firsts
+        if self._inspects:
+            self._findings = inspection.inspect(self.context)
+        figures = self._gather("figures", self._measure())
+        measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
+        if self._inspects and measured:
+            self.context = dataclasses.replace(self.context, measured=measured)
+            self._findings = [*self._findings, *rates.CHECKS.run(self.context)]
+        own = {}
+        if self._inspects:
+            report = dataclasses.asdict(self._node_report(self._findings, measured))
+            own = {"report": report, "description": inspection.describe(self.context, connected)}
+        of_nodes = [each for each in self._gather("report", own) if each]
+        reports = [NodeReport(**each["report"]) for each in of_nodes]
+        for each in reports:
+            each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
+        first = reports[0].findings
+        if len(firsts) > 1:
+            first += inspection.compare([hosts[i] for i in firsts], [each["description"] for each in of_nodes])
+        # The check of a node may have reported renumbered GPUs already.
+        if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
+            first += inspection.compare_processes(processes)
+        return reports
+
+    def _measure(self) -> dict[str, Any]:
+        """Return the rates of this process's GPUs and, if it inspects its node, of the node's disks."""
+        reason = self.skip_reason
+        if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS).code == TIMED_OUT:
+            reason = "nvidia-smi does not answer: no work is given to these GPUs"
+        elif not reason and self.left_s - RESERVE_S < LEAST_S:
+            reason = f"only {max(self.left_s, 0):.0f} s of --limit are left"
+        paths, left_out = paths_to_measure(self.context, self._peers.process_index) if self._inspects else ({}, {})
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        ready = self._gather("ready", {"reason": reason, "budget_s": self.left_s - RESERVE_S, "port": port})
+        # If one process cannot measure, none measures, since a collective would wait for it.
+        reasons = [each["reason"] for each in ready if each["reason"]]
+        if recorded := self.context.node.measured:
+            return dict(recorded)
+        if reasons:
+            disks = {} if isinstance(self.context.node, RecordedNode) else {f"disk.{name}": reasons[0] for name in paths}
+            return {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0]) | disks | left_out}
+        children = None
+        if self._cluster is not None:  # the children that measure use another port than this process
+            host = self._cluster.coordinator.rpartition(":")[0]
+            children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
+        # All children have the same budget, since the end of one child would end the others.
+        found = measure(paths, min(each["budget_s"] for each in ready), children)
+        found["left_out"] |= left_out
+        return found
+
+
+def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return (name -> path whose disk process `process` measures, "disk.NAME" -> reason why it does not measure that disk)."""
+    disks = context.node.disks
+    wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
+    left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
+    if process:
+        shared = [n for n in wanted if n in disks and disks[n].kind in NETWORK_DISKS]
+        reason = "it is on the network, and process 0 measures it: many at once would disturb each other"
+        left_out |= {f"disk.{n}": reason for n in shared}
+    return {n: Path(path).expanduser() for n, path in wanted.items() if f"disk.{n}" not in left_out}, left_out
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the rates of a node: the rates of GPUs from all of its processes, all other rates from its first process."""
+    out: dict[str, Any] = dict(parts[0])
+    for part in parts[1:]:
+        for name in rates.GPU_LISTS:
+            out[name] = [*out.get(name, []), *part.get(name, [])]
+        for name in ("left_out", "failed"):
+            out[name] = {**part.get(name, {}), **out.get(name, {})}
+    return out

@@ -1,0 +1,186 @@
+"""Run the parts of a long measurement one after the other within a time budget.
+
+node/node_suite.py and benchmarks/first_minutes.py use this module. If a part fails or has no time left, its row in the
+result has the reason, and the next part runs.
+"""
+
+import dataclasses
+import functools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import rich.console
+
+from jaxtrain.config import hardware, launch
+from jaxtrain.config.command_line import INTERRUPTED
+from jaxtrain.config.durations import duration
+from jaxtrain.node.train_step import DATA
+from jaxtrain.report import bench
+from jaxtrain.report.bench import Folder
+from jaxtrain.report.sections import Table
+from jaxtrain.train.child import error_line, last_lines, run_program
+
+GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
+STYLES = {BAD: "bold red", OFF: "yellow"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a part.
+
+    Attributes:
+      verdict: GOOD, OFF, BAD or OUT (left out). OFF is no fault: the result differs from the plan or is incomplete.
+      found: the result in one line.
+      lines: Markdown lines of the part's section in results.md.
+      data: the result as JSON data.
+    """
+
+    verdict: str
+    found: str
+    lines: list[str] = dataclasses.field(default_factory=list)
+    data: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """Devices and output folder of the parts.
+
+    Attributes:
+      smoke: whether to use tiny shapes.
+      cache: folder for compiled programs; "": none; None: the folder of the config.
+    """
+
+    devices: hardware.Devices
+    smoke: bool
+    folder: Folder
+    cache: str | None = None
+
+    @property
+    def path(self) -> Path:
+        if self.folder.path is None:
+            raise ValueError("parts need a folder")
+        return self.folder.path
+
+    def config(self, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
+        """Return (name in tables, command line) of a shipped config on these GPUs.
+
+        Args:
+          micro: sequences per GPU and microbatch.
+          accum: microbatches of a step.
+        """
+        count = self.devices.count
+        variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
+        batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
+        return f"{name}:{variant}", [f"--config={launch.REPO}/configs/{name}.py:{variant}", *batch, *DATA["synthetic"]]
+
+    def run_program(
+        self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
+    ) -> tuple[int | None, Outcome]:
+        """Run a program as a part. Return (exit code, or None after a timeout; outcome, GOOD if the code is 0, else BAD)."""
+        log = self.path / "logs" / f"{bench.file_name(name)}.txt"
+        code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
+        lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
+        found = "not done in time" if code is None else f"exit code {code}: {last_lines(output)}"
+        if code == 0:
+            found = last_lines(output).rpartition(" | ")[2]
+        return code, Outcome(BAD if code != 0 else GOOD, found, lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left.
+
+    gate: if this part fails, no further part runs.
+    """
+
+    name: str
+    act: Callable[[Node, float], Outcome]
+    most_s: float
+    need_s: float = 1.0
+    gate: bool = False
+
+
+def run_parts(
+    parts: Sequence[Part],
+    node: Node,
+    console: rich.console.Console,
+    budget_s: float,
+    title: str,
+    done: dict[str, dict[str, Any]],
+    after: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the parts and return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
+
+    After each part, all results so far are in the output folder.
+
+    Args:
+      budget_s: seconds for all parts.
+      title: title of the page.
+      done: name of a part -> its result. This function adds the results of `parts`.
+      after: called after each part.
+    """
+    code, reason, began = 1, "ended by an exception", monotonic()
+    try:
+        for i, part in enumerate(parts, 1):
+            started = monotonic()
+            limit = min(part.most_s, budget_s - (started - began))
+            function = part.act.func if isinstance(part.act, functools.partial) else part.act
+            about = (function.__doc__ or part.name).splitlines()[0]
+            text = (
+                f"part {i} of {len(parts)}: {part.name}: {about} At most {duration(limit)}; {duration(started - began)} gone."
+            )
+            bench.print_line(console, text, "dim")
+            if limit < part.need_s:
+                outcome = Outcome(OUT, f"{duration(limit)} were left, and it needs {duration(part.need_s)}")
+            else:
+                with console.status(part.name):
+                    outcome = _act(part, node, limit)
+            times = {"seconds": monotonic() - started, "budget_s": max(0.0, limit)}
+            done[part.name] = dataclasses.asdict(outcome) | times
+            bench.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
+            sections = [line for p in done.values() for line in p["lines"]]
+            table = bench.markdown(make_table(done))
+            node.folder.write(title, [f"**{verdict(done)}**", "", *table, *sections], parts=done, verdict=verdict(done))
+            after()
+            if part.gate and outcome.verdict == BAD:
+                break
+        failed = [part.name for part in parts if done.get(part.name, {}).get("verdict") == BAD]
+        code, reason = (1, f"failed: {', '.join(failed)}") if failed else (0, "done")
+    except KeyboardInterrupt:
+        code, reason = INTERRUPTED, "Ctrl-C"
+        raise
+    finally:
+        node.folder.finish(code, reason)
+        if done:
+            bench.print_table(console, make_table(done))
+            bench.print_line(console, verdict(done), "bold red" if code else "bold green")
+    return code
+
+
+def _act(part: Part, node: Node, limit_s: float) -> Outcome:
+    """Run a part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
+    try:
+        return part.act(node, limit_s)
+    except Exception as error:
+        log = node.path / "logs" / f"{bench.file_name(part.name)}_error.txt"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+        return Outcome(BAD, f"{error_line(error)} ({log})")
+
+
+def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the verdict on all parts in one line."""
+    failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
+    if failed:
+        return f"FAULT: {'; '.join(failed)}"
+    off = [name for name, p in done.items() if p["verdict"] == OFF]
+    return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
+
+
+def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of parts."""
+    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in done.items()]
+    return bench.make_table("Parts", ("part", "", "took", "of at most", "result"), rows, text=2)

@@ -1,0 +1,225 @@
+"""The structure of checks: a table whose entries have a name, a probe, the expected state, a reason and a fix.
+
+A probe is a function of a `Context`. It returns the verdict `ok`, `note`, `fault` or `unknown`, or None if the check does not
+apply to the node. A verdict may replace the texts of its check.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.node import nvidia_smi
+from jaxtrain.node.boards import Board, board_of
+from jaxtrain.node.node import Node, RecordingError
+from jaxtrain.node.nvidia_smi import Gpus, Row, Topology
+from jaxtrain.runtime.distributed import Cluster
+
+OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
+NOT_REPORTED = "not reported by these GPUs"
+MISSING = "missing"  # a process of the run is absent or lost; no fault is known, and a retry may help
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report: the verdict of a check, with its texts."""
+
+    name: str
+    state: str
+    expected: str
+    seen: str
+    why: str = ""
+    fix: str = ""
+    node: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The result of a probe. `texts` may replace `expected`, `why` and `fix` of its check.
+
+    of_cpus: a fault also for a run on CPUs.
+    """
+
+    state: str
+    seen: str
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    of_cpus: bool = False
+
+
+def ok(seen: str, **texts: str) -> Verdict:
+    return Verdict(OK, seen, texts)
+
+
+def note(seen: str, **texts: str) -> Verdict:
+    return Verdict(NOTE, seen, texts)
+
+
+def fault(seen: str, **texts: str) -> Verdict:
+    return Verdict(FAULT, seen, texts)
+
+
+def unknown(reason: str, **texts: str) -> Verdict:
+    return Verdict(UNKNOWN, reason, texts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """A node, and the run for which it is checked.
+
+    Args:
+        paths: name -> folder or bucket of the run; "" if there is none.
+        cluster: the run's processes; None for one process.
+        has_config: whether the command line has --config.
+        measured: rates of the node (measure.py); empty before they are measured.
+    """
+
+    node: Node
+    run: RunConfig
+    paths: Mapping[str, str]
+    cluster: Cluster | None = None
+    has_config: bool = True
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def gpus(self) -> Gpus:
+        return nvidia_smi.read_gpus(self.node)
+
+    @functools.cached_property
+    def board(self) -> Board | None:
+        return board_of(self.gpus.names)
+
+    @functools.cached_property
+    def topology(self) -> Topology:
+        """Return the connections of the GPUs that the run may use."""
+        answer = self.node.run(nvidia_smi.TOPOLOGY)
+        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "", sorted(self.gpus.indices))
+
+    @property
+    def several_nodes(self) -> bool:
+        """Return whether the run's processes use more GPUs than this node has."""
+        if self.cluster is None:
+            return False
+        ids = self.cluster.local_device_ids or ()
+        # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs (software.py).
+        here = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
+        return self.cluster.num_processes * (len(ids) or here) > here
+
+    @property
+    def gpu_gib(self) -> float:
+        """Return the sum of the GPUs' memory in GiB."""
+        return sum(nvidia_smi.number(row, "memory.total") or 0.0 for row in self.gpus.rows) / 1024
+
+
+Probe = Callable[[Context], Verdict | None]
+GpuProbe = Callable[[Context, Row], Verdict | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check: its name, its probe, and its texts for the report."""
+
+    name: str
+    expected: str
+    why: str
+    fix: str
+    probe: Probe | None = None  # None: the check compares nodes (inspection.py)
+
+    def finding(self, verdict: Verdict, node: str = "") -> Finding:
+        texts = {"expected": self.expected, "why": self.why, "fix": self.fix, **verdict.texts}
+        texts |= {"fix": ""} if verdict.state in (OK, UNKNOWN) else {}
+        return Finding(self.name, verdict.state, seen=verdict.seen, node=node, **texts)
+
+
+class Table(list[Check]):
+    """Checks in the order of the report."""
+
+    def add(self, name: str, *, expected: str, why: str, fix: str) -> Callable[[Probe], Probe]:
+        """Return a decorator that adds a check whose probe is the decorated function."""
+
+        def decorate(probe: Probe) -> Probe:
+            self.append(Check(name, expected, why, fix, probe))
+            return probe
+
+        return decorate
+
+    def run(self, context: Context) -> list[Finding]:
+        """Return the findings of all checks. If a probe raises, its check is `unknown`. RecordingError passes through."""
+        found = []
+        for check in self:
+            try:
+                verdict = check.probe(context) if check.probe else None
+            except RecordingError:
+                raise
+            except Exception as error:
+                verdict = unknown(f"{type(error).__name__}: {error}")
+            if verdict and verdict.state == FAULT and context.gpus.absent and not verdict.of_cpus:
+                verdict = dataclasses.replace(verdict, state=NOTE)
+            found += [check.finding(verdict)] if verdict else []
+        return found
+
+
+# ---- most probes of GPUs: a verdict on each GPU, of which the worst counts
+
+
+def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
+    """Return a decorator that makes a probe of all GPUs from a function of one GPU's row. The worst verdict counts.
+
+    The function of one row returns None if nvidia-smi does not report `field` of its GPU.
+    """
+
+    def decorate(judge: GpuProbe) -> Probe:
+        def probe(c: Context) -> Verdict:
+            verdicts = {nvidia_smi.name(row): verdict for row in c.gpus.rows if (verdict := judge(c, row))}
+            return worst(verdicts, c.gpus.refused.get(field, NOT_REPORTED))
+
+        return probe
+
+    return decorate
+
+
+def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
+    """Return the probe of nvidia-smi's `field`. states: value of the field -> state. other: state of all other values."""
+
+    @each_gpu(field)
+    def probe(_: Context, row: Row) -> Verdict | None:
+        value = row.get(field)
+        return None if value is None else Verdict(states.get(value, other), value)
+
+    return probe
+
+
+def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
+    """Return the verdict on all GPUs: the worst state, and the values (`seen`) of the GPUs in that state.
+
+    Args:
+        verdicts: GPU -> verdict.
+        absent: the reason for the verdict `unknown` if `verdicts` is empty.
+    """
+    for state in (FAULT, NOTE):
+        if chosen := [(gpu, verdict) for gpu, verdict in verdicts.items() if verdict.state == state]:
+            return dataclasses.replace(chosen[0][1], seen=grouped([(gpu, verdict.seen) for gpu, verdict in chosen]))
+    seen = dict.fromkeys(verdict.seen for verdict in verdicts.values())
+    return ok(listed(list(seen))) if seen else unknown(absent)
+
+
+# ---- texts
+
+
+def grouped(parts: Sequence[tuple[str, str]]) -> str:
+    """Format (GPU, text) pairs, with GPUs of equal text together: "GPU0 to GPU7: 500 W of 700"."""
+    by_text: dict[str, list[str]] = {}
+    for gpu, text in parts:
+        by_text.setdefault(text, []).append(gpu)
+    return "; ".join(f"{span(gpus)}: {text}" for text, gpus in by_text.items())
+
+
+def span(gpus: Sequence[str]) -> str:
+    numbers = [int(gpu[3:]) for gpu in gpus if gpu[3:].isdigit()]
+    consecutive = len(numbers) == len(gpus) > 3 and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{gpus[0]} to {gpus[-1]}" if consecutive else listed(gpus, 8)
+
+
+def listed(parts: Sequence[str], most: int = 4) -> str:
+    """Format a list with at most `most` items: "a, b, c, d and 3 more"."""
+    return ", ".join(parts[:most]) + (f" and {len(parts) - most} more" if len(parts) > most else "")

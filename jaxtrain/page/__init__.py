@@ -1,1 +1,0 @@
-"""Components of the HTML reports of jaxtrain.plan, jaxtrain.profile and jaxtrain.report."""

@@ -1,1 +1,0 @@
-"""Take the same train steps on several layouts, and compare them number by number."""

@@ -1,0 +1,167 @@
+"""Cached plans on disk, so that each plan is compiled once.
+
+An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
+affect the program, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
+versions, and the code.
+"""
+
+import dataclasses
+import functools
+import gzip
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import installed, schema
+from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.plan import FOLDER
+from jaxtrain.plan.rates import ranges, rates_for
+from jaxtrain.plan.result import Plan, Rates, from_json, to_json
+from jaxtrain.plan.search_bound import mesh_sizes
+from jaxtrain.plan.topology import Topology
+from jaxtrain.step.resume import INPUTS, NOTHING, TIME, effect
+
+LOGGER = logging.getLogger("jaxtrain")
+
+# Effects (resume.TABLE) of config keys that change neither the program of the train step nor its plan.
+UNRELATED = (NOTHING, TIME, INPUTS)
+# Modules of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All others are hashed.
+OTHER_CODE = (
+    *("__init__", "__main__", "main", "commands", "data", "hf", "node", "report", "train"),
+    *("config.command_line", "config.explain", "runtime.signals", "runtime.timelimit", "runtime.watchdog"),
+    *("metrics.alerts", "metrics.goodput", "metrics.gpu_monitor", "metrics.ledger", "metrics.profiling", "metrics.progress"),
+    *("metrics.receipt", "metrics.receipt_collect", "metrics.receipt_figures", "metrics.receipt_format"),
+    *("metrics.receipt_machine", "metrics.tensorboard", "metrics.trackers", "metrics.wandb"),
+    *("plan.expect", "plan.program.traffic", "plan.search", "plan.search_bound", "plan.search_cache", "plan.search_parallel"),
+    *("plan.search_space", "plan.shardings", "step.resume", "step.stored_form", "step.validate", "step.validate_experts"),
+    *("step.validate_layout", "step.validate_pipeline", "step.validate_places"),
+)
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
+OWN = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be code of the user
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A plan to make. `name` and `overrides` label the plan. rates: None for `rates.rates_for`."""
+
+    run: RunConfig
+    topology: Topology
+    name: str = ""
+    overrides: tuple[str, ...] = ()
+    rates: Rates | None = None
+
+    def label(self, plan: Plan) -> Plan:
+        """Return the plan with this request's label, since a cached plan may have the label of another config."""
+        return dataclasses.replace(plan, config=self.name, overrides=self.overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A plan, or the reason why there is none.
+
+    Attributes:
+        kind: planned | cached | refused (the config has `problems`) | failed (planning raised) | crashed | out of memory |
+            out of time | stopped.
+        problems: of the config, or of the user's own part.
+    """
+
+    plan: Plan | None
+    kind: str
+    reason: str = ""
+    problems: tuple[Problem, ...] = ()
+
+
+class Cache:
+    """A folder of plans, and of the errors that planning raised."""
+
+    def __init__(self, folder: str | Path = FOLDER):
+        self.folder = Path(folder).expanduser()
+
+    def path(self, request: Request, plan_one: str) -> Path:
+        """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
+        run, topology = request.run, request.topology
+        own = {key: value for key, value in schema.flatten(schema.to_dict(run)) if key in OWN and ":" in value}
+        facts = {
+            "config": relevant(run, topology),
+            "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
+            "rates": dataclasses.asdict(request.rates or rates_for(topology.gpu, run.precision)),
+            "ranges": ranges(),
+            "by": plan_one,
+            "versions": installed.versions(PACKAGES),
+            "flags": os.environ.get("XLA_FLAGS", ""),
+            "code": _code(),
+            "own code": {key: _digest_of_module(value) for key, value in own.items()},
+        }
+        return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
+
+    def get(self, request: Request, plan_one: str) -> Outcome | None:
+        """Return the cached outcome of a request, or None. If the file is damaged, log a warning and return None."""
+        path = self.path(request, plan_one)
+        try:
+            tree = json.loads(gzip.decompress(path.read_bytes()))
+            if "failure" in tree:
+                return Outcome(None, "failed", f"{tree['failure']} (as before; delete {self.folder} to try again)")
+            return Outcome(request.label(from_json(tree)), "cached")
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+            LOGGER.warning("%s is damaged (%s): it is planned again", path, error or type(error).__name__)
+        return None
+
+    def put(self, request: Request, plan_one: str, outcome: Outcome) -> None:
+        """Write a plan, or the error that planning raised, atomically. Other outcomes may not recur and are not written.
+
+        If the folder cannot be written, log a warning.
+        """
+        if outcome.plan is None and outcome.kind != "failed":
+            return
+        tree = to_json(outcome.plan) if outcome.plan else {"failure": outcome.reason}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete_on_close=False) as file:
+                file.write(gzip.compress(json.dumps(tree).encode()))
+                file.close()
+                os.replace(file.name, self.path(request, plan_one))
+        except OSError as error:
+            LOGGER.warning("the plan is not cached: %s", error)
+
+
+def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
+    """Return config key -> value, for keys that the program depends on. Mesh axes have their sizes on this machine."""
+    flat = dict(schema.flatten(schema.to_dict(run)))
+    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
+    return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the files of jaxtrain that a plan depends on."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+        if not _is_other(name):
+            digest.update(f"{name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_other(name: str) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in OTHER_CODE)
+
+
+def _digest_of_module(text: str) -> str:
+    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if there is no file."""
+    spec = importlib.util.find_spec(text.partition(":")[0].partition(".")[0])
+    if spec is None:
+        return text
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py")) or [Path(spec.origin or "")]
+    if not all(file.is_file() for file in files):
+        return text
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

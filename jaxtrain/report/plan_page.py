@@ -1,0 +1,268 @@
+"""A plan as one HTML page that needs no network. Without scripts, the page lacks only the timeline of a layer."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, rough, size
+from jaxtrain.plan.result import Plan
+from jaxtrain.report import timeline
+from jaxtrain.report.charts import cursor_data, ticks
+from jaxtrain.report.html import contents, document, heading, key, paragraph, plural, tiles
+from jaxtrain.report.plan_sections import (
+    CLASS_COLOURS,
+    OTHER_CLASS,
+    command,
+    details,
+    device_count,
+    headline,
+    mesh,
+    mfu,
+    no_range,
+    notes,
+    range_source,
+    span,
+    summary,
+    verdict,
+)
+from jaxtrain.report.sections import Column, Drawing, Section, Table, html_sections
+
+LANE_COLOURS = {
+    "matmul": "--c1",
+    "attention": "--c4",
+    "memory-bound": "--c2",
+    "communication": "--c5",
+    "host copies": "--c6",
+}
+HEIGHT = 280  # px of the chart of memory; page.css has the same
+LETTER = 7.5  # px: generous estimate of the average width of a letter
+NARROW, WIDE = 560, 900  # px: least width of the chart on a narrow page, and on a page that shows .roomy (page.css)
+
+
+def html(
+    plan: Plan, *, steps: int | None = None, epochs: str = "", lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None
+) -> str:
+    """Return the page of a plan as HTML.
+
+    Args:
+        steps, epochs: as in `summary`.
+        lanes: result of `layer_schedule.read`; None: no timeline of a layer.
+    """
+    title = f"{plan.config} on {plan.topology}"
+    schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
+    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
+    sections = html_sections([*notes(plan), *found])
+    sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
+    body = [
+        f"<header><h1>{escape(title)}</h1>",
+        paragraph(f"{plan.chip}, {plural(device_count(plan), 'GPU')}: mesh {mesh(plan)}, attention {plan.attention}", "quiet"),
+        paragraph(f"with {' '.join(plan.overrides)}", "quiet") if plan.overrides else "",
+        f'<p class="verdict {"yes" if plan.fits else "no"}">{escape(verdict(plan))}</p></header><main>',
+        _tiles(plan),
+        paragraph(f"{plan.kept}.") if plan.kept else "",
+        paragraph(f"{range_source(plan) or f'There is no expected range: {no_range(plan)}'}.") if plan.fits else "",
+        contents(sections),
+        *sections,
+        "</main>",
+    ]
+    return document(f"{title}: {verdict(plan)}", headline(plan), body)
+
+
+def _tiles(plan: Plan) -> str:
+    """Return the tiles: allocated memory, and the speed and communication of a step that fits, else the missing memory."""
+    t, m = plan.time, plan.memory
+    memory = ("memory allocated", size(m.taken_gib), f"of {size(m.usable_gib)} usable")
+    if not plan.fits:
+        return tiles([memory, ("missing", size(m.taken_gib - m.usable_gib), "on each GPU")])
+    wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
+    roofline = {
+        "step": f"{rough(t.step_ms)} ms, bound by {t.bound_by}",
+        "tokens/s/GPU": f"{rough(t.tokens_per_s_per_device, 4)}, {rough(t.tokens_per_s, 4)} in all",
+        "MFU": f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}",
+    }
+    if t.expected_step_ms:
+        low, high = (percent(t.mfu_causal * t.step_ms / each) for each in reversed(t.expected_step_ms))
+        values = {
+            "step": f"{span(t.expected_step_ms)} ms",
+            "tokens/s/GPU": span(t.expected_tokens_per_s_per_device),
+            "MFU": f"{low} to {high}",
+        }
+        speed = [(f"{name}, expected", value, f"roofline {roofline[name]}") for name, value in values.items()]
+    else:
+        values = {
+            "step": f"{rough(t.step_ms)} ms",
+            "tokens/s/GPU": rough(t.tokens_per_s_per_device, 4),
+            "MFU": percent(t.mfu_causal),
+        }
+        speed = [(f"{name}, roofline", value, roofline[name]) for name, value in values.items()]
+    exposed = ("exposed communication", percent(t.exposed_ms / t.step_ms), "of the step")
+    return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
+
+
+def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Section:
+    """Return the section with the timeline of a layer's forward and backward pass."""
+    ends = {name.partition(":")[0]: 0.0 for name in lanes}
+    for name, lane in lanes.items():
+        phase = name.partition(":")[0]
+        ends[phase] = max(ends[phase], lane[-1].end)
+    words = " and ".join(f"{phase} {rough(end)} ms" for phase, end in ends.items())
+    note = f"One layer in the middle of each pass, by the roofline: {words}. Gaps of the computation are exposed communication."
+    return Section("Schedule of a layer", [Drawing(timeline.draw(lanes, LANE_COLOURS, note)), note])
+
+
+# ---- the mesh
+
+
+def mesh_section(plan: Plan) -> Section:
+    """Return the section with a picture of the mesh: nodes, their GPUs, and each GPU's coordinates along the mesh axes."""
+    axes = [(axis, n) for axis, n in plan.mesh.items() if n > 1]
+    total = device_count(plan)
+    if total == 1:
+        return Section("Mesh", [])
+    node = _gpus_of_a_node(plan.topology, total)
+    shown = min(total, 4 * node)
+    boxes = []
+    for first in range(0, shown, node):
+        cells = []
+        for rank in range(first, min(first + node, shown)):
+            rest, words = rank, []
+            for axis, n in reversed(axes):
+                rest, at = divmod(rest, n)
+                words.insert(0, f"{axis} {at}")
+            colour = f"var(--c{1 + (rank // _inner(axes)) % 8})"
+            cells.append(f'<div class="gpu" style="border-color:{colour}"><b>{rank}</b>{escape(", ".join(words))}</div>')
+        boxes.append(f'<div class="node"><span class="quiet">node {first // node}</span>{"".join(cells)}</div>')
+    more = f" The first {shown} of {total:,} are drawn." if shown < total else ""
+    names = " x ".join(f"{axis} {n}" for axis, n in axes)
+    note = f"{names}: the last axis is the innermost. GPUs of one colour differ only in {axes[-1][0]}.{more}"
+    return Section("Mesh", [Drawing(f'<div class="mesh">{"".join(boxes)}</div>'), note])
+
+
+def _inner(axes: Sequence[tuple[str, int]]) -> int:
+    """Return the size of the innermost axis."""
+    return axes[-1][1]
+
+
+def _gpus_of_a_node(topology: str, total: int) -> int:
+    """Return the GPUs per node of a topology such as h200:8 or h200:8x4; `total` if its name has no count."""
+    count = topology.partition(":")[2].partition("x")[0]
+    return int(count) if count.isdecimal() and 0 < int(count) <= total else total
+
+
+# ---- memory over the schedule
+
+
+def schedule_section(plan: Plan) -> Section:
+    """Return the section with memory over XLA's schedule, and the lowest and highest memory of each phase of the step."""
+    m = plan.memory
+    if not m.timeline:
+        return Section("Memory over the schedule", [])
+    phases = list(dict.fromkeys(phase for _, phase in m.timeline))
+    held = {p: [value for value, phase in m.timeline if phase == p] for p in phases}
+    low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
+    columns = [Column("phase", [phase or "start" for phase in phases])]
+    for name, values in (("lowest", low), ("highest", high)):
+        columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
+    places = decimals([value for value, _ in m.timeline])
+    texts = [f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline]
+    least = 10.0**-places / 2  # smaller parts are left out
+    parts = [(name, [number(v, places) if v >= least else "" for v in values]) for name, _, values in reversed(_layers(plan))]
+    points = cursor_data({"texts": texts, "parts": parts})
+    chart = (
+        '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
+        f'{memory_chart(plan)}{points}<div class="tip"></div></div>'
+        f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
+    )
+    note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
+    return Section("Memory over the schedule", [Drawing(chart), note, Table("Phases of the schedule", columns, style="small")])
+
+
+def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return (phase, first point, last point) of each range of consecutive points in one phase."""
+    out, first = [], 0
+    for phase, points in itertools.groupby(phases):
+        n = len(list(points))
+        out.append((phase, first, first + n - 1))
+        first += n
+    return out
+
+
+def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
+    """Return (class, colour, GiB at each point) from the bottom of the chart up. Classes without a colour are summed."""
+    m = plan.memory
+    named = [c for c in m.over_time if c.name in CLASS_COLOURS]
+    # Classes of constant size are at the bottom, so that their edges are straight.
+    named.sort(key=lambda c: max(c.gib) - min(c.gib))
+    layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
+    rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
+    return [*layers, ("others", OTHER_CLASS, rest)]
+
+
+def memory_chart(plan: Plan) -> str:
+    """Return the chart of memory over the schedule as SVG: stacked classes, phases, usable memory and the peak.
+
+    Positions along x are percentages, so the browser stretches the drawing and not the text. The curves are in a nested svg,
+    which is stretched as a whole.
+    """
+    m = plan.memory
+    held = [value for value, _ in m.timeline]
+    last = max(1, len(held) - 1)
+    top = 1.12 * max(m.usable_gib, m.peak_gib, *held)
+
+    def x(i: float) -> str:
+        return f"{100 * i / last:.2f}%"
+
+    def y(value: float) -> float:
+        return HEIGHT * (1 - value / top)
+
+    def curve(values: Sequence[float]) -> str:
+        return " ".join(f"{1000 * i / last:.1f},{1000 * (1 - v / top):.2f}" for i, v in enumerate(values))
+
+    def text(at: str, y: float, anchor: str, kind: str, words: str) -> str:
+        return f'<text x="{at}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
+
+    highest = max(range(len(held)), key=held.__getitem__)
+    alternative = (
+        f"Memory on each GPU over the schedule of one step: between {size(min(held))} and {size(held[highest])}, highest in "
+        f"phase {m.timeline[highest][1] or 'start'}; {size(m.usable_gib)} usable."
+    )
+    out = [f'<svg role="img" aria-label="{escape(alternative)}">']
+    for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
+        # A point covers the range up to the next point, so that bands of phases touch.
+        begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
+        if n % 2 == 0:
+            out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
+        needs = LETTER * len(phase)
+        if phase and needs <= (finish - begin) / 100 * WIDE:
+            kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
+            out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
+    for tick in ticks(0, top, 7):
+        out.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
+    out.append(text("-8", -10, "end", "axis", "GiB"))
+
+    area = f"0,1000 {curve(held)} {1000 * (len(held) - 1) / last:.1f},1000"
+    out.append('<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">')
+    limit = max(0.0, 1000 * (1 - m.usable_gib / top))
+    out.append(f'<clipPath id="too-much"><rect width="1000" height="{limit:.2f}"/></clipPath>')
+    bottom = [0.0] * len(held)
+    for name, colour, values in _layers(plan):
+        edge = [b + v for b, v in zip(bottom, values, strict=True)]
+        points = f"{curve(bottom)} {' '.join(reversed(curve(edge).split()))}"
+        out.append(f'<polygon class="layer" style="fill:{colour}" points="{points}"><title>{escape(name)}</title></polygon>')
+        bottom = edge
+    out.append(f'<polygon class="over" points="{area}" clip-path="url(#too-much)"/>')
+    out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
+
+    out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
+    # The two labels are in opposite halves, so they never overlap.
+    right = highest > last / 2
+    edge, anchor = ("6", "start") if right else ("99.5%", "end")
+    out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))
+    out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(held[highest]):.1f}" r="5"/>')
+    above = y(held[highest]) - 11
+    out.append(text(x(highest), above, "end" if right else "start", "halo", f"peak {size(held[highest])}"))
+    out.append(text("0", HEIGHT + 18, "start", "axis", "start of the step"))
+    out.append(text("100%", HEIGHT + 18, "end", "axis", "end"))
+    out.append(f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}"/></svg>')
+    return "".join(out)

@@ -1,0 +1,579 @@
+"""The report of a plan: its verdict, its figures, and its sections, for terminal and page."""
+
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Sequence
+
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.counts import short_count
+from jaxtrain.config.durations import duration
+from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.plan.program.roofline import label
+from jaxtrain.plan.program.traffic import Part, ratio
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
+from jaxtrain.plan.result import SHOWN, Collective, Plan
+from jaxtrain.plan.topology import CHIPS
+from jaxtrain.report.charts import stacked
+from jaxtrain.report.html import plural
+from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
+
+TRILLION = 1e12
+SMALL = 0.002  # of the peak; smaller classes of memory share a row
+ROWS = 5  # collectives on a terminal
+PAGE_ROWS = 40  # kernels and arrays on the page
+ASSUMPTIONS = (
+    "kernels run one after another; collectives overlap with them, one at a time, as the compiler scheduled them; a "
+    "collective takes its bytes over a link rate that grows with the message, plus a latency for each node it crosses; neither "
+    "slows the other; waits for data, checkpoints, stragglers and lower clocks are left out"
+)
+# A class of memory has the same colour in every plan. All classes that are not listed share OTHER_CLASS.
+CLASS_COLOURS = {
+    "saved activations": "var(--c1)",
+    "gathered weights": "var(--c2)",
+    "first moment": "var(--c3)",
+    "parameters": "var(--c4)",
+    "logits and loss": "var(--c5)",
+    "gradients": "var(--c6)",
+    "second moment": "var(--c7)",
+    "temporaries": "var(--c8)",
+    "cuDNN workspace": "var(--c9)",
+    "copies of parameters": "var(--c10)",
+}
+OTHER_CLASS = "var(--c11)"
+TEMPORARIES = 4  # most parts of the temporaries that have rows of their own
+PART_COLOURS = {
+    "GEMM": "var(--c1)",
+    "attention": "var(--c4)",
+    "memory-bound": "var(--c2)",
+    "exposed communication": "var(--c5)",
+    "host": "var(--c8)",
+}
+
+
+def notes(plan: Plan) -> list[Section]:
+    """Return warnings and hints. If the step does not fit, hints with settings that fit come first."""
+    warnings = Section("Warnings", [Listing(plan.warnings, "warning")])
+    if plan.fits:
+        return [warnings, Section("Hints", [Listing(plan.hints)])]
+    return [Section("Settings that would make it fit", [Listing(plan.hints)]), warnings]
+
+
+def summary(plan: Plan, steps: int | None = None, epochs: str = "") -> list[Section]:
+    """Return the sections that both terminal and page show: for a step that does not fit, only memory.
+
+    Args:
+        steps: training steps of the config, for the time to train.
+        epochs: those steps as epochs, in words; "" if unknown.
+    """
+    if not plan.fits:
+        return [memory_section(plan)]
+    return [
+        memory_section(plan),
+        time_section(plan, steps, epochs),
+        collectives_section(plan),
+        Section("Pipeline", [Listing(pipeline(plan))]),
+        Section("Experts", [Listing(experts(plan))]),
+    ]
+
+
+def details(plan: Plan) -> list[Section]:
+    """Return the last sections of the page, which the terminal does not show."""
+    counted = [rates(plan), f"model: {ASSUMPTIONS}", work(plan), compiler(plan)]
+    return [
+        memory_details(plan),
+        arrays_section(plan),
+        *([kernels_section(plan), loops_section(plan)] if plan.fits else []),
+        Section("Sources of the figures", [Listing(counted)]),
+    ]
+
+
+# ---- verdict and headline
+
+
+def verdict(plan: Plan) -> str:
+    """Return one line: whether the step fits, and its free or missing memory."""
+    m = plan.memory
+    unit, (allocated, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
+    if plan.fits and m.taken_gib < 1 <= m.usable_gib:
+        return f"fits: {size(m.taken_gib)} of {usable} {unit} usable memory"
+    if plan.fits:
+        return f"fits: {allocated} of {usable} {unit} usable memory, {margin} {unit} free"
+    return f"does not fit: needs {allocated} {unit}, {usable} {unit} usable: {margin} {unit} missing"
+
+
+def headline(plan: Plan) -> str:
+    """Return the speed in one line, expected range first; "no speed: ..." for a step that does not fit."""
+    if not plan.fits:
+        return "no speed: the step does not fit"
+    t = plan.time
+    load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
+    return (
+        f"{expected(plan)}; roofline: step {rough(t.step_ms)} ms, {rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, "
+        f"MFU {mfu(plan)}, bound by {t.bound_by}{load}"
+    )
+
+
+def expected(plan: Plan) -> str:
+    """Return the expected range of step time, speed and MFU, or the reason why there is none."""
+    t = plan.time
+    if not (steps := t.expected_step_ms) or not (speeds := t.expected_tokens_per_s_per_device):
+        return no_range(plan)
+    return f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, MFU {expected_mfu(plan)}"
+
+
+def expected_mfu(plan: Plan) -> str:
+    """Return the expected range of causal MFU; "" without a range. precision=fp8 has one range per peak: bf16 and FP8."""
+    t = plan.time
+    if t.expected_step_ms is None:
+        return ""
+
+    def ends(mfu: float) -> str:
+        return " to ".join(percent(mfu * t.step_ms / each) for each in reversed(t.expected_step_ms or ()))
+
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {ends(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{ends(t.mfu_causal)} causal{of_fp8}"
+
+
+def no_range(plan: Plan) -> str:
+    """Return the reason why a plan has no expected range: calibrated rates, or no comparable published run."""
+    return "no comparable published run" if plan.rates.source == PUBLISHED else "calibrated rates, whose error is not known"
+
+
+def range_source(plan: Plan) -> str:
+    """Return the source of the expected range; "" without a range."""
+    if not (steps := plan.time.expected_step_ms):
+        return ""
+    low, high = (plan.time.step_ms / each for each in reversed(steps))
+    runs = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
+    return f"The expected range is by published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured time"
+
+
+def mfu(plan: Plan) -> str:
+    """Return the causal MFU of the roofline. precision=fp8 has one MFU per peak: bf16 and FP8."""
+    t = plan.time
+    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
+    return f"{percent(t.mfu_causal)} causal{of_fp8}"
+
+
+def span(low_high: tuple[float, float] | None) -> str:
+    """Return both ends of a range, to three digits; '-' without a range."""
+    return " to ".join(rough(end) for end in low_high) if low_high else "-"
+
+
+def expert_load(shares: float) -> str:
+    """Return an expert load as text with at least one decimal: 1.0."""
+    return f"{shares:.1f}" if round(shares, 1) == shares else f"{shares:g}"
+
+
+def mesh(plan: Plan) -> str:
+    """Return the mesh axes of more than one device, as 'fsdp=8 tensor=2'."""
+    return " ".join(f"{axis}={n}" for axis, n in plan.mesh.items() if n > 1) or "one GPU"
+
+
+def device_count(plan: Plan) -> int:
+    """Return the number of GPUs of the mesh."""
+    return math.prod(plan.mesh.values())
+
+
+def describe_remat(run: RunConfig) -> str:
+    """Return the remat policy, or the activations that "custom" saves, and remat.every if it is above 1."""
+    r = run.remat
+    every = f", {r.every} layers each" if r.every > 1 else ""
+    if r.policy != "custom":
+        return r.policy + every
+    return "keep " + " ".join(item.replace("=keep", "") for item in r.tensors.split(",")) + every
+
+
+def command(plan: Plan) -> str:
+    """Return the command line that reproduces this plan."""
+    overrides = [o if o.startswith("--") else f"--config.{o}" for o in plan.overrides]
+    # A chip without a description in specs/ is that of the machine on which the plan was made, so --topology is left out.
+    machine = [f"--topology={plan.topology}"] if plan.topology.partition(":")[0] in CHIPS else []
+    load = plan.experts.load if plan.experts else 1
+    busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
+    arguments = shlex.join([f"--config={plan.config}", *overrides, *machine, *busiest])
+    return f"{spelled('python -m jaxtrain plan')} {arguments}"
+
+
+# ---- memory
+
+
+def memory_classes(plan: Plan) -> list[tuple[str, float, str]]:
+    """Return (name, GiB, CSS colour) at the peak, largest class first. Two or more classes below SMALL share one entry.
+
+    Temporaries have an entry for each of their largest parts, in shades of one colour.
+    """
+    m = plan.memory
+    ordered = sorted(m.by_class.items(), key=lambda item: -item[1])
+    small = [value for _, value in ordered if value < SMALL * m.peak_gib]
+    shown = ordered[: -len(small)] if len(small) > 1 else ordered
+    rows = []
+    for name, value in shown:
+        parts = _temporaries(plan) if name == "temporaries" else []
+        rows += parts or [(name, value, CLASS_COLOURS.get(name, OTHER_CLASS))]
+    return [*rows, (f"{len(small)} others", math.fsum(small), OTHER_CLASS)] if len(small) > 1 else rows
+
+
+def _temporaries(plan: Plan) -> list[tuple[str, float, str]]:
+    """Return the rows of the temporaries: their largest parts, and the sum of all others."""
+    m = plan.memory
+    parts = sorted(m.temporaries.items(), key=lambda item: -item[1])
+    large = [(name, gib) for name, gib in parts if gib >= SMALL * m.peak_gib][:TEMPORARIES]
+    rest = parts[len(large) :]
+    rows = [*large, ("others", math.fsum(gib for _, gib in rest))] if rest else large
+    colour, whole = CLASS_COLOURS["temporaries"], 100
+    shades = [f"color-mix(in srgb, {colour} {max(20, whole - 20 * n)}%, var(--ground))" for n in range(len(rows))]
+    return [(f"temporaries: {name}", gib, shade) for (name, gib), shade in zip(rows, shades, strict=True)]
+
+
+def memory_section(plan: Plan) -> Section:
+    """Return the section of memory at the peak by class."""
+    m = plan.memory
+    names, values, colours = zip(*memory_classes(plan), strict=True)
+    classes = Column("class", names, total="peak", colours=colours)
+    sizes = dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1])
+    bar = _stacked_bar("Memory at the peak", classes, sizes, max(m.hbm_gib, m.peak_gib + m.reserve_gib), m.usable_gib)
+    columns = [classes, sizes, shares("share", values, m.peak_gib), bars(values, m.peak_gib)]
+    by_class = Table(f"Peak memory by class, {sizes.heading} on each GPU", columns, style="sortable")
+    unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
+    sums = f"state and batch {arguments} {unit} throughout, other memory {temporary} {unit} with {gaps} {unit} fragmentation"
+    named = ["temporaries are named after the pass and part whose operation wrote them"] if m.temporaries else []
+    return Section("Memory at the peak", [bar, by_class, "; ".join([sums, *named])])
+
+
+def memory_details(plan: Plan) -> Section:
+    """Return the section with the sources of the memory figures, and saved activations by name."""
+    m = plan.memory
+    parts: list[str | Table] = [f"the peak is in {label(m.peak_at)}"] if m.peak_at else []
+    if m.workspace_gib:
+        parts.append(f"cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}")
+    unit, (card, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
+    parts.append(f"the card has {card} {unit}: {usable} usable, {reserve} reserved for NCCL and the CUDA context")
+    if m.host_gib:
+        parts.append(f"pinned host memory for each GPU: {size(m.host_gib)}")
+    if m.saved:
+        saved = sorted(m.saved.items(), key=lambda item: -item[1])
+        values = [value for _, value in saved]
+        title = f"Saved activations, {gib([math.fsum(values)])[0]} on each GPU"
+        names = Column("activation", [name for name, _ in saved], total="all")
+        parts.append(Table(title, [names, _sizes(values), bars(values, values[0])]))
+    return Section("Memory in detail", parts)
+
+
+def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: float | None = None) -> Drawing:
+    """Return one stacked bar of a table's rows. whole: GiB of the bar's full length."""
+    tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
+    label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
+    parts = list(zip(tips, sizes.values or (), names.colours, strict=True))
+    return Drawing(stacked(label, parts, whole, None if mark is None else (mark, f"usable {size(mark)}")))
+
+
+def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
+    """Return a column of values (GiB), in MiB if all are below 1 GiB."""
+    unit = gib([*values, *([math.fsum(values)] if total else [])])[0]
+    return numbers(unit, values, lambda vs: column([v * (1024 if unit == "MiB" else 1) for v in vs]), total=total)
+
+
+def arrays_section(plan: Plan) -> Section:
+    """Return the section of the largest arrays at the peak, for the page."""
+    found = plan.memory.largest
+    if not found:
+        return Section("Largest arrays at the peak", [])
+    columns = [
+        Column("array", [b.shape for b in found], kind="whole"),
+        _sizes([b.gib for b in found], total=False),
+        Column("class", [b.kind for b in found]),
+        Column("source", [b.source for b in found], kind="source"),
+        Column("scope, and name in the HLO", [_scope(b.op_name, b.instruction) for b in found], kind="scope", page_only=True),
+    ]
+    return Section("Largest arrays at the peak", [Table("", columns, page_rows=PAGE_ROWS, style="sortable")])
+
+
+def _scope(op_name: str, instruction: str) -> str:
+    """Return the named scopes of an instruction, a line feed, and its name in the HLO. Arguments have jaxtrain's dotted names.
+
+    XLA combines instructions and joins their paths as "prefix/(one:two)". Each of these paths is shortened, and shown once.
+    """
+    if op_name.startswith(("state.", "batch[")):
+        return f"{argument(op_name)}\n{instruction}"
+    paths = op_name.removeprefix("jit(train_step)/").split(":")
+    return f"{'; '.join(dict.fromkeys(filter(None, map(label, paths))))}\n{instruction}"
+
+
+def argument(op_name: str) -> str:
+    """Return the dotted name of an argument: layers.mlp.gate for state.optimizer[0].mu['layers']['mlp']['gate']."""
+    _, bracket, keys = op_name.partition("['")
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", bracket + keys).lstrip(".") or op_name
+
+
+# ---- communication
+
+
+def merged_collectives(plan: Plan) -> list[Collective]:
+    """Return collectives merged by kind, dtype, axis, group size and source line, longest first.
+
+    The merged collective has the instruction and the scope of the longest.
+    """
+    groups: dict[tuple[str, str, str, int, str], list[Collective]] = {}
+    for c in sorted(plan.collectives, key=lambda c: -c.ms):
+        groups.setdefault((c.kind, c.dtype, c.axis, c.group, c.source), []).append(c)
+    summed = ("count", "wire_gib", "network_gib", "ms", "exposed_ms")
+    merged = [dataclasses.replace(g[0], **{f: sum(getattr(c, f) for c in g) for f in summed}) for g in groups.values()]
+    return sorted(merged, key=lambda c: (-c.ms, -c.wire_gib))
+
+
+def collectives_section(plan: Plan) -> Section:
+    """Return the section of the collectives of a step, with bytes on the wire, time and exposed time."""
+    found = merged_collectives(plan)
+    if not found:
+        return Section("Collectives", ["none: the GPUs do not communicate"])
+    network = [c.network_gib * GB_PER_GIB for c in found]
+    columns = [
+        Column("kind", [c.kind for c in found], kind="whole", total="all"),
+        Column("dtype", [c.dtype for c in found]),
+        Column("axis", [c.axis for c in found]),
+        labels("GPUs", [c.group for c in found]),
+        counts("count", [c.count for c in found]),
+        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in found]),
+        *([numbers("network GB", network)] if any(network) else []),
+        numbers("ms", [c.ms for c in found]),
+        numbers("exposed ms", [c.exposed_ms for c in found]),
+        Column("source", [c.source for c in found], kind="source"),
+        Column("scope, and name in the HLO", [_scope(c.op_name, c.instruction) for c in found], kind="scope", page_only=True),
+    ]
+    table = Table("Collectives of a step; bytes sent by each GPU", columns, ROWS, style="sortable")
+    on_links, exposed = column([plan.time.communication_ms, plan.time.exposed_ms])
+    return Section("Collectives", [table, f"communication {on_links} ms, {exposed} ms of it exposed"])
+
+
+# ---- time
+
+
+def step_parts(plan: Plan) -> list[tuple[str, float]]:
+    """Return (part, ms) of a step. The sum is the step time."""
+    t = plan.time
+    parts = [
+        ("GEMM", t.gemm_ms),
+        ("attention", t.attention_ms),
+        ("memory-bound", t.memory_ms),
+        ("exposed communication", t.exposed_ms),
+    ]
+    return [*parts, ("host", t.host_exposed_ms)] if t.host_exposed_ms else parts
+
+
+def time_section(plan: Plan, steps: int | None, epochs: str = "") -> Section:
+    """Return the section of the roofline of a step, and the time to train. The arguments are those of `summary`."""
+    t = plan.time
+    names, values = zip(*step_parts(plan), strict=True)
+    kinds = Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names])
+    times = dataclasses.replace(numbers("ms", values), total=column([*values, t.step_ms])[-1])
+    bar = _stacked_bar("Time of a step", kinds, times, max(t.step_ms, sum(values)))
+    table = Table("Roofline of a step on each GPU", [kinds, times, shares("share", values, t.step_ms), bars(values, t.step_ms)])
+    parts: list[str | Table | Drawing] = [
+        bar,
+        table,
+        f"roofline: {plan.tokens_per_step:,} tokens a step, {rough(t.tokens_per_s, 4)} tokens/s in all; MFU "
+        f"{percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
+    ]
+    parts += filter(None, (matmuls(plan), host_waits(plan)))
+    return Section("Time of a step", [*parts, training_table(plan, steps, epochs)])
+
+
+def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
+    """Return the table of the time to train, for `steps` and for a trillion tokens, without saves, evaluations and restarts."""
+    works = (
+        [(", ".join(filter(None, ("this config", epochs))), float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
+    )
+    works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
+    step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
+    rows = []
+    for name, tokens, count in works:
+        seconds = [tokens / plan.tokens_per_step * ms / 1e3 for ms in step_times]
+        hours = [each / 3600 * device_count(plan) for each in seconds]
+        rows.append((name, short_count(tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
+    kinds = ("", "number", "number", "number", "number")
+    headings = ("", "tokens", "steps", "time", "GPU-hours")
+    cells = list(zip(*rows, strict=True))
+    source = "expected" if plan.time.expected_step_ms else "by the roofline"
+    return Table(
+        f"Time to train on {plural(device_count(plan), 'GPU')}, {source}",
+        [Column(heading, texts, kind=kind) for heading, texts, kind in zip(headings, cells, kinds, strict=True)],
+    )
+
+
+def rough_hours(hours: float) -> str:
+    """Return GPU-hours to three digits, but no digit below a hundredth."""
+    return rough(hours) if hours >= 1 else number(hours, 2)
+
+
+def host_waits(plan: Plan) -> str:
+    """Return the number of times per step that the host waits for loops and branches, and their names; "" without waits."""
+    if not plan.host_waits:
+        return ""
+    most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
+    named = [f"{n:,} x {name}" for name, n in most[:SHOWN]] + [f"{len(most) - SHOWN} more"] * (len(most) > SHOWN)
+    waits = plural(sum(plan.host_waits.values()), "time")
+    return f"not counted: the host waits {waits} a step for a loop's end or a branch on the GPU: {', '.join(named)}"
+
+
+def matmuls(plan: Plan) -> str:
+    """Return a layer's number of matmuls and of FP8 matmuls, and the peak to which MFU and HFU relate; "" without FP8."""
+    if not (m := plan.matmuls):
+        return ""
+    wide = f"; in bf16: {m.some_wide}" if m.wide else ""
+    return f"matmuls in FP8: {m.eight:g} of {m.products:g} a layer{wide}. MFU and HFU are of the bf16 peak unless named"
+
+
+def kernels_section(plan: Plan) -> Section:
+    """Return the section of the kernels of a step by time, without collectives."""
+    found = sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
+    if not found:
+        return Section("Kernels", [])
+    columns = [
+        Column("kind", [k.kind for k in found]),
+        counts("count", [k.count for k in found], total=False),
+        numbers("ms", [k.ms for k in found], total=False),
+        shares("of step", [k.ms for k in found], plan.time.step_ms),
+        numbers("TFLOP", [k.tflop for k in found], total=False),
+        numbers("GB", [k.gb for k in found], total=False),
+        Column("operation", [k.op_name for k in found], kind="path"),
+        Column("source", [k.source for k in found], kind="source"),
+    ]
+    return Section("Kernels", [Table("Kernels of a step on each GPU", columns, page_rows=PAGE_ROWS, style="sortable")])
+
+
+def loops_section(plan: Plan) -> Section:
+    """Return the section of the program's loops and their iterations. All other figures count every iteration."""
+    loops = sorted(plan.trip_counts.items(), key=lambda item: -item[1])
+    if not loops:
+        return Section("Loops", [])
+    columns = [
+        Column("loop", [name for name, _ in loops], kind="path"),
+        labels("iterations", [n for _, n in loops]),
+    ]
+    return Section("Loops", [Table("Loops of the program; all other figures are multiplied out", columns)])
+
+
+def traffic_section(found: Sequence[Part]) -> Section:
+    """Return the section of memory traffic outside of matmuls and attention, with the least possible traffic."""
+    found = sorted(found, key=lambda part: -part.counted_gb)
+
+    def layer(values: Sequence[float]) -> list[str]:
+        return [number(1e3 * v / p.times, 0) if p.times else "" for v, p in zip(values, found, strict=True)]
+
+    moved, least = [p.counted_gb for p in found], [p.least_gb for p in found]
+    columns = [
+        Column("part", [p.name for p in found], total="all"),
+        numbers("GB", moved),
+        numbers("least GB", least),
+        Column(
+            "ratio",
+            [f"{a / b:.2f}" if b else "-" for a, b in zip(moved, least, strict=True)],
+            kind="number",
+            total=f"{ratio(found):.2f}",
+        ),
+        Column("a layer, MB", layer(moved), kind="number"),
+        Column("least MB", layer(least), kind="number"),
+    ]
+    note = "jaxtrain/plan/program/traffic.py has the assumptions behind the least"
+    return Section("Memory traffic of a step outside of matmuls and attention, each GPU", [Table("", columns), note])
+
+
+# ---- pipeline and experts
+
+
+def pipeline(plan: Plan) -> list[str]:
+    """Return the pipeline's schedule in words; [] without stages."""
+    if not (p := plan.pipeline):
+        return []
+    virtual = f", {p.groups} virtual stages each" if p.groups > 1 else ""
+    neighbours, everyone, over_network = column([v * GB_PER_GIB for v in (p.permute_gib, p.reduce_gib, p.network_gib)])
+    network = f", {over_network} GB of it over the network" if p.network_gib else ""
+    on_links, exposed = column([p.ms, p.exposed_ms])
+    return [
+        f"{p.schedule} over {p.stages} stages{virtual}, {p.microbatches} microbatches; layers {' | '.join(p.layers)}",
+        f"bubble {percent(p.bubble)} of the step by formula, (stages - 1) / (virtual stages x microbatches + stages - 1); "
+        f"{percent(p.idle)} of the program's passes through a stage are idle",
+        f"at most {p.in_flight:g} microbatches in flight on a stage: {size(p.saved_gib)} of saved activations on each GPU",
+        f"over stage each GPU sends {neighbours} GB to its neighbours and {everyone} GB to all stages{network}: {on_links} ms, "
+        f"{exposed} ms of it exposed",
+    ]
+
+
+def experts(plan: Plan) -> list[str]:
+    """Return the placement of experts and the dispatch of tokens in words; [] for a model without experts."""
+    if not (x := plan.experts):
+        return []
+    where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
+    lines = [
+        f"{x.experts} experts a layer, {where}, {x.per_token} for each token: {x.rows:,.0f} rows of a microbatch and layer on "
+        f"a GPU, in buffers of {x.room:,.0f}"
+    ]
+    if x.devices > 1:
+        lines.append(
+            f"all-to-all of a layer and microbatch, forward and backward: {number(x.layer_gib * GB_PER_GIB)} GB from each GPU, "
+            f"{number(x.layer_exposed_ms)} ms of it exposed; {number(x.exposed_ms)} ms exposed in the step"
+        )
+    if x.capacity:
+        lines.append(f"capacity factor {x.capacity:g}: the whole capacity is computed, and tokens beyond it are dropped")
+    else:
+        load = expert_load(x.load)
+        rounds = f"each dispatch takes {plural(x.rounds, 'round')}" if x.devices > 1 else "any load has the same rows"
+        lines.append(f"expert load {load}: the busiest expert has {load} times its even share; {rounds}")
+    return lines
+
+
+# ---- sources of the figures
+
+
+def rates(plan: Plan) -> str:
+    """Return the rates that the estimated times of this program use, and their source."""
+    r = plan.rates
+    pallas = plan.attention == "pallas"
+    of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)
+    fp8 = any("jaxtrain_attention_forward_fp8" in kernel.op_name for kernel in plan.kernels)
+    if fp8:
+        of_cudnn = PALLAS_ATTENTION[0] * fp8_attention(ATTENTION_AT), of_cudnn[1]
+    stated = r.attention_forward_tflops, r.attention_backward_tflops
+    forward, backward = (number(x * y, 0) for x, y in zip(of_cudnn, stated, strict=True))
+    small = ((mib, r.nvlink_gb_s * fraction(r.collective_curve, mib * 2**20)) for mib in (64, 1))
+    by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
+    parts = [
+        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
+        f"{'Pallas ' if pallas else ''}attention {forward} forward{' in FP8' * fp8}, {backward} backward "
+        f"at {ATTENTION_AT:,} tokens",
+        f"memory {number(r.memory_tb_s)} TB/s",
+        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
+    ]
+    if any(c.network_gib for c in plan.collectives):
+        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
+    if plan.memory.host_gib:
+        parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
+    return f"{r.source}: {', '.join(parts)}"
+
+
+def work(plan: Plan) -> str:
+    """Return the FLOPs per token by formula and per step in the program, and the balance of attention over mesh.seq."""
+    f = plan.flops
+    more = f.hardware_per_step / f.expected_per_step - 1 if f.expected_per_step else math.nan
+    against = f"{100 * more:+.1f}%" if math.isfinite(more) else "-"
+    text = (
+        f"{number(f.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(f.per_token_full / 1e9, 2)} full; a step "
+        f"executes {number(f.hardware_per_step / 1e12)} TFLOP on each GPU, {against} against the formula with recomputation"
+    )
+    if ranks := f.attention_by_rank:
+        apart = 100 * (max(ranks) / min(ranks) - 1)
+        text += f"; attention within the causal mask: {number(max(ranks) / 1e12)} TFLOP on each of {len(ranks)} ranks of seq"
+        text += f" (largest over smallest {apart:+.1f}%)"
+        text += f", {number(f.attention_per_step / 1e12)} computed" if f.attention_per_step else ""
+    return text
+
+
+def compiler(plan: Plan) -> str:
+    """Return compiler versions, options and compile time."""
+    versions = ", ".join(f"{name} {v}" for name, v in plan.versions.items())
+    options = " ".join(f"{name}={v}" for name, v in plan.options.items()) or "none"
+    return f"compiled in {duration(plan.compile_s)} by {versions}; compiler options: {options}"

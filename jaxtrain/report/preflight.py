@@ -1,0 +1,145 @@
+"""The report: a table, a line for each note, faults with reasons and fixes, and the verdict; or all of these as JSON."""
+
+import dataclasses
+import datetime
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import rich.table
+from rich.text import Text
+
+from jaxtrain.config.command_line import make_console
+from jaxtrain.node.table import FAULT, MISSING, NOTE, OK, UNKNOWN, Finding
+
+FORMAT = 1
+MAX_CHARACTERS = 120  # of a fault's text in the verdict line
+WIDTH = 150  # columns, if the output is not a terminal
+FIT, FAULTY, NO_GPUS, NOT_CONNECTED = "fit", "fault", "no GPUs", "not met"
+EXIT_CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_CONNECTED: 75}
+ALLOWED = "allowed: "  # prefix of a fault that --allow changes to a note
+STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
+
+
+@dataclasses.dataclass
+class NodeReport:
+    """The findings on one node."""
+
+    host: str
+    gpus: str  # number and model, such as `8 x NVIDIA H200`; "" without GPUs
+    absent: str  # reason why there are no GPUs
+    findings: list[Finding]
+    measured: dict[str, Any]
+
+
+def verdict(nodes: Sequence[NodeReport]) -> str:
+    if any(finding.state == FAULT for node in nodes for finding in node.findings):
+        return FAULTY
+    if is_incomplete(nodes):
+        return NOT_CONNECTED
+    return FIT if any(node.gpus for node in nodes) else NO_GPUS
+
+
+def exit_code(nodes: Sequence[NodeReport]) -> int:
+    return EXIT_CODES[verdict(nodes)]
+
+
+def is_incomplete(nodes: Sequence[NodeReport]) -> bool:
+    """Return whether a process did not connect or was lost. If so, `nodes` has only this node."""
+    return any(finding.state == MISSING for node in nodes for finding in node.findings)
+
+
+def allow(nodes: Sequence[NodeReport], names: Sequence[str]) -> None:
+    """Change the faults of these checks to notes, since a user cannot fix some faults, such as a node's kernel settings."""
+    for node in nodes:
+        node.findings = [
+            dataclasses.replace(f, state=NOTE, seen=f"{ALLOWED}{f.seen}") if f.state == FAULT and f.name in names else f
+            for f in node.findings
+        ]
+
+
+def as_json(nodes: Sequence[NodeReport], seconds: float) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "verdict": verdict(nodes),
+        "exit_code": exit_code(nodes),
+        "seconds": round(seconds, 2),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "nodes": [
+            {
+                "host": node.host,
+                "gpus": node.gpus,
+                "checks": [dataclasses.asdict(f) | {"node": f.node or node.host} for f in node.findings],
+                "measured": node.measured,
+            }
+            for node in nodes
+        ],
+    }
+
+
+def shortened(text: str) -> str:
+    return textwrap.shorten(text, MAX_CHARACTERS, placeholder=" ...")
+
+
+def last_line(nodes: Sequence[NodeReport]) -> str:
+    """Return the verdict in one line."""
+    found = [(node, finding) for node in nodes for finding in node.findings]
+    states = Counter(finding.state for _, finding in found)
+    allowed = ", ".join(dict.fromkeys(finding.name for _, finding in found if finding.seen.startswith(ALLOWED)))
+    allowed = f", allowed: {allowed}" if allowed else ""
+    result = verdict(nodes)
+    if result == FAULTY:
+        faults = [
+            f"{f.name}{f' on {f.node or node.host}' if len(nodes) > 1 else ''} ({shortened(f.seen)})"
+            for node, f in found
+            if f.state == FAULT
+        ]
+        more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+        return f"FAULT: {', '.join(faults[:3])}{more}{allowed}: see above"
+    if result == NOT_CONNECTED:
+        seen = next(f.seen for _, f in found if f.state == MISSING)
+        return f"not met: {shortened(seen)}; this node has no fault that would stop it"
+    others = [f"{states[state]} {text}" for state, text in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]]
+    count = f"{len(found)} checks" + (f" ({', '.join(others)})" if others else "")
+    if result == NO_GPUS:
+        return f"no GPUs: {nodes[0].absent}; checks of GPUs left out. {count}"
+    kinds = Counter(node.gpus for node in nodes if node.gpus)
+    return f"fit{allowed}: {', '.join(f'{n} nodes of {gpus}' if n > 1 else gpus for gpus, n in kinds.items())}, {count}"
+
+
+def lines(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
+    """Return (nodes, finding) for each line of the table. Equal findings on several nodes share a line."""
+    by_name: dict[str, dict[Finding, list[str]]] = {}
+    for node in nodes:
+        for finding in node.findings:
+            groups = by_name.setdefault(finding.name, {})
+            groups.setdefault(dataclasses.replace(finding, node=""), []).append(finding.node or node.host)
+    return [
+        ("all" if len(hosts) == len(nodes) else ", ".join(hosts), finding)
+        for groups in by_name.values()
+        for finding, hosts in groups.items()
+    ]
+
+
+def show(nodes: Sequence[NodeReport]) -> None:
+    """Print the report, the verdict last."""
+    console = make_console(WIDTH)
+    several, hosts = len(nodes) > 1, [node.host for node in nodes]
+    title = f"{len(nodes)} nodes: {', '.join(hosts)}" if several else f"{hosts[0]}: {nodes[0].gpus or 'no GPU'}"
+    table = rich.table.Table(title=title, title_justify="left")
+    for heading in ("check", *(["node"] * several), "state", "expected", "seen"):
+        table.add_column(heading, overflow="fold", ratio=2 if heading in ("expected", "seen") else None)
+    found = lines(nodes)
+    for where, f in found:
+        table.add_row(f.name, *([where] * several), Text(f.state, style=STYLES[f.state]), Text(f.expected), Text(f.seen))
+    console.print(table)
+    texts = [(f"{f.name}{f' on {where}' if several else ''}: {f.seen}", f) for where, f in found]
+    for text, f in texts:
+        if f.state == NOTE:
+            console.print(Text(f"{text}; {f.fix}" if f.fix else text), soft_wrap=True)
+    for text, f in texts:
+        if f.state in (FAULT, MISSING):
+            console.print(Text(f"\n{text}", style="bold"))
+            console.print(Text(f"  expected: {f.expected}\n  why: {f.why}\n  fix: {f.fix}"))
+    console.print(Text(last_line(nodes), style=STYLES[FAULT if exit_code(nodes) else OK]), soft_wrap=True)

@@ -1,0 +1,254 @@
+"""The report of a profile, for the terminal and as one HTML page."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import Console
+
+from jaxtrain.config.numbers import number, percent, rough
+from jaxtrain.report import timeline
+from jaxtrain.report.html import document, paragraph, plural, tiles
+from jaxtrain.report.profile import Op, Profile
+from jaxtrain.report.profile_program import KINDS, NO_SCOPE
+from jaxtrain.report.sections import (
+    Column,
+    Drawing,
+    Listing,
+    Section,
+    Table,
+    bars,
+    html_sections,
+    numbers,
+    print_sections,
+    shares,
+)
+
+ROWS, PAGE_ROWS = 15, 40  # of a long table on the terminal, and on the page
+SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
+COLOURS = {
+    "matmul": "--c1",
+    "attention": "--c4",
+    "memory-bound": "--c2",
+    "copies": "--c3",
+    "communication": "--c5",
+    "host copies": "--c6",
+}
+NOTES = (
+    "matmul, attention (fused kernels), memory-bound (all other arithmetic) and copies are time on the device; operations that "
+    "run at once share it equally. Communication and host copies count where nothing else ran (exposed); beside computation "
+    "they are overlapped. idle: nothing ran.",
+    "Parts are the program's named scopes. The loss computes its gradients in its forward pass. Operations that the compiler "
+    f"added belong to the part of their users; {NO_SCOPE!r} has all others.",
+    "FLOPs and bytes are counted in the compiled program. Rates of an operation are over its own time, from start to end.",
+)
+
+
+def verdict(found: Profile) -> str:
+    """Return a line with the step time, and the kind of time (matmul, idle, ...) with the largest share of it."""
+    kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
+    return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
+
+
+def facts(found: Profile) -> list[tuple[str, str, str]]:
+    """Return (name, value, note) of each figure of the step."""
+    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
+    low, high = map(rough, found.step_range_ms)
+    untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
+    if found.untraced_ms is not None:
+        ratio = f"{found.step_ms / found.untraced_ms:.2f}"
+        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; the traced steps took {ratio} times as long"
+    if found.planned:
+        ratio = f"{found.step_ms / found.planned.step_ms:.2f}"
+        planned = f"{rough(found.planned.step_ms)} ms", f"{found.planned.rates}; the measured step takes {ratio} times that"
+    return [
+        ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}, {low} to {high} ms"),
+        ("step, not traced", *untraced),
+        ("step, planned", *planned),
+        ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
+        ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing ran"),
+        ("devices", str(len(found.devices)), found.device_kind),
+    ]
+
+
+def make_sections(found: Profile, diff: Mapping[str, Any] | None = None) -> list[Section]:
+    """Return the sections of a profile's report. diff: result of `measure.diff`, for the section "Changes"."""
+    return [
+        Section("Timeline of a step", [Drawing(_timeline(found))]),
+        Section("Time by kind", [_kinds(found), *_collectives(found)]),
+        Section("Time by part", _parts(found)),
+        Section("Operations", [_operations(found)]),
+        Section("Devices", _devices(found) if len(found.devices) > 1 else []),
+        Section("Changes", _changes(diff) if diff else []),
+        Section("Notes", [Listing((*NOTES, *found.notes))]),
+    ]
+
+
+def _sparse(heading: str, values: Sequence[float]) -> Column:
+    """Return a column of numbers, with empty cells for zeros."""
+    return Column(heading, [number(v) if v else "" for v in values], values)
+
+
+def _kinds(found: Profile) -> Table:
+    planned = found.planned.by_kind if found.planned else {}
+    overlapped = {f"exposed {link}": ms for link, ms in found.overlapped.items()}
+    names = [k for k in KINDS if found.by_kind[k] or overlapped.get(k) or planned.get(k) or k == "idle"]
+    ms = [found.by_kind[k] for k in names]
+    columns = [
+        Column("kind", names, total="step", colours=[_colour(k) for k in names]),
+        numbers("ms", ms),
+        shares("of step", ms, found.step_ms),
+    ]
+    if any(overlapped.values()):
+        columns.append(_sparse("overlapped ms", [overlapped.get(k, 0.0) for k in names]))
+    if found.planned:
+        columns.append(numbers("planned ms", [planned.get(k, 0.0) for k in names]))
+    return Table("Mean of steps and devices", [*columns, bars(ms, found.step_ms)], style="sortable")
+
+
+def _collectives(found: Profile) -> list[Table]:
+    """Return a table of communication by kind of collective, overlapped and exposed; [] without communication."""
+    sums: dict[str, list[float]] = {}
+    for op in found.ops:
+        if op.kind == "communication":
+            each = sums.setdefault(op.collective or "other", [0.0, 0.0, 0.0])
+            for n, value in enumerate((op.count, op.ms, op.overlapped_ms)):
+                each[n] += value
+    if not sums:
+        return []
+    count, exposed, overlapped = zip(*sums.values(), strict=True)
+    columns = [
+        Column("collective", list(sums), total="all"),
+        Column("count", [f"{n:,.0f}" for n in count], count),
+        numbers("exposed ms", exposed),
+        numbers("overlapped ms", overlapped),
+        numbers("both", [a + b for a, b in zip(exposed, overlapped, strict=True)]),
+    ]
+    return [Table("Communication by kind of collective, mean of a step and device", columns, style="sortable")]
+
+
+def _parts(found: Profile) -> list[str | Table]:
+    kinds = [k for k in KINDS if any(spent.get(k) for spent in found.by_part.values())]
+    sums = {name: sum(spent.values()) for name, spent in found.by_part.items()}
+    ms = list(sums.values())
+    by_kind = [_sparse(SHORT.get(k, k), [spent.get(k, 0.0) for spent in found.by_part.values()]) for k in kinds]
+    columns = [
+        Column("part, pass", list(sums), kind="whole"),
+        numbers("ms", ms, total=False),
+        shares("of step", ms, found.step_ms),
+    ]
+    named = f"{percent(found.named)} of the time in which something ran belongs to a part."
+    parts: list[str | Table] = [Table("By part and pass, ms", [*columns, *by_kind], style="sortable"), named]
+    if found.planned:
+        names = list(dict.fromkeys((*(name.partition(",")[0] for name in sums), *found.planned.by_part)))
+        measured = [sum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
+        planned = [found.planned.by_part.get(part, 0.0) for part in names]
+        beside = [Column("part", names, total="all"), numbers("measured", measured), numbers("planned", planned)]
+        parts.append(Table("Measured and planned, ms", beside, style="sortable"))
+    return parts
+
+
+def _operations(found: Profile) -> Table:
+    ops = found.ops
+    ms = [op.ms for op in ops]
+    tflops, gbs = _rates(ops, [(op.gflop or 0.0) / 1e3 for op in ops]), _rates(ops, [op.gb or 0.0 for op in ops])
+    large = max(tflops, default=0.0) >= 1
+    flops = tflops if large else [1e3 * v for v in tflops]
+    columns = [
+        Column("operation", [op.label for op in ops], kind="path"),
+        Column("kind", [op.kind for op in ops], kind="whole", colours=[_colour(op.kind) for op in ops]),
+        Column("count", [f"{op.count:,.0f}" for op in ops], [op.count for op in ops]),
+        numbers("ms", ms, total=False),
+        shares("of step", ms, found.step_ms),
+    ]
+    if any(op.overlapped_ms for op in ops):
+        columns.append(_sparse("overlapped", [op.overlapped_ms for op in ops]))
+    columns.append(Column("TFLOP/s" if large else "GFLOP/s", [rough(v) if v else "-" for v in flops], flops))
+    columns.append(Column("GB/s", [number(v) if v else "-" for v in gbs], gbs))
+    if found.planned:
+        of_plan = _rates(ops, [(op.planned_ms or 0.0) / 1e3 for op in ops])
+        columns.append(Column("of plan", [percent(v) if v else "-" for v in of_plan], of_plan))
+    columns.append(Column("source", [op.source for op in ops], kind="source"))
+    return Table("Mean of a step, and rates while they run", columns, ROWS, PAGE_ROWS, "sortable")
+
+
+def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
+    """Return the work per second of each operation: its `work` over its `ran_ms`; 0 if `ran_ms` is 0."""
+    return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
+
+
+def _devices(found: Profile) -> list[str | Table]:
+    low, *_, high = sorted(found.devices, key=lambda d: d.busy_ms)
+    above = high.busy_ms / statistics.fmean(d.busy_ms for d in found.devices) - 1 if high.busy_ms else 0.0
+    straggler = (
+        f"Computation takes {rough(low.busy_ms)} to {rough(high.busy_ms)} ms a step. Device {high.device} takes longest, "
+    )
+    straggler += f"{percent(above)} more than the mean, and the others wait for it in communication."
+    fields = {"step": "step_ms", "busy": "busy_ms", "exposed": "exposed_ms", "idle": "idle_ms"}
+    columns = [numbers(name, [getattr(d, field) for d in found.devices], total=False) for name, field in fields.items()]
+    names = Column("device", [str(d.device) for d in found.devices])
+    return [Table("ms of a step", [names, *columns], ROWS, style="sortable"), straggler]
+
+
+def _changes(diff: Mapping[str, Any]) -> list[str | Table]:
+    tables: list[str | Table] = [f"From {diff['before']} to {diff['after']}."]
+    for name, changes in diff["changes"].items():
+        before, after = [c["before_ms"] for c in changes], [c["after_ms"] for c in changes]
+        change = [new - old for old, new in zip(before, after, strict=True)]
+        signed = [f"{'+' if ms > 0 else '-' if ms < 0 else ''}{number(abs(ms))}" for ms in change]
+        columns = [
+            Column(name, [c["name"] for c in changes], kind="path"),
+            numbers("before", before, total=False),
+            numbers("after", after, total=False),
+            Column("change", signed, change),
+        ]
+        tables.append(Table(f"By {name}, ms", columns, ROWS, PAGE_ROWS, "sortable"))
+    return tables
+
+
+def print_profile(found: Profile, diff: Mapping[str, Any] | None, console: Console) -> None:
+    """Print the report of a profile. diff: see `make_sections`."""
+    steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
+    shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(found)])
+    print_sections([Section(f"{found.name}: {verdict(found)}", [steps, shown]), *make_sections(found, diff)], console)
+
+
+def make_html(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
+    """Return the report as one HTML page that needs no network."""
+    title = f"{found.name}: time of a step"
+    steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
+    body = [
+        f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}",
+        f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
+        tiles(facts(found)),
+        *html_sections(make_sections(found, diff)),
+        "</main>",
+    ]
+    return document(title, verdict(found), body)
+
+
+def _colour(kind: str) -> str:
+    return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
+
+
+def _timeline(found: Profile) -> str:
+    """Return the timeline as HTML: lanes of the planned step, then lanes of the median traced step."""
+    lanes = (found.planned.lanes if found.planned else {}) | found.lanes
+    which = next(iter(found.lanes), "").partition(":")[0]
+    device = ", the device with the longest computation" if len(found.devices) > 1 else ""
+    step = ", its median step" if len(found.steps) > 1 else ""
+    of = f"{plural(len(found.steps), 'step')} of {plural(len(found.devices), 'device')} were traced"
+    return timeline.draw(lanes, COLOURS, verdict(found)) + paragraph(
+        f"Shown: {which}{device}{step}. {of}; --perfetto=FILE writes all of them." if which else "", "quiet"
+    )
+
+
+def to_json(found: Profile, diff: Mapping[str, Any] | None = None) -> str:
+    """Return a profile as JSON without its timeline. diff: changes since another trace, under the key "diff"."""
+    tree: dict[str, Any] = dataclasses.asdict(found) | ({"diff": diff} if diff else {})
+    for timed in filter(None, (tree, tree["planned"])):
+        del timed["lanes"]
+    return json.dumps(tree, indent=1) + "\n"

@@ -1,0 +1,129 @@
+"""Traces of JAX's profiler: the operations that ran on each device.
+
+`jax.profiler.ProfileData` reads a trace (`*.xplane.pb`). This module supports the planes and lines of two platforms:
+
+    CPU  Plane /host:CPU, a line for each thread. An event with the stat `hlo_op` is an operation. The stat `device_ordinal`
+         is its device, `run_id` the execution of its program. If an operation continues on other threads, the stat `_c` of an
+         event `end: NAME` equals the operation's stat `_p`. The operation ends when this event begins.
+    GPU  Plane /device:GPU:N, a line `Stream #...` for each CUDA stream. Every event is a kernel or a copy, and `hlo_op` is
+         the operation that launched it. All other lines repeat these events, and are skipped.
+"""
+
+import dataclasses
+import functools
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.metrics.profiling import TRACE_NAME
+
+GPU_PLANE = re.compile(r"/device:GPU:(\d+)$")
+STREAM = "Stream #"
+HOST = "/host:CPU"
+END = "end: "
+
+
+class TraceError(ValueError):
+    """A trace cannot be read, or has no step of a training run."""
+
+
+class Event(NamedTuple):
+    """One execution of an operation on one device. Times are in ns since the start of the trace."""
+
+    start: float
+    end: float
+    stream: str  # CUDA stream; "" on CPUs
+    op: str  # name of the instruction in the program; "" if the trace has none
+    kernel: str  # name of the kernel on a GPU, of the operation on a CPU
+    program: int  # id of the program; -1 if the trace has none
+    run: int  # id of the execution of the program; -1 on GPUs
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The events of a trace, by device, and the numbers of its steps."""
+
+    path: Path
+    platform: str  # cpu | gpu
+    devices: dict[int, tuple[Event, ...]]  # device -> its events, ordered by start
+    steps: tuple[int, ...]  # numbers of the steps that the training loop marked
+
+    @functools.cached_property
+    def main_program(self) -> int:
+        """Return the id of the program whose events take the most time."""
+        time: dict[int, float] = defaultdict(float)
+        for event in (e for events in self.devices.values() for e in events):
+            time[event.program] += event.end - event.start
+        return max(time, key=lambda program: time[program])
+
+
+def find(target: Path) -> list[Path]:
+    """Return the trace files of a run's folder, or of a trace's folder or file, oldest first.
+
+    Raises:
+        TraceError: there is no trace.
+    """
+    if not target.exists():
+        raise TraceError(f"{target}: no such file or folder. Fix: name a run's folder, or a trace (*.xplane.pb).")
+    found = list(target.rglob("*.xplane.pb")) if target.is_dir() else [target]
+    if not found:
+        raise TraceError(
+            f"{target}: no trace (*.xplane.pb) in this folder. Fix: start the run with --config.profile.start=STEP, or send "
+            "SIGUSR2 to a running one."
+        )
+    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+
+
+def read(path: Path) -> Trace:
+    """Return the events and the step numbers of a trace.
+
+    Raises:
+        TraceError: the file is not a trace, or has no operation of a compiled program.
+    """
+    from jax.profiler import ProfileData
+
+    try:
+        planes = {plane.name: plane for plane in ProfileData.from_serialized_xspace(path.read_bytes()).planes}
+    except RuntimeError as error:
+        raise TraceError(f"{path}: not a trace of JAX's profiler, or only a part of one ({error})") from error
+    gpus = {int(match[1]): plane for name, plane in planes.items() if (match := GPU_PLANE.match(name))}
+    host = planes.get(HOST)
+    devices = {n: _gpu_events(plane) for n, plane in sorted(gpus.items())} if gpus else _cpu_events(host) if host else {}
+    if not any(devices.values()):
+        raise TraceError(
+            f"{path}: no operation of a compiled program ran in this trace (planes: {', '.join(planes) or 'none'}). "
+            "Fix: trace steps of training, with --config.profile.start=STEP or SIGUSR2 to the run."
+        )
+    marks = [event for line in host.lines for event in line.events if event.name == TRACE_NAME] if host else []
+    steps = tuple(sorted(int(dict(event.stats)["step_num"]) for event in marks))
+    return Trace(path, "gpu" if gpus else "cpu", devices, steps)
+
+
+def _gpu_events(plane: Any) -> tuple[Event, ...]:
+    found = []
+    for line in plane.lines:
+        if line.name.startswith(STREAM):
+            for event in line.events:
+                stats = dict(event.stats)
+                op, program = str(stats.get("hlo_op", "")), int(stats.get("program_id", -1))
+                found.append(Event(event.start_ns, event.end_ns, line.name, op, event.name, program, -1))
+    return tuple(sorted(found))
+
+
+def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
+    ends: dict[tuple[str, Any], list[float]] = defaultdict(list)
+    ran: list[tuple[int, Any, Event]] = []
+    for event in (event for line in host.lines for event in line.events):
+        stats = dict(event.stats)
+        if event.name.startswith(END):
+            ends[event.name.removeprefix(END), stats.get("_c")].append(event.start_ns)
+        elif op := str(stats.get("hlo_op", "")):
+            program, run = int(stats.get("program_id", -1)), int(stats.get("run_id", -1))
+            made = Event(event.start_ns, event.end_ns, "", op, op, program, run)
+            ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), made))
+    devices: dict[int, list[Event]] = defaultdict(list)
+    for device, number, event in ran:
+        later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
+        devices[device].append(event._replace(end=min(later)) if later else event)
+    return {device: tuple(sorted(events)) for device, events in sorted(devices.items())}

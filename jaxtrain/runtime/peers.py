@@ -1,0 +1,389 @@
+"""Exchange messages between the processes of a run, through JAX's coordination service and never through the devices."""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from jaxtrain.runtime.service import HEARTBEAT_S, is_aborting
+from jaxtrain.runtime.words import first_line, listed
+
+AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
+EXIT_S = 300.0  # for all processes to reach the end of the run
+POLL_S = 1.0
+ANSWER_S = 2.0  # for an answer of the service, which takes milliseconds. JAX aborts 6 s after the end of process 0.
+SILENT = 5  # unanswered requests in a row: process 0 is stopped, or its node or the network is down
+COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNORECASE)
+
+
+class PeerLost(RuntimeError):
+    """A process of this run did not answer."""
+
+
+class Peers:
+    """The processes of a run and their key-value store in process 0.
+
+    Every method may be called from any thread. In a run of one process, no method waits.
+
+    In a run of several processes, each process has two threads. One reads the news, a list to which any process appends
+    requests to stop and failures. The other asks the service which processes are alive.
+    """
+
+    def __init__(self, process_index: int, count: int, client: Any = None):
+        """`client` is JAX's client of the coordination service; None in a run of one process."""
+        self.process_index = process_index
+        self.count = count
+        self._client = client
+        self._rounds: dict[str, int] = {}
+        self._agreement = threading.Condition()
+        self._reached = 0  # the last step this process may dispatch so far
+        self._ceiling: int | None = None  # the last step without the agreement of the others; None until a stop is requested
+        self._last: int | None = None  # the last step for all
+        self._reason: str | None = None
+        self._stopped = False  # start no further step; see stop_here
+        self._broken: RuntimeError | None = None
+        self._on_stop: Callable[[str], None] | None = None
+        self._on_lost: Callable[[str], None] | None = None
+        self._news = 0  # entries read so far
+        self._reporting = threading.Lock()
+        self._lost: str | None = None  # the first loss
+        self.refused = False  # the loss is that of a process that refused to start
+        self._ending = threading.Event()  # no loss is reported any more
+        self._alone = threading.Event()  # process 0: all other processes have left the service
+        self._closing = threading.Lock()
+        self._closed = count == 1
+        if count > 1:
+            threading.Thread(target=self._read_news, name="peers: news", daemon=True).start()
+
+    @staticmethod
+    def connected() -> bool:
+        """Return whether this process is connected to others, by `start` or by a program that started JAX itself."""
+        from jax._src import distributed
+
+        return distributed.global_state.client is not None
+
+    @classmethod
+    def of_this_run(cls) -> "Peers":
+        """Return the peers that `start` connected; in a run of one process, peers without a client.
+
+        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed, with exit code
+        1. To end with another exit code, call `close` and then `leave`.
+        """
+        from jax._src import distributed
+
+        state = distributed.global_state
+        if state.client is None or state.num_processes == 1:
+            return cls(0, 1)
+        peers = cls(state.process_id, state.num_processes, state.client)
+        atexit.register(peers._end_without_close)
+        threading.Thread(target=peers._watch_live, name="peers: live", daemon=True).start()
+        return peers
+
+    def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
+        """Return every process's value, by process index.
+
+        For each name, all processes must make the same number of calls. A call deletes the values of the previous call with
+        this name.
+
+        Args:
+          timeout_s: seconds to wait for the other processes to make the same call.
+
+        Raises:
+          PeerLost: a process did not make the call in time. The message names all such processes.
+        """
+        if self.count == 1:
+            return [value]
+        deadline = time.monotonic() + timeout_s
+        number = self._rounds[name] = self._rounds.get(name, -1) + 1
+        self._set(f"gather/{name}/{number}/{self.process_index}", value)
+        values = self._of_all(f"gather/{name}/{number}", deadline, f"within {timeout_s:g} s ({name})")
+        if number:  # a process in this call has read the values of the previous call
+            with contextlib.suppress(RuntimeError):  # process 0 is lost, and its store with it
+                self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
+        return values
+
+    def _set(self, key: str, value: str) -> None:
+        """Set a key in the store, or replace its value. Raises PeerLost if process 0 cannot be reached."""
+        try:
+            self._client.key_value_set(f"jaxtrain/{key}", value, True)
+        except RuntimeError as error:
+            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+
+    def _of_all(self, prefix: str, deadline: float, when: str) -> list[str]:
+        """Return every process's value under a prefix. Raises PeerLost if a value is missing at the deadline."""
+        try:
+            values = []
+            for i in range(self.count):
+                left_ms = int(1000 * (deadline - time.monotonic()))
+                try:
+                    values.append(self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1)))
+                except RuntimeError as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise
+                    break
+            else:
+                return values
+            # Others may be missing too, or may have answered meanwhile.
+            there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
+        except RuntimeError as error:
+            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+        missing = [i for i in range(self.count) if str(i) not in there]
+        if missing:
+            names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
+            raise PeerLost(f"{names} did not answer {when}")
+        return [there[str(i)] for i in range(self.count)]
+
+    def name(self, index: int) -> str:
+        """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
+        try:
+            return f"process {index} ({self._client.key_value_try_get(f'jaxtrain/who/{index}')})"
+        except RuntimeError:
+            return f"process {index}"
+
+    # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
+
+    def _append(self, kind: str, text: str) -> None:
+        """Append the entry [kind, text] to the news. Raises PeerLost if process 0 cannot be reached."""
+        for k in itertools.count(self._news):
+            try:
+                self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
+                return
+            except RuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+
+    def _read_news(self) -> None:
+        first, unanswered = "process 0", 0
+        while not self._ending.is_set():
+            try:  # `start` has written the name: no answer means that process 0 is lost, or slow
+                name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
+                first, unanswered = f"process 0 ({name})", 0
+            except RuntimeError as error:
+                unanswered += 1
+                if "DEADLINE_EXCEEDED" not in str(error) or is_aborting():
+                    self._report(f"{first} is gone")
+                    return
+                if unanswered == SILENT:
+                    self._report(f"{first} has not answered for {SILENT * ANSWER_S:g} s")
+                    return
+                continue
+            try:
+                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
+            except RuntimeError:  # no news, or an error that the next request reports too
+                continue
+            self._news += 1
+            if kind in ("failed", "refused"):
+                self.refused = kind == "refused"
+                if self.process_index == 0:
+                    time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
+                self._report(text)
+            elif self._reason is None and not self._closed:
+                self._begin_to_stop(text)
+
+    def _watch_live(self) -> None:
+        """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
+
+        `get_live_nodes` returns when every process that is alive has called it.
+        """
+        everyone = list(range(self.count))
+        while True:
+            try:
+                live = self._client.get_live_nodes(everyone)
+                left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
+            except RuntimeError:  # if process 0 is lost, the thread that reads the news reports it
+                if self._ending.wait(POLL_S):
+                    return
+                continue
+            dead = [i for i in everyone if i not in live and i not in left]
+            if dead and not self._ending.is_set():
+                names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
+                with contextlib.suppress(PeerLost):  # in the news, so all processes name the same one
+                    self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
+                return
+            if len(live) == 1:
+                self._alone.set()
+                return
+            if self._ending.wait(POLL_S):
+                if self.process_index != 0:
+                    return
+                time.sleep(0.1)  # the others are leaving
+
+    def _report(self, message: str) -> None:
+        with self._reporting:
+            if self._ending.is_set() or self._lost is not None:
+                return
+            self._lost = message
+            on_lost = self._on_lost
+        if on_lost is not None:
+            on_lost(message)
+
+    def listen(self, on_stop: Callable[[str], None]) -> None:
+        """Call `on_stop(reason)` once, in another thread, when a process has asked to stop.
+
+        If a process has asked already, call `on_stop` now, in this thread.
+        """
+        with self._agreement:
+            self._on_stop, why = on_stop, self._reason
+        if why is not None:
+            on_stop(why)
+
+    def watch(self, lost: Callable[[str], None]) -> None:
+        """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
+
+        If a process is lost already, call `lost` now, in this thread. A process without a heartbeat for HEARTBEAT_S seconds
+        counts as lost, also if it is paused by SIGSTOP. If process 0 is lost, JAX ends this process 6 s later: `lost` must
+        return before.
+        """
+        with self._reporting:
+            self._on_lost, message = lost, self._lost
+        if message is not None:
+            lost(message)
+
+    # The last step: every process publishes the step it has reached, and all continue to the largest of these. A thread does
+    # it, because the loop may be blocked in a step that another process has not begun.
+
+    def ask_to_stop(self, why: str) -> None:
+        """Make all processes, this one included, stop after the same step. Only the first request counts."""
+        if self.count > 1:
+            with contextlib.suppress(PeerLost):  # reading the news reports it
+                if not self._closed and self._reason is None:
+                    self._append("stop", why)
+            return
+        with self._agreement:
+            if self._reason is None:
+                self._reason, self._ceiling, self._last = why, self._reached, self._reached
+
+    def _begin_to_stop(self, why: str) -> None:
+        with self._agreement:
+            self._reason, on_stop = why, self._on_stop
+        if on_stop is not None:
+            on_stop(why)
+        self._publish_step(why)
+        threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
+
+    def _publish_step(self, why: str | None) -> None:
+        """Publish the last step that this process has started.
+
+        After that, `may_start` lets this process start a later step only when all processes have published theirs.
+        """
+        with self._agreement:
+            self._reason = why
+            self._ceiling = self._reached if self._ceiling is None else self._ceiling
+        with contextlib.suppress(PeerLost):  # reading the news reports it
+            self._set(f"reached/{self.process_index}", str(self._ceiling))
+
+    def _agree(self) -> None:
+        reached = []
+        try:
+            reached = self._of_all("reached", time.monotonic() + AGREE_S, f"within {AGREE_S:g} s (last step)")
+        except RuntimeError as error:
+            self._broken = error
+        with self._agreement:
+            self._last = max((int(step) for step in reached), default=None)
+            self._agreement.notify_all()
+
+    def may_start(self, step: int) -> bool:
+        """Return whether the step with this number, counted from 1, may be dispatched. Call it before each step.
+
+        If the result is False, no process dispatches `step` or a later step, and all processes dispatch the steps before
+        `step`, except after `stop_here`.
+
+        Raises:
+          PeerLost: a process did not publish the step it has reached. The message names all such processes.
+        """
+        with self._agreement:
+            if self._stopped:
+                return False
+            if self._ceiling is not None and step > self._ceiling:
+                self._agreement.wait_for(lambda: self._last is not None or self._broken is not None, AGREE_S + 30)
+                if self._last is None:
+                    raise self._broken or PeerLost(f"no process has published its step within {AGREE_S:g} s")
+                if step > self._last:
+                    return False
+            self._reached = step
+            return True
+
+    def stop_here(self, why: str) -> None:
+        """Make `may_start` return False from now on, even if the agreed last step is later.
+
+        All processes must call it between the same two steps, for the same reason.
+        """
+        with self._agreement:
+            self._reason = self._reason or why
+            self._stopped = True
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Return the reason of the request to stop; None until this process has read a request."""
+        return self._reason
+
+    def close(self, failed: str = "", refused: bool = False) -> None:
+        """Disconnect from JAX's coordination service with the other processes, or report to them that this process has failed.
+
+        Without `failed`, `close` waits until all processes have called `close` (EXIT_S at most). Process 0 disconnects last:
+        the others would abort if process 0's store ended before they have disconnected. Only the first call has an effect.
+
+        Args:
+          failed: the reason why this process must end; "": it has not failed. After a failure, call `leave` next. If a
+            collective failed, the likely cause is the end of another process: `close` first waits 30 s, so that `watch` can
+            report that process.
+          refused: the reason is a mistake of the user's, found before the first step: `refused` is then true on the others.
+        """
+        with self._closing:  # a second call waits for the first: its caller may end this process
+            if not self._closed:
+                self._close(failed, refused)
+
+    def _close(self, failed: str, refused: bool) -> None:
+        if failed and COLLECTIVE.search(failed) and self._on_lost is not None:
+            # The service needs HEARTBEAT_S to notice a lost process, and the news of it a few POLL_S to arrive.
+            time.sleep(2 * HEARTBEAT_S)
+        self._closed = True
+        atexit.unregister(self._end_without_close)
+        if failed:
+            with self._reporting:
+                self._ending.set()
+            with contextlib.suppress(PeerLost):
+                kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
+                self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
+            if self.process_index == 0:
+                time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
+            return
+        self._publish_step(self._reason)  # others may yet ask to stop
+        with contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
+            self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
+        with self._reporting:
+            self._ending.set()
+        if self.process_index == 0:
+            self._alone.wait(HEARTBEAT_S)
+        else:
+            import jax
+
+            with contextlib.suppress(PeerLost):
+                self._set(f"left/{self.process_index}", "")
+            with contextlib.suppress(RuntimeError):  # process 0 has left before: nothing is lost
+                jax.distributed.shutdown()
+
+    def _end_without_close(self) -> None:
+        error = getattr(sys, "last_exc", None)  # that was not caught, and that Python has printed
+        self.close(f"{type(error).__name__}: {first_line(error)}" if error else "it ended before its work was done")
+        leave(1)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process immediately, in a run of several processes.
+
+    Python's own exit would wait in JAX's shutdown, for minutes if another process waits for this one in a collective.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed, or the reader is gone
+    os._exit(exit_code)

@@ -1,0 +1,172 @@
+"""Choose the activations to save in the available memory, for remat.policy=auto.
+
+The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
+fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
+step then decides whether a choice fits. No formula knows the activations of a family from outside the package, whose further
+choices are the policies of OTHERS in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+from jaxtrain.config.schema import Model, Remat, RunConfig
+from jaxtrain.config.shapes import FURTHER_ROUND
+from jaxtrain.models import flops
+from jaxtrain.models.activations import LATENTS, kept
+from jaxtrain.step.stages import Arrangement, Schedule
+
+# Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
+MARGIN = 0.03
+
+OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next one, which saves fewer activations
+
+# Activations that are saved or not saved together. Latents are of multi-head latent attention only.
+GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
+
+
+def layers_kept(run: RunConfig, stages: int) -> int:
+    """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
+    how = Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if stages > 1 else 1)
+    if stages == 1:
+        return how.places
+    return how.per_group * Schedule(run.pipeline.schedule, stages, how.groups, run.train.grad_accum).slots[2]
+
+
+def expert_room(run: RunConfig, ranks: int) -> float:
+    """Return the capacity of a device's expert buffers, in rows per token of the device.
+
+    With a capacity factor, this is experts per token x capacity factor, at most the number of experts. Without a capacity
+    factor, it is experts per token x `moe.buffer` (at most `ranks`) if experts are sharded, otherwise experts per token.
+    """
+    m, x = run.model, run.moe
+    shares = (
+        min(x.capacity_factor, m.num_experts / m.experts_per_token)
+        if x.capacity_factor
+        else _round_sizes(run, ranks)[0]
+        if ranks > 1
+        else 1.0
+    )
+    return m.experts_per_token * shares
+
+
+def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
+    """Return the number of rounds of a layer's dispatch, if the load of the busiest expert is `load` times an even load.
+
+    All other experts share the remaining tokens equally. With a capacity factor, or if experts are not sharded, there is one
+    round.
+    """
+    if run.moe.capacity_factor or ranks == 1:
+        return 1
+    first, further = _round_sizes(run, ranks)
+    return 1 + max(0, math.ceil((_busiest(run, ranks, load) - first) / further - 1e-9))
+
+
+def _round_sizes(run: RunConfig, ranks: int) -> tuple[float, float]:
+    """Return (rows of the first round of a dispatch, rows of each further round), as multiples of a device's even load."""
+    first = min(run.moe.buffer, ranks)
+    return first, min(first, FURTHER_ROUND)
+
+
+def _busiest(run: RunConfig, ranks: int, load: float) -> float:
+    """Return the load of the device with the busiest expert, as a multiple of a device's even load.
+
+    load: the load of the busiest expert, as a multiple of an expert's even load.
+    """
+    m = run.model
+    others = m.num_experts // ranks - 1
+    return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
+
+
+def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
+    """Return the fraction of the expert buffers that tokens fill, over all rounds of a layer's dispatch.
+
+    With a capacity factor the whole buffer is computed, so the result is 1. If experts are not sharded (`ranks` is 1), the
+    buffer has exactly the tokens' rows, so the result is 1 too.
+
+    load: the load of the busiest expert, as a multiple of an expert's even load.
+    """
+    if run.moe.capacity_factor or not run.model.num_experts:
+        return 1.0
+    if ranks == 1:
+        return 1.0
+    first, further = _round_sizes(run, ranks)
+    return _busiest(run, ranks, load) / (first + further * (expert_rounds(run, ranks, load) - 1))
+
+
+def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
+    """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch.
+
+    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed sequences. Its log-sum-exp has an
+    entry for every document that a sequence may have.
+    """
+    m = run.model
+    q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+    narrower = flops.value_dim(m) / flops.head_dim(m)
+    documents = run.data.most_documents + 1 if packed_stats else 1
+    compute = 4 if run.precision == "f32" else 2
+    wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
+    return {
+        "q_latent": m.q_lora_rank * compute,
+        "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
+        "q": q * compute,
+        "k": k * compute,
+        "v": k * narrower * compute,
+        "attention_out": q * narrower * compute,
+        "attention_lse": m.num_heads / axes["heads"] * documents * 4,
+        "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
+        "mlp_gate": wide / axes["mlp"] * compute,
+        "mlp_up": wide / axes["mlp"] * compute,
+    }
+
+
+def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
+    """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
+    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
+    width = bytes_per_token(run, axes, packed_stats)
+    return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
+
+
+@functools.lru_cache(maxsize=4)
+def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
+    """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
+    found = []
+    known = GROUPS if model.kv_lora_rank else GROUPS[1:]
+    for size in range(len(known) + 1):
+        for groups in itertools.combinations(known, size):
+            names = tuple(name for group in groups for name in group)
+            remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
+            found.append((flops.recompute(model, remat, seq_len).causal, names, remat))
+    return found
+
+
+def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
+    """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
+
+    Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
+    """
+    one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
+    found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
+    return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
+
+
+def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
+    """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
+
+    Returns None if even full recomputation does not save `excess_gib` less. For a family from outside the package, returns the
+    next policy of OTHERS.
+    """
+    if run.model.outside:
+        return Remat(OTHERS[run.remat.policy])
+    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
+    return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
+
+
+def words(run: RunConfig) -> str:
+    """Return a line for the log: the activations that the chosen remat policy saves."""
+    names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
+    if not names:
+        return "remat.policy=auto saves only each layer's input"
+    of_own = f", as far as the layers of {run.model.family} name them (checkpoint_name)" if run.model.outside else ""
+    return f"remat.policy=auto keeps {', '.join(names)}{of_own}"

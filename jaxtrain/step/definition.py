@@ -1,0 +1,133 @@
+"""The model of a config: its modules, its dtypes, and the roles of its parameters (trained, frozen, multiplied in FP8)."""
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from jaxtrain.config import own_parts
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
+from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.models import family, layers, precision
+from jaxtrain.models.attention import Kernel
+from jaxtrain.models.lora import Lora, is_adapter
+from jaxtrain.models.module import Definition, Params, names
+from jaxtrain.models.remat import make_plan
+from jaxtrain.models.structure import Structure
+from jaxtrain.models.transformer import build_as
+from jaxtrain.models.zero import make_zero
+from jaxtrain.sharding import Placement
+from jaxtrain.step.balance import is_bias
+
+
+def numerics_of(run: RunConfig) -> Numerics:
+    """Return the dtypes of a config.
+
+    With LoRA, frozen base weights are stored in the compute dtype: every use rounds them to this dtype, and checkpoints do not
+    include them. The router stays in dtypes.params.
+
+    Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
+    """
+    compute = DTYPES[run.compute]
+    if run.lora.rank:
+        return Numerics(compute, DTYPES[run.dtypes.reduce], compute, compute)
+    return Numerics(compute, DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
+
+
+def lora_of(run: RunConfig) -> Lora:
+    """Return the LoRA settings of a config: rank, alpha, target weights and the adapters' dtype."""
+    return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
+
+
+def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
+    """Return the `Definition` of a config's model, with this mesh and this attention kernel."""
+    module, numerics = family(run.model.family), numerics_of(run)
+    if not hasattr(module, "build") and not hasattr(module, "STRUCTURE"):
+        rule = "has no function `build`, which returns the model"
+        raise ConfigError([Problem("model.family", run.model.family, rule, "Give it one, as in docs/extending.md.")])
+    delays_load = placement.size("tensor") == 1
+    plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
+    ctx = layers.Context(
+        numerics,
+        placement,
+        make_zero(run, placement, numerics),
+        lora=lora_of(run),
+        moe=run.moe,
+        own=own_settings(run.own),
+        structure=getattr(module, "STRUCTURE", Structure()),
+    )
+    # A family from outside the package builds its own module.
+    build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        with own_parts.calling("model.family", run.model.family, "build(model, kernel, remat, ctx, rngs)"):
+            made = build(run.model, kernel, plan, ctx, rngs)
+        if not isinstance(made, nnx.Module):
+            rule = f"its build returns {type(made).__name__}, not an nnx.Module"
+            raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")
+        return made
+
+    return Definition(make)
+
+
+def for_inference(run: RunConfig) -> RunConfig:
+    """Return the run with the settings for programs without a train step, such as the sampler.
+
+    Experts have no capacity factor: the tokens that a capacity drops depend on the other tokens of the batch. Each layer
+    gathers its weights when it runs, since there is no train step that could gather them once.
+    """
+    sharding = dataclasses.replace(run.sharding, zero=3 if run.sharding.zero else 0, gather="layer")
+    return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
+
+
+def fp8_weights(run: RunConfig, definition: Definition) -> Params:
+    """Return a tree of bools: whether each parameter is multiplied in FP8.
+
+    With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
+    Raises ConfigError for names in fp8.exclude that the model does not have.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
+    names = [".".join(key.key for key in path) for path, dot in paths if dot]
+    chosen, problems = precision.eight_bit(run, names)
+    if problems:
+        raise ConfigError(problems)
+    return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
+
+
+def trained_parameters(run: RunConfig, definition: Definition) -> Params:
+    """Return a tree of bools: whether each parameter is trained.
+
+    With LoRA, only the adapters are trained. Otherwise all parameters are, except routers' biases and matches of train.freeze.
+    Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
+    without the adapters in lora.targets.
+    """
+    called = names(definition.abstract)
+    known = jax.tree.leaves(called)
+    if run.lora.rank:
+        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
+        gone = [target for target in lora_of(run).targets if target not in adapted]
+        if gone:
+            rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
+            remedy = (
+                f"It has: {', '.join(sorted(adapted))}." if adapted else "Give it models.lora.Adapters, or set lora.rank to 0."
+            )
+            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
+        return jax.tree.map(is_adapter, called)
+    patterns = parts_of(run.train.freeze)
+    every = f"Set '', or patterns of these parameters: {', '.join(known)}."
+    unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
+    if unmatched:
+        rule = f"no parameter is called {', '.join(unmatched)}"
+        raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
+    trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
+    if not any(jax.tree.leaves(trained)):
+        raise ConfigError([Problem("train.freeze", run.train.freeze, "freezes all parameters", every)])
+    return trained
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a parameter's name matches one of these patterns of fnmatch, as in `train.freeze`."""
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns)

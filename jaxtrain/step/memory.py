@@ -1,0 +1,196 @@
+"""Compute the memory of a compiled step on each device, and name settings that reduce it if the step does not fit."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxtrain.config.hardware import HOST_LIMIT, HOST_SHARE, host_gib
+from jaxtrain.config.schema import Remat, RunConfig
+from jaxtrain.metrics.throughput import HasMemoryStats
+from jaxtrain.metrics.throughput import memory as measured
+from jaxtrain.models.activations import kept
+from jaxtrain.optim import groups
+from jaxtrain.step import auto_remat, compiler
+from jaxtrain.step.program import Program, build
+
+
+class OutOfMemory(RuntimeError):
+    """A run does not fit in the memory of its devices or of its host. The message has the sizes and settings that help."""
+
+
+def size(gib: float) -> str:
+    """Return a memory size as text: in GiB from 1 GiB on, otherwise in MiB."""
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
+
+
+def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
+    """Return GiB on one device by class: parameters, optimizer state, batch, XLA's temporaries, and the peak of all together.
+
+    With offloaded moments, the optimizer state is named "optimizer state (on the host)" and is not part of the peak. On CPUs
+    there is no entry for the peak.
+    """
+
+    def held(tree: Any) -> float:
+        return compiler.local_bytes(tree) / 2**30
+
+    analysis = compiled.memory_analysis()
+    classes = {
+        "parameters": held(program.state.params),
+        "optimizer state" + (" (on the host)" if program.offload else ""): held(program.state.optimizer),
+        "batch": held(program.batch),
+        "temporaries": analysis.temp_size_in_bytes / 2**30,
+    }
+    # XLA's CPU compiler reports a peak without its own temporaries; that figure is not a peak.
+    if program.placement.mesh.devices.flat[0].platform != "cpu":
+        classes["peak"] = analysis.peak_memory_in_bytes / 2**30
+    return classes
+
+
+def taken_gib(compiled: Any) -> float:
+    """Return the allocated GiB of a compiled step on one device: arguments, new outputs, and temporaries with fragmentation."""
+    a = compiled.memory_analysis()
+    return (a.argument_size_in_bytes + a.output_size_in_bytes - a.alias_size_in_bytes + a.temp_size_in_bytes) / 2**30
+
+
+def compile_to_fit(
+    run: RunConfig,
+    program: Program,
+    options: dict[str, str | bool],
+    usable_gib: float,
+    say: Callable[[str], None] = lambda text: None,
+    extra: dict[str, str | bool] | None = None,
+    taken: Callable[[Any], float] = taken_gib,
+) -> tuple[RunConfig, Program, Any]:
+    """Return (run, program, compiled train step). With remat.policy=auto, choose the least recomputation that fits.
+
+    The returned step may still be too big: the caller checks its memory. usable_gib: memory of one device, inf if unknown. say:
+    writes a line to the log. extra: further options of XLA, for example for dumps. taken: returns the allocated GiB of a
+    compiled step.
+    """
+    auto = run.remat.policy == "auto"
+    while True:
+        compiled = compiler.compile_train(program, options, extra)
+        less = less_saved(run, program, taken(compiled), usable_gib) if auto else None
+        if less is None:
+            break
+        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
+        run, program = less, build(less, list(program.placement.mesh.devices.flat))
+    if auto:
+        say(auto_remat.words(run))
+    return run, program, compiled
+
+
+def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+    """Return the run with fewer saved activations if its compiled step does not fit.
+
+    Returns None if the step fits, or if the run saves no activations. `run` has remat.policy=auto, or is an earlier result of
+    this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
+    big. taken_gib: allocated memory of the compiled step.
+    """
+    excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
+    if excess <= 0 or not kept(run.remat):
+        return None
+    packed = program.kernel.name == "cudnn" and run.data.masks_documents
+    remat = auto_remat.smaller(run, excess, program.placement.activation_shards, packed) or Remat("full")
+    return dataclasses.replace(run, remat=remat)
+
+
+def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
+    """Return a text with the memory of the step by class, and the settings that reduce it, most effective first.
+
+    memory: GiB on one device by class; {} if unknown. limit: the exceeded limit as text.
+    """
+    hints = []
+    if run.train.grad_accum < run.train.global_batch:
+        hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
+    if run.remat.policy != "full":
+        hints.append("remat.policy=full: save only each layer's input")
+    if run.remat.every == 1 and run.model.num_layers > 8:
+        hints.append("remat.every=2 or more: save only every second layer's input")
+    if run.dtypes.m == "f32":
+        both = run.optimizer.name != "muon"
+        eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
+        hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
+    if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
+        hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
+    hints.append("mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments")
+    sizes = (
+        ""
+        if not memory
+        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
+    )
+    ways = "\n".join(f"  {hint}" for hint in hints)
+    return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{ways}"
+
+
+def check_host_memory(program: Program, limit_gib: float, offloaded_activations: int = 0) -> None:
+    """Raise OutOfMemory if the arrays in host memory exceed the memory that may be pinned.
+
+    The arrays in host memory are the copies of the state for a save, offloaded moments, and offloaded activations.
+
+    Args:
+      limit_gib: memory that this process may pin, GiB.
+      offloaded_activations: bytes of offloaded activations of each device.
+    """
+    # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
+    held = jax.tree.leaves(program.saved(program.state))
+    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
+    each = offloaded_activations + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
+    resting = each * program.placement.mesh.size / jax.process_count() / 2**30
+    if saved + resting > limit_gib:
+        offloaded = f" Offloaded arrays take {size(resting)}." if resting else ""
+        raise OutOfMemory(
+            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned ({HOST_LIMIT}; by "
+            f"default {HOST_SHARE:.0%} of this host's memory, now {size(host_gib())}).{offloaded}\n"
+            "If the host has more memory, or is a virtual machine that grows when memory is used, export "
+            f"{HOST_LIMIT}={math.ceil(saved + resting) + 1}. Else set dtypes.m and dtypes.v to bf16 or int8 for a smaller "
+            "state, or use more nodes."
+        )
+
+
+def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemoryStats]) -> None:
+    """Raise OutOfMemory if the step's temporaries and new outputs exceed the free memory of a device with the first state.
+
+    The temporaries are one block (`temp_size_in_bytes`), so the limit is the largest free block (`largest_free_block_bytes` of
+    `memory_stats`). If that figure is 0, as from jaxlib's GPU allocator, the limit is all free memory, `bytes_limit` less
+    `bytes_in_use`, which ignores fragmentation. CPUs report no figures and are not checked.
+    """
+    analysis = compiled.memory_analysis()
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
+    need = analysis.temp_size_in_bytes + outputs
+    held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or "bytes_in_use" not in stats:
+            continue
+        largest, limit, used = stats.get("largest_free_block_bytes", 0), stats["bytes_limit"], stats["bytes_in_use"]
+        free = largest if largest > 0 else limit - used
+        if need > free:
+            named = "the largest free block" if largest > 0 else "free memory"
+            raise OutOfMemory(
+                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
+                f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
+                f"{size(held / 2**30)} of them by the state.\n"
+                "Start the same command again: a new process begins without fragmentation. If it ends here again, "
+                "set train.grad_accum higher or remat.policy=full."
+            )
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
+    """Run a block, and replace an error of JAX's allocator by OutOfMemory, with settings that help.
+
+    memory: GiB on one device by class; {} if unknown.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _, peak = measured(jax.local_devices())
+        limit = f"there is (measured peak {peak:.2f} GiB)" if peak else "there is"
+        raise OutOfMemory(explain_memory(run, memory, limit)) from error

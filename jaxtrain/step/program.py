@@ -1,0 +1,262 @@
+"""The programs of a run, built from its config: the train step, the evaluation, and the abstract arrays that they take.
+
+All arrays are abstract, with shapes and shardings: nothing is allocated. Devices may also be those of a topology without
+hardware (jax.experimental.topologies).
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.context import Context
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
+from jaxtrain.config.shapes import EXPERT_METRICS, STACK
+from jaxtrain.kernels.attention import Hardware
+from jaxtrain.kernels.experts import grouped
+from jaxtrain.models.attention import Kernel, layer_kinds
+from jaxtrain.models.module import Definition, Params, names, part
+from jaxtrain.models.remat import make_plan
+from jaxtrain.models.zero import Zero, make_zero
+from jaxtrain.optim.optimizer import check_groups, make_optimizer, make_schedule
+from jaxtrain.optim.rounding import Rounding
+from jaxtrain.optim.update import at_once, streamed
+from jaxtrain.sharding import Placement, make_placement, replicated
+from jaxtrain.step.balance import Balance, is_bias
+from jaxtrain.step.batch import MICROBATCHES, abstract_batch
+from jaxtrain.step.definition import fp8_weights, make_definition, matches, numerics_of, trained_parameters
+from jaxtrain.step.gradients import Objective, make_gradients, make_log_probs, make_loss
+from jaxtrain.step.kernel import choose_kernel, context_of
+from jaxtrain.step.loss import Batch, LossSpec, find_loss, with_cross_entropy
+from jaxtrain.step.pipeline import Pipeline
+from jaxtrain.step.stages import STAGE, Arrangement, Schedule, arrangement
+from jaxtrain.step.state import TrainState, abstract_state, shardings
+from jaxtrain.step.train_step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The jitted functions of a run, not compiled yet, and their abstract arguments."""
+
+    run: RunConfig
+    placement: Placement
+    definition: Definition
+    kernel: Kernel  # attention
+    kernel_reason: str  # the reason for the choice
+    tx: optax.GradientTransformation
+    trained: Params  # the trained parameters
+    state: TrainState  # abstract
+    batch: Batch  # abstract, (A, B, T)
+    eval_batch: Batch  # abstract, (1, B, T)
+    train_step: Any  # jitted: (state, batch) -> (state, metrics)
+    eval_step: (
+        Any  # jitted: (params, eval_batch) -> (sum of the loss, its denominator, other sums of the same denominator by name)
+    )
+    gradients: Any  # jitted: (params, batch) -> ((loss, other sums), gradients)
+    log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
+
+    @property
+    def context(self) -> Context:
+        """Return the sharding of a sequence over devices, and the order of its tokens."""
+        return self.kernel.split.context
+
+    @property
+    def offload(self) -> bool:
+        """Return whether moments are in host memory."""
+        return self.run.optimizer.offload == "moments"
+
+    @property
+    def adapters(self) -> bool:
+        """Return whether low-rank adapters are trained. If so, checkpoints have no parameters other than the adapters."""
+        return self.run.lora.rank > 0
+
+    @property
+    def gathers_where_used(self) -> bool:
+        """Return whether weights are gathered at each use, and not once per step."""
+        sharding = self.run.sharding
+        return bool(self.placement.gather_axes("embed")) and sharding.zero == 3 and sharding.gather != "step"
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of the model's parameters, without adapters."""
+        every = self.definition.abstract
+        own = part(every, jax.tree.map(lambda learns: not learns, self.trained)) if self.adapters else every
+        return sum(math.prod(a.shape) for a in jax.tree.leaves(own))
+
+    @property
+    def layer_trips(self) -> int:
+        """Return the number of iterations of the loop over layers; 0 if the layers are unrolled."""
+        run = self.run
+        stage_layout = arrangement(run, self.placement.size(STAGE))
+        plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
+        if stage_layout:
+            return plan.trips(stage_layout.per_group)
+        stacked = jax.tree.leaves(self.definition.abstract.get(STACK, {}))  # a layer of the stack may be several of the model's
+        return plan.trips(stacked[0].shape[0]) if stacked else 0
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether the dispatch of a layer's tokens may take several rounds: a loop within the layer."""
+        split = self.placement.size(self.placement.compute_axes("experts")) > 1
+        return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
+
+    def saved(self, state: TrainState) -> TrainState:
+        """Return the arrays of a state, abstract or not, that a checkpoint of this run has."""
+        return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
+
+    def base(self, state: TrainState) -> TrainState:
+        """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""
+        frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
+        return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
+
+
+def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
+    """Return the settings of load balancing. Routers' biases are updated, except frozen ones; with adapters, all are frozen."""
+    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
+    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
+    stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
+    return Balance(run.moe, run.model.num_experts, stage_layout.order, moves, run.model.mtp_layers)
+
+
+def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
+    """Return whether the backward pass of each layer adds its gradient to the sum over earlier microbatches.
+
+    Raises:
+      ConfigError: train.accumulate = layer, and the model's layers are not run by remat.Plan.run.
+    """
+    if run.train.grad_accum == 1:
+        return False
+    if run.train.accumulate == "layer" and not definition.uses_plan_run:
+        rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
+        raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
+    # In a loop, adding in place prevents XLA from overlapping a layer's reduce-scatters with the next iteration.
+    asked = not run.parallel.scan_layers if run.train.accumulate == "auto" else run.train.accumulate == "layer"
+    return definition.uses_plan_run and asked
+
+
+def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
+    """Return a config's pipeline. Raise ConfigError for a model from outside the package that cannot run on stages."""
+    if not definition.staged:
+        rule = f"the {run.model.family} model does not declare that its layers can run separately from embedding and head"
+        remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
+        raise ConfigError([Problem("mesh.stage", stage_layout.stages, rule, remedy)])
+    schedule = Schedule(run.pipeline.schedule, stage_layout.stages, stage_layout.groups, run.train.grad_accum)
+    return Pipeline(placement, definition, stage_layout, schedule, layer_kinds(run.model))
+
+
+def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
+    """Return the objective of a train step."""
+    head = "embed.embedding" if run.model.tied_head else "head"
+    head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
+    of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
+    how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
+    spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs, own_settings(run.own))
+    family = run.model.family if run.model.outside else ""
+    of_mtp = run.model.mtp_layers, run.loss.mtp_weight
+    return Objective(placement, find_loss(run.loss.name), spec, balance, *of_mtp, family, run.model.d_model)
+
+
+def check_offload(run: RunConfig, trained: Params) -> None:
+    """Raise ConfigError if optimizer.offload is set and no stacked layers are trained: only their moments can be streamed.
+
+    trained: the parameters that are trained, by name.
+    """
+    if run.optimizer.offload == "moments" and STACK not in trained:
+        has = "trains" if run.train.freeze else "has"
+        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
+        raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
+
+
+def build(run: RunConfig, devices: Sequence[Any]) -> Program:
+    """Return the programs of a run on these devices, which may be devices of a topology without hardware.
+
+    Raises:
+      LayoutError, Unsupported: the config asks for an impossible layout or kernel.
+      ConfigError: the model cannot run with a setting of the config.
+    """
+    # The mesh, the attention kernel, the model.
+    placement = make_placement(run, devices)
+    kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
+    if run.model.num_experts:
+        grouped.check(run.moe.impl, Hardware.of(devices[0]), numerics_of(run).compute)
+    definition = make_definition(run, placement, kernel)
+    numerics = numerics_of(run)
+    stage_layout = arrangement(run, placement.size(STAGE))
+    pipe = make_pipeline(run, placement, definition, stage_layout) if stage_layout else None
+
+    # The roles of parameters, and the optimizer.
+    trained, in_fp8 = trained_parameters(run, definition), fp8_weights(run, definition)
+    learnt = part(definition.axes, trained)
+    check_groups(run.optimizer, learnt)
+    check_offload(run, learnt)
+    offload = run.optimizer.offload == "moments"
+    how = (run.optimizer, run.dtypes, learnt, placement, numerics)
+    tx = make_optimizer(*how, own_settings(run.own))
+    rounding = Rounding(run.train.seed, stage_layout.order if stage_layout else None)
+    update = streamed(*how, rounding) if offload else at_once(tx, rounding)
+
+    # The arrays.
+    state = abstract_state(definition, tx, placement, offload, trained, stage_layout)
+    rows = run.train.global_batch // run.train.grad_accum
+    shape = run.train.grad_accum, rows, run.data.seq_len
+    batch = abstract_batch(placement, shape, run.loss.of_pairs, run.model.mtp_layers)
+    eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len), run.loss.of_pairs)
+
+    # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
+    zero = make_zero(run, placement, numerics)
+    balance = make_balance(run, definition, stage_layout) if run.model.num_experts else None
+    objective = make_objective(run, placement, zero, trained, balance)
+    adds = not pipe and adds_in_backward(run, definition)
+    local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
+    param_specs = definition.specs(placement)
+    in_specs = param_specs, placement.spec(MICROBATCHES)
+    report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.nothing))
+    gradients = placement.shard_map(local, in_specs, (report_specs, part(param_specs, trained)))
+
+    train_step = make_train_step(
+        gradients,
+        update,
+        make_schedule(run.optimizer, run.train.steps),
+        trained=trained,
+        clip_norm=run.optimizer.clip_norm,
+        spike=run.train.loss_spike_sigma,
+        balance=balance,
+    )
+    without_z = dataclasses.replace(objective.spec, z_loss=0.0)
+    measured = with_cross_entropy(objective.loss)
+    held_out = dataclasses.replace(objective, loss=measured, spec=without_z, balance=None, mtp_layers=0)
+    sums = dict.fromkeys(measured.reports, P())
+    eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P(), sums))
+    of_documents = placement.spec((None, "batch", None))
+    log_probs = placement.shard_map(make_log_probs(definition, zero, held_out, in_fp8, pipe), in_specs, of_documents)
+
+    metrics = ("loss", "grad_norm", "lr", "verdict", *objective.reports, *(EXPERT_METRICS if balance else ()))
+    whole = replicated(placement)
+    in_shardings = shardings(state.params), shardings(eval_batch)
+    return Program(
+        run,
+        placement,
+        definition,
+        kernel,
+        kernel_reason,
+        tx,
+        trained,
+        state,
+        batch,
+        eval_batch,
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(shardings(state), shardings(batch)),
+            out_shardings=(shardings(state), dict.fromkeys(metrics, whole)),
+            donate_argnums=0,
+            # Arrays of a batch that the kernel does not read stay arguments, so that plans find all of them.
+            keep_unused=True,
+        ),
+        eval_step=jax.jit(eval_step, in_shardings=in_shardings, out_shardings=whole),
+        gradients=jax.jit(gradients),
+        log_probs=jax.jit(log_probs, in_shardings=in_shardings, out_shardings=whole),
+    )

@@ -1,0 +1,313 @@
+"""The train state: its storage on devices, and the names of its tensors in checkpoints.
+
+Checkpoints do not depend on the stacking of layers or on their order in a stack: `to_tensors` returns one named array per layer
+and tensor, with the same names for every layout in memory.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import digests, stacks
+from jaxtrain.checkpoint.stacks import ON_HOST
+from jaxtrain.models.module import Definition, Params, part
+from jaxtrain.optim.quantized import Blocks, is_blocks
+from jaxtrain.sharding import LayoutError, Placement, replicated
+from jaxtrain.step import guard
+from jaxtrain.step.stages import Arrangement
+
+Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All arrays that a step changes, or their shapes while nothing is allocated."""
+
+    step: Any  # int32 (): steps done, skipped steps included
+    params: Params  # master weights
+    optimizer: Any  # optax state: moments sharded like their parameters
+    guard: Any = ()  # the statistics for skipping steps (jaxtrain/step/guard.py); on every device
+    # The order of layers in their stacks, whose empty slots hold zeros. None: layer i in slot i, and no empty slots.
+    layers: Arrangement | None = None
+
+
+jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "guard"], ["layers"])
+
+
+def weights(state: TrainState) -> Params:
+    """Return the master weights of a state, from which a step computes its loss."""
+    return state.params
+
+
+def abstract_state(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    placement: Placement,
+    offload: bool = False,
+    trained: Params | None = None,
+    layers: Arrangement | None = None,
+) -> TrainState:
+    """Return a state of shapes, dtypes and shardings, without arrays. Moments are sharded like their parameters.
+
+    trained: the parameters that have moments; None: all.
+    offload: moments are in pinned host memory. Devices of a topology without hardware have no host memory, and jax then
+    silently drops the memory kind from a sharding; `compiler.compile_train` restores it.
+    layers: the arrangement of layers on pipeline stages; None without stages.
+    """
+    abstract = jax.eval_shape(lambda params: _placed(params, layers), definition.abstract)
+
+    def place(path: Any, a: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
+        name = ".".join(str(k.key) for k in path)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement.sharding(axes, name, a.shape))
+
+    params = jax.tree_util.tree_map_with_path(place, abstract, definition.axes)
+    whole = replicated(placement)
+
+    def moment(a: Any, p: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(a, optax.MaskedNode):
+            return a
+        if is_blocks(a) and dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
+            raise LayoutError(
+                f"moments of a parameter {p.shape}: a block of 8-bit values would lie on two devices, split as "
+                f"{p.sharding.spec}; set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor"
+            )
+        home = p.sharding.with_memory_kind(ON_HOST) if offload else p.sharding
+        if is_blocks(a):
+            return Blocks(_like(a.codes, home), _like(a.scales, home))
+        return _like(a, home if a.shape == p.shape else whole)
+
+    every = jax.tree.map(lambda _: True, abstract) if trained is None else trained
+    optimizer = optax.tree_map_params(
+        tx,
+        moment,
+        jax.eval_shape(tx.init, part(abstract, every)),
+        part(params, every),
+        transform_non_params=lambda a: _like(a, whole),
+        is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
+    )
+    guarded = jax.tree.map(lambda a: _like(a, whole), jax.eval_shape(guard.fresh))
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer, guarded, layers)
+
+
+def _placed(params: Params, layers: Arrangement | None) -> Params:
+    """Return a model's parameters with each layer in its slot of the stack."""
+    if layers is None:
+        return params
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: stacks.place_layers(x, layers.order) if is_stacked(path) else x, params
+    )
+
+
+def _like(a: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+
+def shardings(abstract: Any) -> Any:
+    """Return the tree with the sharding of each leaf."""
+    return jax.tree.map(lambda a: a.sharding, abstract)
+
+
+def create_state(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    abstract: TrainState,
+    seed: int,
+    trained: Params | None = None,
+    only: Params | None = None,
+) -> TrainState:
+    """Return the state of step 0. Each device creates only its own shards. Initial weights depend on the seed, not on the mesh.
+
+    trained: the parameters that have moments; None: all. only: the parameters to create; None: all.
+    """
+
+    def chosen(tree: Params, choice: Params | None) -> Params:
+        return tree if choice is None else part(tree, choice)
+
+    layouts = shardings(chosen(abstract.params, only))
+
+    def values(key: jax.Array) -> Params:
+        return _placed(chosen(definition.init(key), only), abstract.layers)
+
+    params = jax.jit(values, out_shardings=layouts)(jax.random.key(seed))
+    learnt = chosen(params, trained)
+    leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
+    if any(sharding.memory_kind == ON_HOST for sharding in leaves):
+        # One at a time: on its way to the host each is on the device, which may have no memory for all.
+        made = [
+            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(learnt)
+            for i, sharding in enumerate(leaves)
+        ]
+        optimizer = jax.tree.unflatten(tree, made)
+    else:
+        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(learnt)
+    step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
+    guarded = jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))()
+    return TrainState(step, params, optimizer, guarded, abstract.layers)
+
+
+def _name(path: Any) -> str:
+    """Return the dotted name of a leaf from its path: attributes and dict keys, without positions in tuples."""
+    parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
+    return ".".join(p for p in parts if p)
+
+
+def is_moment(path: Any) -> bool:
+    """Return whether a leaf of a TrainState, by its path, is a moment of a parameter, not a counter."""
+    return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
+
+
+def is_stacked(path: Any) -> bool:
+    """Return whether layers are stacked on axis 0 of a leaf, by its path."""
+    return any(getattr(k, "key", None) == "layers" for k in path)
+
+
+def layer_name(name: str, layer: int) -> str:
+    """Return the name of one layer of a stacked array."""
+    return name.replace(".layers.", f".layers.{layer}.", 1)
+
+
+class NamedLeaf(NamedTuple):
+    """An array of a state, or its shape, with its name and the order of its layers."""
+
+    name: str
+    order: tuple[int | None, ...]  # the layer in each slot of axis 0, None for an empty slot; () without layers
+    array: Any
+
+    @property
+    def stacked(self) -> bool:
+        """Return whether layers are stacked on axis 0."""
+        return bool(self.order)
+
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Return (slot, name of the tensor) for each layer of a stack."""
+        return [(place, layer_name(self.name, layer)) for place, layer in enumerate(self.order) if layer is not None]
+
+    @property
+    def rows(self) -> list[str | None]:
+        """Return the name of the tensor in each slot of a stack, None for an empty slot; for an unstacked array, its name."""
+        return [None if layer is None else layer_name(self.name, layer) for layer in self.order] or [self.name]
+
+
+def named_leaves(state: TrainState) -> list[NamedLeaf]:
+    """Return the `NamedLeaf` of each array of a state."""
+    return [_leaf(state, path, a) for path, a in jax.tree_util.tree_leaves_with_path(state)]
+
+
+def _leaf(state: TrainState, path: Any, a: Any) -> NamedLeaf:
+    order = () if not is_stacked(path) else state.layers.order if state.layers else tuple(range(a.shape[0]))
+    return NamedLeaf(_name(path), order, a)
+
+
+def abstract_tensors(abstract: TrainState) -> Tensors:
+    """Return name -> shape, dtype and sharding of every tensor of a state. Each layer of a stack has its own tensors."""
+    out: Tensors = {}
+    for leaf in named_leaves(abstract):
+        a = leaf.array
+        if leaf.stacked:
+            home = stacks.layer_sharding(a.shape, a.sharding)
+            one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=home)
+            named = {name: one for _, name in leaf.places}
+        else:
+            named = {leaf.name: a}
+        clash = named.keys() & out.keys()
+        if clash:
+            raise ValueError(
+                f"two tensors of the train state are called {min(clash)}: give the optimizer's fields distinct names"
+            )
+        out.update(named)
+    return out
+
+
+def to_tensors(state: TrainState) -> Tensors:
+    """Return copies of a state's tensors by name. They stay valid when the state is donated to the next step."""
+    out: Tensors = {}
+    for leaf in named_leaves(state):
+        a = leaf.array
+        if leaf.stacked:
+            layer = stacks.copy_layer(a.shape, a.sharding)
+            out |= {name: layer(a, place) for place, name in leaf.places}
+        else:
+            out[leaf.name] = stacks.copy(a.shape, a.sharding)(a)
+    return out
+
+
+def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str | None], Any]]:
+    """Begin to compute the digests of a state's tensors. Return (names, digests) of each array of the state.
+
+    The digests of a stack are uint32 (slots, 3); an unstacked array has one, (3,). An empty slot has a digest too, with name
+    None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
+    compiled: the compiled program of digests.program for the arrays in device memory; None: compile it now.
+    """
+    found = named_leaves(state)
+    out: list[tuple[list[str | None], Any]] = []
+    here = [leaf for leaf in found if leaf.array.sharding.memory_kind != ON_HOST]
+    arrays = [leaf.array for leaf in here]
+    made = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in here])
+    out += [(leaf.rows, digest) for leaf, digest in zip(here, made, strict=True)]
+    for leaf in (leaf for leaf in found if leaf.array.sharding.memory_kind == ON_HOST):
+        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
+            part = stacks.copy_to_device(leaf.array, place) if leaf.stacked else leaf.array
+            out.append(([name], digests.digest_arrays({name: part})[name]))
+    return out
+
+
+def digests_by_name(made: list[tuple[list[str | None], Any]]) -> dict[str, np.ndarray]:
+    """Return the digest of each tensor, uint32 (3,), from the result of `to_digests`."""
+    rows = ((names, np.asarray(found).reshape(-1, 3)) for names, found in made)
+    return {name: digest for names, found in rows for name, digest in zip(names, found, strict=True) if name is not None}
+
+
+def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
+    """Return name without `prefix` -> host copy, for the tensors whose names begin with `prefix`. Compiles nothing."""
+    out: dict[str, np.ndarray] = {}
+    for leaf in named_leaves(state):
+        if not leaf.name.startswith(prefix):
+            continue
+        whole = np.array(leaf.array)  # a copy: the state may be donated
+        if leaf.stacked:
+            out |= {name.removeprefix(prefix): whole[place] for place, name in leaf.places}
+        else:
+            out[leaf.name.removeprefix(prefix)] = whole
+    return out
+
+
+def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | None = None) -> TrainState:
+    """Return a state with these tensors, in the layout of `abstract`. Arrays without tensors are taken from `fresh`.
+
+    Each tensor is removed from `tensors` when it is used, so it is in memory once.
+    """
+    others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
+
+    def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
+        leaf = _leaf(abstract, path, a)
+        names = [layer_name(leaf.name, layer) for layer in range(len(leaf.places))] if leaf.stacked else [leaf.name]
+        if names[0] not in tensors and leaf.name in others:
+            return others[leaf.name]
+        parts = [tensors.pop(name) for name in names]
+        return stacks.stack(parts, leaf.order, a) if leaf.stacked else parts[0]
+
+    return jax.tree_util.tree_map_with_path(make, abstract)
+
+
+def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Return `sharding` for an array of this shape: a dimension that its mesh axes do not divide evenly is replicated."""
+    parts = [
+        axes
+        if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0
+        else None
+        for size, axes in zip(shape, [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))], strict=True)
+    ]
+    return NamedSharding(sharding.mesh, P(*parts), memory_kind=sharding.memory_kind)
+
+
+def without_params(state: TrainState) -> TrainState:
+    """Return a state without parameters, to free their memory before the parameters of init.from are read."""
+    return dataclasses.replace(state, params={})

@@ -1,0 +1,148 @@
+"""Check the folders that a run reads and writes."""
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxtrain.config.schema import Problem, RunConfig, to_dict
+from jaxtrain.config.stores import is_bucket, refused
+from jaxtrain.runtime.variables import RESTART
+from jaxtrain.step import resume
+
+
+def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
+    written = {"--workdir": str(workdir)}
+    if run.checkpoint.dir:
+        written["checkpoint.dir"] = run.checkpoint.dir
+    if run.paths.cache:
+        written["paths.cache"] = run.paths.cache
+    # Imported here: the data pipeline is in a higher layer.
+    from jaxtrain.data.pipeline import parse_sets
+
+    if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
+        written["paths.data"] = run.paths.data
+    for key, place in written.items():
+        checkpoints = key == "checkpoint.dir"
+        yield from remote(key, place, checkpoints) or ([] if is_bucket(place) else writable(key, Path(place).expanduser()))
+    resumes = bool(_steps(run, workdir))  # then init.from is not read, or only for the base of adapters
+    for key, place in (("init.from", run.init.from_), ("init.base", run.init.base)):
+        gone = remote(key, place, checkpoints=True)
+        yield from gone
+        elsewhere = place.startswith("hf:") or is_bucket(place) or (key == "init.from" and resumes)
+        if place and not gone and not elsewhere and not Path(place).expanduser().is_dir():
+            remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
+            yield Problem(key, place, "no such folder", remedy)
+    yield from remote("data.source", run.data.source)
+    yield from remote("data.source_schedule", run.data.source_schedule)
+    yield from remote("data.eval_source", run.data.eval_source)
+
+
+def _folder(run: RunConfig, workdir: Path) -> Path:
+    return Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
+
+
+def _steps(run: RunConfig, workdir: Path) -> list[int] | None:
+    """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
+    folder = _folder(run, workdir)
+    if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
+        return None
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
+
+
+def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
+    """Return the problems of a resume that can be found in files, before JAX starts.
+
+    If checkpoint.step is set, the problem is that there is no such checkpoint. Otherwise the problems are a newest checkpoint
+    past train.steps, and forbidden changes of the config since the newest checkpoint. The start of the run checks again, with
+    JAX. Checkpoints in a bucket, an unreadable meta.json, and experts with a capacity factor are checked only at the start.
+    """
+    folder = _folder(run, workdir)
+    steps = _steps(run, workdir)
+    if steps is None:
+        return []
+    asked = run.checkpoint.step
+    if asked >= 0:
+        # A restarted run may have deleted the step that it rolled back to.
+        if asked in steps or RESTART in os.environ:
+            return []
+        known = ", ".join(map(str, steps)) or "none"
+        return [Problem("checkpoint.step", asked, f"{folder} has no such step", f"Set one of its steps: {known}.")]
+    newest = max(steps, default=0)
+    if newest > run.train.steps:
+        rule, remedy = f"the newest checkpoint is at step {newest} already", f"Set {newest} or more, or another --workdir."
+        return [Problem("train.steps", run.train.steps, rule, remedy)]
+    try:
+        meta = json.loads((folder / str(newest) / "meta.json").read_text(encoding="utf-8"))
+        stored = meta["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if not isinstance(stored, dict) or (run.model.num_experts and run.moe.capacity_factor):
+        return []
+    if imported := resume.check_trained(meta, str(workdir)):
+        return imported
+    from jaxtrain.data import tokenizer
+
+    return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]
+
+
+def check_lock(workdir: Path) -> list[Problem]:
+    """Return a problem if another run has the lock of `workdir`. This check keeps no lock: the run takes its own lock later."""
+    if is_bucket(str(workdir)) or not workdir.is_dir():
+        return []
+    handle = os.open(workdir, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        rule = "another run is at work in this folder"
+        return [Problem("--workdir", str(workdir), rule, "Wait for it, stop it, or name another folder.")]
+    except OSError:  # some network file systems cannot lock a folder
+        return []
+    finally:
+        os.close(handle)
+    return []
+
+
+def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
+    """Return a problem if `place` is the address of an object store, which Path would read as a local folder.
+
+    checkpoints: the place is for checkpoints, which may be at gs:// and s3://.
+    """
+    why = refused(place, checkpoints)
+    return [Problem(key, place, *why)] if why else []
+
+
+def _not_for_checkpoints(place: str) -> tuple[str, str] | None:
+    """Return (rule, remedy) if Orbax and TensorStore would read this path as another one; None if not."""
+    if "[" in place:
+        return "has a [ in its path, which Orbax reads as a pattern of file names", "Name a path without it."
+    try:
+        place.encode()
+    except UnicodeEncodeError:
+        return "is no path of UTF-8, and checkpoints cannot be saved there", "Name another place."
+    if not place.isascii() and sys.getfilesystemencoding() != "utf-8":
+        rule = f"is read in {sys.getfilesystemencoding()} by this Python program, and as UTF-8 where checkpoints are saved"
+        return rule, "Set PYTHONUTF8=1 before Python starts."
+    return None
+
+
+def writable(key: str, place: Path) -> list[Problem]:
+    """Return a problem if the folder `place` cannot be created or written in. Writes nothing.
+
+    `place`, or its nearest parent that exists, must be a folder that this user may write to. Permission bits let root write
+    anywhere, so read-only mounts and the kernel's own file systems are checked as well.
+    """
+    place = Path(os.path.abspath(place))
+    if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(place))):
+        return [Problem(key, str(place), *unsaved)]
+    nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
+    if not nearest_parent.is_dir():
+        return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]
+    real = nearest_parent.resolve()
+    kernel = len(real.parts) > 1 and real.parts[1] in ("proc", "sys")
+    read_only = os.statvfs(real).f_flag & os.ST_RDONLY
+    if kernel or read_only or not os.access(real, os.W_OK | os.X_OK):
+        return [Problem(key, str(place), f"{nearest_parent} is not writable", "Name another place, or change its permissions.")]
+    return []
