@@ -17,6 +17,7 @@ from benchmarks import studies
 from jaxtrain.config import launch
 from jaxtrain.config.numbers import GB_PER_GIB, number, size
 from jaxtrain.config.schema import MESH_AXES, ConfigError, Model, RunConfig, rules_in_use
+from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.result import Collective, Plan
@@ -120,7 +121,7 @@ class Row:
 
 def run_of(layout: Layout) -> RunConfig:
     """Return CONFIG with the overrides of a layout. Raises ConfigError if an override is wrong."""
-    loaded = launch.load([f"--config={launch.REPO / CONFIG}", *(f"--config.{o}" for o in layout.overrides)])
+    loaded = loading.load([f"--config={launch.REPO / CONFIG}", *(f"--config.{o}" for o in layout.overrides)])
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.run

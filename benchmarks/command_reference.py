@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from jaxtrain.commands.command import Command
 from jaxtrain.config import commands
-from jaxtrain.config.command_line import Command
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "commands.md"

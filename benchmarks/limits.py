@@ -27,6 +27,7 @@ from benchmarks import published, studies
 from jaxtrain.config import launch
 from jaxtrain.config.numbers import percent, rough
 from jaxtrain.config.schema import ConfigError, RunConfig
+from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
@@ -75,7 +76,7 @@ class Case:
     @functools.cached_property
     def run_config(self) -> RunConfig:
         """Return the config with the case's overrides. Raises ConfigError if a key or a value is wrong."""
-        loaded = launch.load([f"--config={launch.REPO / self.config}", *(f"--config.{change}" for change in self.changes)])
+        loaded = loading.load([f"--config={launch.REPO / self.config}", *(f"--config.{change}" for change in self.changes)])
         if loaded.problems:
             raise ConfigError(loaded.problems)
         return loaded.run

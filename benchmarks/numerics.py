@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxtrain.config import launch
 from jaxtrain.config.schema import Fp8, Problem, RunConfig
+from jaxtrain.data import loading
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build
@@ -111,7 +112,7 @@ OPTIONS = {"of": "precision", "seeds": "1"}
 
 def main() -> int:
     """Print the table. Return 0, or 2 if the command or the config is wrong."""
-    loaded = launch.load(sys.argv[1:], OPTIONS)
+    loaded = loading.load(sys.argv[1:], OPTIONS)
     problems = list(loaded.problems)
     if loaded.options["of"] not in ("precision", "moments"):
         problems.append(Problem("--of", loaded.options["of"], "no such table", "Write precision or moments."))

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_maxtext_read import PARTS, Read, part, place, read
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import number, percent
 from jaxtrain.config.schema import RunConfig
+from jaxtrain.data import loading
 from jaxtrain.metrics.receipt_format import now
 from jaxtrain.models import flops
 from jaxtrain.plan.program import assignment, hlo, roofline
@@ -137,7 +138,7 @@ def _run(keys: Sequence[str] = ()) -> RunConfig:
 
     Raises PeerError if the config has problems.
     """
-    loaded = launch.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
+    loaded = loading.load([CONFIG[0].replace("=", f"={REPO}/"), *CONFIG[1:], *keys])
     if loaded.problems:
         raise PeerError(f"{' '.join(keys)}: {loaded.problems}")
     return loaded.run

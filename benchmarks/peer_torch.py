@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import rich.console
 
+from jaxtrain.commands.command import Command, Parsed, run_command
 from jaxtrain.config import hardware, launch
-from jaxtrain.config.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.config.command_line import Option, make_console
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
-from jaxtrain.data import pipeline
+from jaxtrain.data import loading, pipeline
 from jaxtrain.models import flops
 from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
@@ -121,7 +122,7 @@ def start(parsed: Parsed) -> int:
     options, console = parsed.options, make_console(bench.WIDTH)
     base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
     python = shutil.which(Path(options["python"] or sys.executable).expanduser())
-    problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(launch.load(base).run)]
+    problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(loading.load(base).run)]
     problems += interpreter(options["python"], python)
     settings = read_settings(options["settings"]) if options["settings"] else []
     if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
@@ -184,7 +185,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
         request: `argv`, the config's command line; `folder`, for files; `train`, a number of steps. If `train` is not 0, the
             initial weights are written too, and the losses of this number of steps on the batch are returned.
     """
-    run = launch.load(request["argv"]).run
+    run = loading.load(request["argv"]).run
     devices = train_step.start_devices(run, 1)
     import jax.numpy as jnp
 
@@ -241,7 +242,7 @@ def export(
 
 def export_small(base: Sequence[str], folder: Path, log: Path | None = None, limit_s: float | None = None) -> dict[str, Any]:
     """Train a small model of the config's family on the CPU. Return the answer of `export`, which `compare_losses` takes."""
-    heads = launch.load(base).run.model
+    heads = loading.load(base).run.model
     grouped = max(1, 4 * heads.num_kv_heads // heads.num_heads)
     small = [*SMALL, "model.num_heads=4", f"model.num_kv_heads={grouped}", "model.head_dim=16"]
     return export([*base, *(f"--config.{o}" for o in small)], folder, CHECKED, log, limit_s)
@@ -305,7 +306,7 @@ def run(
         search: `settings` and `tune_s` of PyTorch's step (see `run_peer`).
     """
     limit_s, began, given = request["limit_s"], time.monotonic(), search["settings"]
-    config, platform = launch.load(base).run, hardware.probe().kind
+    config, platform = loading.load(base).run, hardware.probe().kind
 
     def fail(why: str, **results: Any) -> int:
         print(why, file=sys.stderr)

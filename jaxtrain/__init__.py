@@ -22,8 +22,6 @@
 
 import importlib
 import importlib.util
-import os
-import signal
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -58,15 +56,6 @@ def _check_environment() -> None:
     raise ImportError(problem)
 
 
-def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
-    """Print one line and end this process. This function handles Ctrl-C until a command installs its own handler.
-
-    A KeyboardInterrupt would print a traceback, and imports of C libraries can lose it. stderr: a file descriptor.
-    """
-    os.write(stderr, b"interrupted\n")
-    os._exit(130)
-
-
 class _QuietJax:
     """A finder of modules, by which the first import of jax runs in `startup.quiet`, in each process that imports jaxtrain."""
 
@@ -91,13 +80,11 @@ class _QuietJax:
 _check_environment()
 if "jax" not in sys.modules:
     sys.meta_path.insert(0, _QuietJax)
-is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain COMMAND`
-if is_command:
-    from jaxtrain.runtime import streams
+if sys.argv[:1] == ["-m"]:  # this process was started as `python -m jaxtrain COMMAND`
+    from jaxtrain.runtime import interrupt, streams
 
     streams.begin()
-if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, end_interrupted)
+    interrupt.begin()
 
 
 class _Callable(ModuleType):

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import ml_collections
 
+from jaxtrain.commands.command import PROCESS_OPTIONS, Command
 from jaxtrain.config import environment, explain, hardware, launch, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, PROCESS_OPTIONS, REFUSED, Command, Option
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Option
 from jaxtrain.config.schema import ConfigError, RunConfig, flatten, to_dict
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.startup import choose_cpu, set_environment, start_jax

@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxtrain.config import hardware, launch
 from jaxtrain.config.numbers import GB_PER_GIB
+from jaxtrain.data import loading
 from jaxtrain.plan import FOLDER as CACHE
 from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.rates import datasheet
@@ -208,7 +209,7 @@ def requests(names: Iterable[str]) -> dict[str, search_parallel.Request]:
     out = {}
     for name in names:
         config, machine = SHIPPED[name]
-        run, where = launch.load([f"--config={launch.REPO / config}"]).run, topology.parse(machine)
+        run, where = loading.load([f"--config={launch.REPO / config}"]).run, topology.parse(machine)
         out[name] = search_parallel.Request(run, where, config, rates=datasheet(where.gpu, run.precision))
     return out
 

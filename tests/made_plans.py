@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from jaxtrain.config import launch, schema
+from jaxtrain.data import loading
 from jaxtrain.plan import search_bound, search_parallel, topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
@@ -21,7 +22,7 @@ RATES = rates_for(H200.gpu, "bf16")
 
 def load(*overrides: str, file: str = "configs/llama3_8b.py") -> schema.RunConfig:
     """Return the run of a config file with overrides KEY=VALUE."""
-    loaded = launch.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
+    loaded = loading.load([f"--config={launch.REPO / file}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 

@@ -8,6 +8,7 @@ import importlib.util
 
 from jaxtrain.config import launch
 from jaxtrain.config.schema import RunConfig
+from jaxtrain.data import loading
 from jaxtrain.plan.compile import Compiled, compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import hlo
@@ -28,7 +29,7 @@ FULL = ("remat.policy=full", "remat.tensors=", LOOP)
 
 def config(*overrides: str, of: str = LLAMA) -> RunConfig:
     """Return the run of a config file with overrides KEY=VALUE."""
-    loaded = launch.load([f"--config={launch.REPO / of}", *(f"--config.{o}" for o in overrides)])
+    loaded = loading.load([f"--config={launch.REPO / of}", *(f"--config.{o}" for o in overrides)])
     assert not loaded.problems, loaded.problems
     return loaded.run
 

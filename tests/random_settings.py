@@ -20,6 +20,7 @@ from remedies import named_fix
 from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, ConfigError, Problem, RunConfig
+from jaxtrain.data import loading
 from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.models import FAMILIES, presets
 from jaxtrain.models.structure import SIZES
@@ -166,7 +167,7 @@ def argv(settings: dict[str, str]) -> list[str]:
 
 def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
     """Return the run of a command line, and its problems: those of the config, or those of the abstract program."""
-    loaded = launch.load(argv(settings))
+    loaded = loading.load(argv(settings))
     size = min(DEVICES, max(1, math.prod(dataclasses.astuple(loaded.run.mesh))))
     problems = [*loaded.problems, *validate_step(loaded.run, Devices("cpu", "cpu", size, 16.0, "a test"))]
     if not problems:
@@ -214,7 +215,7 @@ def on_one_device(settings: dict[str, str]) -> dict[str, str]:
 
 def train(settings: dict[str, str]) -> list[parity.Trained]:
     """Return the results of one step, and of STEPS steps, from the same weights."""
-    run = launch.load(argv(settings)).run
+    run = loading.load(argv(settings)).run
     made = build(run, helpers.devices_of(run))
     step = helpers.compiled(made)
     batch = functools.partial(helpers.host_batch, run)

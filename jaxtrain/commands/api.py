@@ -15,6 +15,7 @@ import rich.console
 
 from jaxtrain.config import launch, own_parts
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, flatten
+from jaxtrain.data import loading
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +69,7 @@ def load(name: Config, **overrides: Any) -> RunConfig:
 
 
 def _load(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.Loaded:
-    loaded = launch.load(_argv(name, overrides))
+    loaded = loading.load(_argv(name, overrides))
     if loaded.problems:
         raise ConfigError(launch.with_config(loaded.problems, loaded.launch))
     return loaded
@@ -366,7 +367,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     found = [] if problems else [(layout, *named.load(layout, _argv(config, overrides))) for layout in asked]
     problems += named.together([(layout.name, wrong) for layout, _, wrong in found])
     if problems:
-        raise ConfigError(launch.with_config(problems, launch.load(_argv(config, overrides)).launch))
+        raise ConfigError(launch.with_config(problems, loading.load(_argv(config, overrides)).launch))
     runs = [(layout, run) for layout, run, _ in found]
     rows, yardstick, types, failed = compare_layouts(runs, steps, rich.console.Console(quiet=True))
     if failed:

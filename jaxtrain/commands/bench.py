@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.config.command_line import Option, make_console
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.node import kernels, node_suite, train_step
 from jaxtrain.node.train_step import DATA, TRACED_STEPS

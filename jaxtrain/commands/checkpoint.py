@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
-from jaxtrain.config.command_line import ArgumentParser, progress_bar, run_action
+from jaxtrain.commands.command import run_action
+from jaxtrain.config.command_line import ArgumentParser, progress_bar
 from jaxtrain.config.commands import spelled
 
 DAMAGED = 1

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.config.command_line import FAILED, ArgumentParser, run_action
+from jaxtrain.commands.command import run_action
+from jaxtrain.config.command_line import FAILED, ArgumentParser
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import Data
 from jaxtrain.data import tokenfile

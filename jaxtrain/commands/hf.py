@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.commands.command import run_action
 from jaxtrain.config import hardware, stores
-from jaxtrain.config.command_line import ArgumentParser, run_action
+from jaxtrain.config.command_line import ArgumentParser
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import OWN, Model
 from jaxtrain.hf.folder import is_raw, locate, open_folder

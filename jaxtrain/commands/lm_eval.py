@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.commands.command import run_action
 from jaxtrain.config import hardware, installed, launch
-from jaxtrain.config.command_line import ArgumentParser, run_action
+from jaxtrain.config.command_line import ArgumentParser
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import Problem
 from jaxtrain.data.tokenizer import TokenizerError

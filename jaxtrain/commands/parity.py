@@ -11,8 +11,9 @@ from typing import Any
 
 import rich.console
 
+from jaxtrain.commands.command import Command, Parsed, run_command
 from jaxtrain.config import environment, hardware, own_parts
-from jaxtrain.config.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.config.command_line import Option, make_console
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.metrics.files import write_output

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxtrain.commands.command import Command, Parsed, run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, Command, Option, Parsed, make_console, run_command
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, Option, make_console
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.metrics.files import write_output

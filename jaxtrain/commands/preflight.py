@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from jaxtrain.commands.command import PROCESS_OPTIONS, Command, Parsed, run_command
 from jaxtrain.config import launch
-from jaxtrain.config.command_line import PROCESS_OPTIONS, Command, Option, Parsed, check_output_file, run_command
+from jaxtrain.config.command_line import Option, check_output_file
 from jaxtrain.config.schema import Problem, nearest
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.node import inspection

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.config.command_line import Command, Option, Parsed, make_console, run_command
+from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.config.command_line import Option, make_console
 from jaxtrain.metrics.files import write_output
 from jaxtrain.runtime.startup import quiet
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.command_line import REFUSED, Command, Option, Parsed, make_console, run_command
+from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.config.command_line import REFUSED, Option, make_console
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, flatten, open_run, rows
 from jaxtrain.report.receipt_diff import GROUPS, Comparison, compare

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.config.command_line import Command, Option, Parsed, run_command
+from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.config.command_line import Option
 from jaxtrain.metrics.files import MetricsError, write_atomic
 from jaxtrain.metrics.receipt_format import ReceiptError
 

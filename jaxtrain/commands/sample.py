@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.commands.command import Command, Parsed, run_command
 from jaxtrain.config import hardware, schema, stores
-from jaxtrain.config.command_line import Command, Option, Parsed, run_command
+from jaxtrain.config.command_line import Option
 from jaxtrain.config.schema import Problem, declared
 from jaxtrain.data.readers import PrepareError, read_questions
 from jaxtrain.data.rows import question

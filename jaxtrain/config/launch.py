@@ -1,13 +1,12 @@
-"""From a command line to a RunConfig: reads the config file, applies the overrides, and collects all problems.
+"""A command line with `--config`: reads the config file, applies the overrides, and collects all problems.
 
-Every command that takes `--config` reads it by `load`. absl's flags are not used: they stop at the first mistake, drop
-arguments without dashes silently, and read `None` for a string as the text 'None'. Config files have
-the format of ml_collections' config_flags: `get_config` returns a ConfigDict.
+Every command that takes `--config` loads it by jaxtrain/data/loading.py, which reads it here. absl's flags are not used: they
+stop at the first mistake, drop arguments without dashes silently, and read `None` for a string as the text 'None'. Config files
+have the format of ml_collections' config_flags: `get_config` returns a ConfigDict.
 """
 
 import dataclasses
 import difflib
-import fractions
 import math
 import os
 import re
@@ -24,9 +23,7 @@ from jaxtrain.config.commands import CONFIG, PREFIX
 from jaxtrain.config.environment import EXPORTED
 from jaxtrain.config.schema import (
     OWN,
-    SMALLEST,
     ConfigError,
-    Optimizer,
     Problem,
     RunConfig,
     assigned,
@@ -34,7 +31,6 @@ from jaxtrain.config.schema import (
     default_config,
     flatten,
     resolve,
-    to_dict,
 )
 from jaxtrain.config.synonyms import OTHER_UNIT, did_you_mean, nearest_key, nearest_keys
 
@@ -98,7 +94,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The result of `load`.
+    """The config of a command line.
 
     `run` has the defaults of keys with problems. `file_read` is False if the config file could not be read. `asked` has the
     values of file and command line, before derivation.
@@ -113,12 +109,36 @@ class Loaded:
     file_read: bool
 
 
-def load(
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A command line as it was read, before anything is derived from it.
+
+    Attributes:
+        config: the config of the file with the overrides; the defaults if the file could not be read.
+        of_file: the config of the file without the overrides.
+        stated: dotted keys that the file sets.
+        chosen: dotted keys that the command line sets.
+        gpus: see Launch.
+        problems, launch, options, file_read: see Loaded.
+    """
+
+    config: ml_collections.ConfigDict
+    of_file: RunConfig
+    stated: set[str]
+    chosen: set[str]
+    gpus: int
+    problems: list[Problem]
+    launch: Launch
+    options: dict[str, str]
+    file_read: bool
+
+
+def read(
     argv: Sequence[str],
     options: Mapping[str, str] | None = None,
     switches: Mapping[str, str] | None = None,
     arguments: list[str] | None = None,
-) -> Loaded:
+) -> Typed:
     """Read `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. Uses no jax and no device.
 
     Args:
@@ -127,10 +147,7 @@ def load(
         switches: names of options that may be given without a value -> their value then. An option that is not given is "".
         arguments: collects the arguments without dashes; None: each is a problem.
 
-    Returns: the config, all options in `Loaded.options`, and every mistake as a Problem. Nothing is raised.
-
-    `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
-    `fit_schedule`).
+    Returns: the config, all options in `Typed.options`, and every mistake as a Problem. Nothing is raised.
     """
     options, switches = dict(options or {}), dict(switches or {})
     given, overrides, problems = split(argv, options, switches, arguments)
@@ -140,188 +157,22 @@ def load(
     problems += wrong
     file_read = config is not None
     config = config if config is not None else default_config()
-    from_file, run_of_file = _stated(config), resolved(config)[0]
+    stated, of_file = stated_keys(config), resolved(config)[0]
     chosen: set[str] = set()
     for key, text in overrides:
         wrong = apply(config, key, text)
         problems += wrong
         if not wrong:
             chosen.add(key)
-    run, wrong = resolved(config)
-    problems += wrong
-    authors = dict.fromkeys(declared(), "default") | dict.fromkeys(from_file, "file") | dict.fromkeys(chosen, "command line")
-    notes: list[str] = []
-    if run.train.epochs and "train.steps" in chosen:
-        if "train.epochs" in chosen:
-            rule = f"train.steps={run.train.steps} is given too, and only one of them can decide"
-            problems.append(Problem("train.epochs", run.train.epochs, rule, "Set train.epochs=0, or leave out train.steps."))
-        else:
-            notes.append(
-                f"train.epochs: {run.train.epochs:g} (file) -> 0, because of train.steps = {run.train.steps} (command line)"
-            )
-            run = dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=0.0))
-    run, wrong, known = resolve_epochs(run)
-    problems += wrong
-    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
-    run, fitted = fit_schedule(run, authors, run_of_file, _steps_of_file(run, run_of_file, from_file))
-    notes += [*known, *fitted]
-    asked = dict(flatten(config))
-    origins = {
-        key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
-        for key, value in flatten(to_dict(run))
-    }
-    launch = dataclasses.replace(launch, notes=tuple(notes), gpus=gpus)
-    problems = _with_own_settings(problems, run)
-    return Loaded(run, problems, origins, asked, launch, options | dict.fromkeys(switches, "") | given, file_read)
+    options = options | dict.fromkeys(switches, "") | given
+    return Typed(config, of_file, stated, chosen, gpus, problems, launch, options, file_read)
 
 
-def length(o: Optimizer, steps: int) -> int:
-    """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
-    if o.schedule == "constant":
-        return o.warmup_steps
-    decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
-
-
-def _stated(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
+def stated_keys(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
     """Return the keys that a config file sets; of a config without a record of assignments, those that are not the default."""
     defaults = dict(flatten(default_config()))
     changed = {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
     return changed | set(assigned(config) if isinstance(config, ml_collections.ConfigDict) else ())
-
-
-BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
-AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
-
-
-def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]:
-    """Return the run with the train.steps of its train.epochs, the problems of train.epochs, and notes. Imports no jax.
-
-    An epoch is what `Batches.epoch` counts as one, and the last step may go past the end of the last epoch. Without
-    train.epochs, nothing changes. train.steps also stays if the data cannot be opened: a note says why, and `validate` reports
-    the data.
-    """
-    epochs, data, steps = run.train.epochs, run.data, run.train.steps
-    sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
-    sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
-    if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
-        return run, [], []
-    # Imported here: the data pipeline is in a higher layer.
-    from jaxtrain.data import pipeline
-
-    if data.source == "synthetic" or pipeline.is_custom(data.source):
-        rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
-        return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []
-    try:
-        tokens = pipeline.tokens_per_epoch(data, run.paths.data)
-    except ConfigError as error:
-        gone = [str(p.value) for p in error.problems if p.rule == pipeline.GONE]
-        why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
-        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
-    # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
-    needed = max(1, math.ceil(fractions.Fraction(str(epochs)) * tokens / run.tokens_per_step))
-    return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
-
-
-def resolved_with_epochs(
-    config: ml_collections.ConfigDict | Mapping[str, Any],
-) -> tuple[RunConfig, list[Problem], list[str]]:
-    """Return (run, problems, notes) of a config without a command line: `resolved`, with the steps of train.epochs."""
-    asked, problems = resolved(config)
-    run, wrong, notes = resolve_epochs(asked)
-    if run.train.steps != asked.train.steps:
-        stated = _stated(config)
-        authors = dict.fromkeys(declared(), "default") | dict.fromkeys(stated, "file") | {"train.steps": BY_EPOCHS}
-        run, notes = fit_schedule(run, authors, asked, _steps_of_file(run, asked, stated))
-    return run, _with_own_settings(problems + wrong, run), notes
-
-
-def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[int, str]:
-    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
-
-    Epochs of the command line count in place of those of a file that has none.
-
-    Args:
-        run: the config with the command line's overrides.
-        file: the config without them.
-        stated: keys that the file sets.
-    """
-    epochs = file.train.epochs or run.train.epochs
-    if "train.steps" not in stated and epochs > 0:
-        whole, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
-        if not wrong and not unknown:
-            return whole.train.steps, BY_EPOCHS
-    return file.train.steps, "file" if "train.steps" in stated else "default"
-
-
-def fit_schedule(
-    run: RunConfig, authors: Mapping[str, str], file: RunConfig, steps_of_file: tuple[int, str]
-) -> tuple[RunConfig, list[str]]:
-    """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
-
-    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run. A
-    default has its fraction of the default train.steps, a length of a file with train.epochs that of the steps of its epochs.
-    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps; of a constant schedule, whose
-    rates do not depend on the length of the run, and of steps of the file itself, only if they are too long. lr_min changes
-    only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
-    its origin ranks below that of sample.max_tokens. Otherwise `validate` reports the contradiction.
-
-    Args:
-        run: the resolved config.
-        authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
-        file: the config of the file, without overrides.
-        steps_of_file: result of `_steps_of_file`.
-
-    Returns:
-        the config, and one line for each value that changed.
-    """
-
-    def below(key: str, other: str) -> bool:
-        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other])
-
-    o, steps = run.optimizer, run.train.steps
-    changes: dict[str, Any] = {}
-    notes: list[str] = []
-    decays = o.schedule != "constant"
-    lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
-    movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-    usual = RunConfig()
-
-    def whole(name: str) -> tuple[int, str]:
-        """Return (steps, their origin) of the run of which a length is a fraction."""
-        if authors[f"optimizer.{name}"] == "default":
-            return usual.train.steps, "default"
-        # Steps of epochs may be too few for the length, and give no fraction.
-        return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
-
-    before = {n: whole(n) for n in movable}
-    if length(o, steps) <= steps:
-        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n][0]}
-    if steps > 0 and movable:
-        fitted = {n: max(1, v * steps // max(steps, before[n][0])) for n, v in movable.items()}
-        room = steps - (length(o, steps) - sum(movable.values()))
-        if sum(fitted.values()) > room:
-            fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
-        changes |= fitted
-        for n, v in fitted.items():
-            author, (of, counted_by) = authors[f"optimizer.{n}"], before[n]
-            was = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {of} steps ({counted_by})"
-            notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
-    valid = not declared()["optimizer.lr"].out_of_range(o.lr)
-    if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
-        author = authors["optimizer.lr_min"]
-        peak = (usual if author == "default" else file).optimizer.lr
-        lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
-        changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
-        was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
-        notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
-    sample = run.sample
-    if sample.every_steps and not sample.max_tokens and below("sample.every_steps", "sample.max_tokens"):
-        notes.append(
-            f"sample.every_steps: {sample.every_steps} ({authors['sample.every_steps']}) -> 0 of sample.max_tokens = 0"
-        )
-        sample = dataclasses.replace(sample, every_steps=0)
-    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes), sample=sample), notes
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -538,7 +389,7 @@ def _explain_refusal(problem: Problem) -> Problem:
     return problem
 
 
-def _with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
+def with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
     """Return the problems. Those of unknown keys beside a user's own family, loss, optimizer or source name the section own."""
     parts = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
     own = [section for section, name in parts.items() if ":" in name]

@@ -17,6 +17,7 @@ from typing import Any
 import rich.console
 
 from jaxtrain.config import hardware, launch
+from jaxtrain.data import loading
 from jaxtrain.node import train_step
 from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
 from jaxtrain.node.train_step import DATA
@@ -195,7 +196,7 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     Args:
       request: `argv`, config file and overrides; `devices`, their number, 0 for all; `folder`, for the checkpoint.
     """
-    loaded = launch.load(request["argv"])
+    loaded = loading.load(request["argv"])
     if wrong := train_step.find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run = loaded.run

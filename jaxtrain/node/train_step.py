@@ -20,11 +20,11 @@ from typing import Any
 
 import rich.console
 
-from jaxtrain.config import environment, hardware, launch
+from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
-from jaxtrain.data import pipeline
+from jaxtrain.data import loading, pipeline
 from jaxtrain.models import flops
 from jaxtrain.report import bench
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
@@ -138,7 +138,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
       the reason why it failed. The times are returned even if the plan or the trace fails.
     """
     began = time.perf_counter()
-    loaded = launch.load(request["argv"])
+    loaded = loading.load(request["argv"])
     if wrong := find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run, there = loaded.run, devices_for(request["devices"])
@@ -374,7 +374,7 @@ def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, li
 
 def refusals(cases: Mapping[str, Sequence[str]], count: int) -> dict[str, list[Problem]]:
     """Return case -> its problems on `count` devices, for each case with problems."""
-    wrong = {name: find_problems(launch.load(argv), count) for name, argv in cases.items()}
+    wrong = {name: find_problems(loading.load(argv), count) for name, argv in cases.items()}
     return {name: problems for name, problems in wrong.items() if problems}
 
 

@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import jaxtrain
 from jaxtrain.config.environment import EXPORTED, Overlay
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.runtime import interrupt
 from jaxtrain.runtime.distributed import Cluster, start
 
 CONNECT_S = 300  # for all processes of a run to connect
@@ -201,10 +201,10 @@ def missing_part(error: str) -> str:
 def ending_at_once(stderr: int = 2) -> Iterator[None]:
     """On Ctrl-C, print one line to descriptor `stderr` and end at once: imports of C libraries lose a KeyboardInterrupt."""
     before = signal.getsignal(signal.SIGINT)
-    if not jaxtrain.is_command or not callable(before) or threading.current_thread() is not threading.main_thread():
+    if not interrupt.is_command or not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: jaxtrain.end_interrupted(number, frame, stderr))
+    signal.signal(signal.SIGINT, lambda number, frame: interrupt.end_interrupted(number, frame, stderr))
     try:
         yield
     finally:

@@ -10,10 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, OPTIONAL_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
-from jaxtrain.data import pipeline
+from jaxtrain.data import loading, pipeline
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.optim.moments import INT8
@@ -114,7 +114,7 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
       argv: config file and overrides of the command line.
       more: overrides that are set last.
     """
-    loaded = launch.load([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
+    loaded = loading.load([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
     if not loaded.file_read:
         return loaded.run, loaded.problems
     return loaded.run, [*loaded.problems, *validate_step(loaded.run, devices(layout.devices, f"--meshes={layout.name}"))]

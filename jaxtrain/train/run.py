@@ -26,9 +26,10 @@ from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.config import environment, hardware, installed, own_parts
 from jaxtrain.config.commands import spelled, training
-from jaxtrain.config.launch import Launch, resolved_with_epochs, variables
+from jaxtrain.config.launch import Launch, variables
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.data import text_format
+from jaxtrain.data.loading import resolve_with_epochs
 from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import goodput, samples
@@ -101,12 +102,12 @@ def run(
       config: the result of a config file's `get_config` (start from `config.default_config()`). JAX may have been imported
         before, but nothing may have been computed on GPUs: JAX allocates GPU memory (`train.memory_fraction`) when it first
         uses the GPUs.
-      notes: first lines of the log, such as those of `launch.load`.
+      notes: first lines of the log, such as those of `loading.load`.
 
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
     """
-    asked, problems, fitted = resolved_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
+    asked, problems, fitted = resolve_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     folder, devices = Path(workdir).expanduser(), hardware.probe()
     problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, folder), *check_alone()]
     if problems:

@@ -20,6 +20,7 @@ from benchmarks import peer_torch
 from jaxtrain.commands import bench as command
 from jaxtrain.commands.parity import main as parity_main
 from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.node import node_suite, parts, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
@@ -35,7 +36,7 @@ def program_here(command, log, *, environ=None, limit_s=None):
         Path(environ["JAXTRAIN_TEST_RESULTS"]).write_text('{"test": "a", "outcome": "passed", "why": "", "ratio": 0.5}\n')
         return 0, "1 passed"
     if command[3] == "main":
-        assert not launch.load(command[3:], {"workdir": ""}).problems
+        assert not loading.load(command[3:], {"workdir": ""}).problems
         (workdir,) = [Path(arg.partition("=")[2]) for arg in command if arg.startswith("--workdir=")]
         workdir.mkdir()
         (workdir / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n{"kind": "eval", "loss": 2.5}\n')

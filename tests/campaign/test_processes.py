@@ -17,10 +17,8 @@ def python(code: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, timeout=300, check=False, **pipes)
 
 
-VALIDATED = (
-    "from pathlib import Path; from jaxtrain.config import hardware, launch; from jaxtrain.step.validate import validate;"
-)
-VALIDATED += "assert not validate(launch.load([]).run, hardware.probe(), Path('runs/test'))"
+VALIDATED = "from pathlib import Path; from jaxtrain.config import hardware;"
+VALIDATED += "assert not validate(loading.load([]).run, hardware.probe(), Path('runs/test'))"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +38,7 @@ def test_these_import_no_jax(code: str):
 
 def test_the_run_outlives_its_terminal(tmp_path):
     script = f"""
+from jaxtrain.data import loading
 from jaxtrain import progress
 with progress.Console({str(tmp_path)!r}, 0, 10) as console:
     console.say("one")

@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from jaxtrain import main
 from jaxtrain.commands import data as data_command
 from jaxtrain.commands import hf as command
-from jaxtrain.config.launch import load
 from jaxtrain.config.shapes import REWARD_METRICS
+from jaxtrain.data.loading import load
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import PairRows
 from jaxtrain.hf.folder import open_folder

@@ -11,6 +11,7 @@ from bench_helpers import SMALL, at_home  # noqa: F401
 from helpers import few
 
 from jaxtrain.config import hardware, launch
+from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.node import kernel_workloads, kernels, microbenchmarks, train_step
 from jaxtrain.node.train_step import DATA
@@ -37,7 +38,7 @@ def compiled():
 
 def test_figures_follow_from_the_times(compiled):
     r, _ = compiled
-    run = launch.load(ask()["argv"]).run
+    run = loading.load(ask()["argv"]).run
     assert r["verdict"] == "ok" and r["steps"] == 4 and r["mesh"]["fsdp"] * r["mesh"]["data"] == 2
     s = r["step_s"]
     assert 0 < s["min"] <= s["q1"] <= s["median"] <= s["q3"] <= s["max"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 import rich.console
 
-from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.node import calibrate
 from jaxtrain.node import microbenchmarks as micro
@@ -198,7 +198,7 @@ def test_times_are_of_warm_calls(monkeypatch):
 
 
 def test_gemms_are_compiled_as_in_training():
-    run = launch.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
+    run = loading.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
     program = build(run, topology.devices(topology.parse("h200:8")))
     training = compiler.choose(program, compiler.card(139.8)).options
     assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS

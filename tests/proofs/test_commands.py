@@ -11,7 +11,7 @@ import runs
 RUN = """
 import hashlib, os, signal, sys, threading, time
 {before}
-from jaxtrain.config.command_line import Command, run_command
+from jaxtrain.commands.command import Command, run_command
 def watch(clock, until):
     while time.clock_gettime(clock) < until:
         time.sleep(0.01)

@@ -14,10 +14,10 @@ import pytest
 import runs
 
 from jaxtrain.checkpoint import Checkpoints
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.schema import to_dict
 from jaxtrain.config.shapes import REWARD_METRICS
-from jaxtrain.data import pipeline, text_format, tokenizer
+from jaxtrain.data import loading, pipeline, text_format, tokenizer
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenWriter
 from jaxtrain.metrics import samples
 from jaxtrain.step import loss, validate
@@ -193,7 +193,7 @@ def folder(tmp_path_factory):
     (folder / "small.py").write_text(runs.SMALL.replace("num_layers = 2", whole_weights))
     pairs_file(folder / "train.tok", 64)
     pairs_file(folder / "held_out.tok", 20, seed=1)
-    base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
+    base = loading.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
     saver = Checkpoints(folder / "base" / "checkpoints")
     meta = {
         "config": to_dict(base),

@@ -16,9 +16,9 @@ from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 from jax.extend.core import jaxprs_in_params
 from kernel_bounds import FORMATS, in_8_bits
 
-from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import ConfigError
+from jaxtrain.data import loading
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.experts import eight, feed_forward, pallas
@@ -377,7 +377,7 @@ SIZES = ("num_layers=2", "d_model=1024", "d_ff=2048", "num_heads=8", "num_kv_hea
 def planned(config: str, *others: str):
     pytest.importorskip("jax_cuda12_plugin", reason="needs the `plan` extra")
     values = ("precision=fp8", "train.grad_accum=2", "train.global_batch=16", *(f"model.{o}" for o in SIZES), *others)
-    run = launch.load([f"--config={config}", *(f"--config.{o}" for o in values)]).run
+    run = loading.load([f"--config={config}", *(f"--config.{o}" for o in values)]).run
     made = compile_step(run, NODE)
     return run, made, read_plan(made, run, NODE)
 

@@ -16,9 +16,8 @@ from test_dpo import begun, step
 
 from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.commands import lm_eval
-from jaxtrain.config import launch
 from jaxtrain.config.schema import to_dict
-from jaxtrain.data import text_format, tokenizer
+from jaxtrain.data import loading, text_format, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.hf import lora
 from jaxtrain.models import flops
@@ -188,7 +187,7 @@ def trained(tmp_path_factory):
                 word = "".join(draws.choice(list("abcdefgh"), 4))
                 writer.write(byte.encode(text := f"Say {word}. {word}"), len(text))
                 writer.end_document()
-    base = launch.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
+    base = loading.load([f"--config={folder / 'small.py'}", "--config.data.source=synthetic", "--config.mesh.data=1"]).run
     meta = {
         "config": to_dict(base),
         "data": {"tokens": 0, "fingerprint": {}},

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.models.zero import make_zero
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
@@ -116,7 +116,7 @@ def test_a_stage_communicates_what_it_promises(stage, data):
         "train.global_batch": 8 * ACCUM,
         "train.grad_accum": ACCUM,
     }
-    loaded = launch.load(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
+    loaded = loading.load(["--config=configs/llama3_8b.py", *(f"--config.{k}={v}" for k, v in keys.items())])
     assert not loaded.problems, loaded.problems
     step = compile_step(loaded.run, NODE)
     mesh = dict(step.program.placement.mesh.shape)

@@ -9,8 +9,8 @@ import math
 import helpers
 import pytest
 
-from jaxtrain.config import launch
 from jaxtrain.config.schema import Remat
+from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.models.activations import KEPT, kept
 from jaxtrain.step import auto_remat
@@ -22,7 +22,7 @@ WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "ml
 
 def run(*overrides: str):
     sizes = ("--config.train.grad_accum=1", "--config.train.global_batch=8", "--config.remat.policy=auto")
-    return launch.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
+    return loading.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
 
 
 def test_the_first_choice_computes_no_gemm_again():

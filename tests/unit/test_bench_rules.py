@@ -8,7 +8,8 @@ import pytest
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain.commands import bench as command
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
+from jaxtrain.data import loading
 from jaxtrain.node import kernel_workloads, kernels, node_suite, parts, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
@@ -23,7 +24,7 @@ def ask(**more):
 
 def test_fp8_and_bf16_share_one_peak():
     """MFU of a step with FP8 is relative to the bfloat16 peak FLOP/s, as in the log of a run and in plans."""
-    runs = {p: launch.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
+    runs = {p: loading.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
     peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
 
@@ -34,7 +35,7 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
     r = train_step.measure(ask(argv=argv, devices=1))
     assert r["verdict"] == "out of memory" and "525.7 GiB" in r["why"] and "140.0" in r["why"]
-    run = launch.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
+    run = loading.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
     assert train_step.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
 
 

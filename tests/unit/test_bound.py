@@ -5,6 +5,7 @@ import pytest
 from made_plans import H200, RATES, load
 
 from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.plan import search_bound, topology
 from jaxtrain.plan.rates import datasheet
@@ -143,7 +144,7 @@ KNOWN = [name for name in golden_plans.SHIPPED if name not in ("deepseek_v3", "g
 def test_no_golden_plan_is_below_its_bound(name):
     """No golden plan needs less memory or time than the bound of its config. A higher bound could refuse a config that fits."""
     plan = golden_plans.load(golden_plans.path(name))
-    loaded = launch.load([f"--config={launch.REPO}/{plan['config']}"])
+    loaded = loading.load([f"--config={launch.REPO}/{plan['config']}"])
     machine = topology.parse(plan["topology"])
     least = search_bound.bound(loaded.run, machine, datasheet(machine.gpu, loaded.run.precision))
     assert 0 < least.memory_gib <= plan["peak_gib"] and 0 < least.step_s * 1e3 <= plan["step_ms"]

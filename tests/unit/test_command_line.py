@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from jaxtrain.config.command_line import ArgumentParser, Command, Option, run_command
+from jaxtrain.commands.command import Command, run_command
+from jaxtrain.config.command_line import ArgumentParser, Option
 from jaxtrain.config.schema import ConfigError, Problem
 
 FILES = Command(

@@ -7,8 +7,9 @@ from typing import Any, cast
 import jax
 import pytest
 
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
+from jaxtrain.data import loading
 from jaxtrain.plan import topology
 from jaxtrain.step import compiler
 from jaxtrain.step.program import build
@@ -17,7 +18,7 @@ from jaxtrain.train.child import error_line
 
 def program(machine: str = "h200:8", **overrides):
     args = [f"--config.{key.replace('__', '.')}={value}" for key, value in {"model__num_layers": 2, **overrides}.items()]
-    return build(launch.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
+    return build(loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
 
 
 def choose(machine: str = "h200:8", **overrides) -> compiler.Chosen:

@@ -18,7 +18,7 @@ from jaxtrain import main
 from jaxtrain.config import hardware, launch, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import RunConfig, spelled_value
-from jaxtrain.data import pipeline
+from jaxtrain.data import loading, pipeline
 from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.activations import KEPT
@@ -36,7 +36,7 @@ __all__ = ["a_plain_shell"]  # a fixture of every test here
 def test_rules_of_attention_are_the_kernels(asked):
     """A config is refused exactly if the kernel does not support its GPU, precision, head dimension and the like."""
     key, _, kernel = asked.partition("=")
-    started = launch.load([TINY, f"--config.{asked}"]).run
+    started = loading.load([TINY, f"--config.{asked}"]).run
     cases = ((75, 86, 89, 90, 100, 120), ("bf16", "f32"), (60, 64, 192, 320), ("documents", "none"), (0.0, 30.0), (False, True))
     refused = 0
     for sm, precision, head_dim, packing, softcap, deterministic in itertools.product(*cases):
@@ -64,7 +64,7 @@ def test_variants_and_derived_values(tmp_path):
         "v = parse_arg(arg, deep=False, seq=256)\nconfig.data.seq_len = v.seq\nconfig.model.num_layers = 9 if v.deep else 3\n"
         "config.model.d_ff = config.model.get_ref('d_model') * 4",
     )
-    run = launch.load([f"{file}:deep,seq=512", "--config.model.d_model=96"]).run
+    run = loading.load([f"{file}:deep,seq=512", "--config.model.d_model=96"]).run
     assert (run.data.seq_len, run.model.num_layers, run.model.d_ff) == (512, 9, 384)
     assert listing(tmp_path) == [str(tmp_path / "mine.py")], "reading a file leaves nothing beside it"
 
@@ -73,7 +73,7 @@ def test_overrides_take_the_type_of_their_key():
     """--config.KEY=VALUE, a value as an argument of its own, and a bare bool. The last one wins."""
     given = ["optimizer.lr=1", "train.steps=7", "train.steps=8", "log.tensorboard=false", "mesh.fsdp=-1", "profile.dump_hlo"]
     argv = [f"--config.{text}" for text in (*given, "sample.prompt=def f(x=1): ", "sharding.rules.vocab=")]
-    run = launch.load([TINY, *argv, "--config.data.seq_len", "64"]).run
+    run = loading.load([TINY, *argv, "--config.data.seq_len", "64"]).run
     assert run.optimizer.lr == 1.0 and isinstance(run.optimizer.lr, float)
     assert (run.train.steps, run.log.tensorboard, run.profile.dump_hlo, run.mesh.fsdp) == (8, False, True, -1)
     assert run.sample.prompt == "def f(x=1): " and dict(run.sharding.rules)["vocab"] == "" and run.data.seq_len == 64
@@ -83,7 +83,7 @@ def test_every_key_can_be_overridden():
     """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
     values = dict(schema.flatten(schema.default_config()))
     argv = [f"--config.{key}={'' if value == '' else spelled_value(value)}" for key, value in values.items()]
-    loaded = launch.load([TINY, *argv])
+    loaded = loading.load([TINY, *argv])
     assert loaded.problems == []
     assert loaded.run == schema.resolve(schema.default_config())[0]
     assert {loaded.origins[key] for key in values} == {"command line", "derived"}
@@ -91,7 +91,7 @@ def test_every_key_can_be_overridden():
 
 def test_the_launch_is_recorded():
     argv = [f"--config={REPO}/configs/llama3_8b.py:half,gpus=4", "--config.train.steps=9", "--workdir=w"]
-    loaded = launch.load(argv, {"workdir": ""})
+    loaded = loading.load(argv, {"workdir": ""})
     record = loaded.launch
     assert (Path(record.config_file).name, record.variant) == ("llama3_8b.py", "half,gpus=4")
     assert (record.overrides, record.name) == ((("train.steps", "9"),), "llama3_8b-half-gpus-4")
@@ -111,7 +111,7 @@ def test_the_launch_is_recorded():
 )
 def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: str, gpus: int, variant: str):
     stem, _, given = name.partition(":")
-    line = launch.load([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.other_size(gpus)
+    line = loading.load([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.other_size(gpus)
     assert line.endswith(variant) and bool(line) == bool(variant)
 
 
@@ -148,13 +148,13 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
 def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     """A value equal to the default is the file's too, and of a copied config only those that differ."""
     body = "config.optimizer.weight_decay = 0.1; config.log = dict(config.log); config.model.get_ref('d_model')"
-    origins = launch.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
+    origins = loading.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
     of_log = {f"log.{key}" for key in schema.default_config().log}
     assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay"} | of_log
     assert origins["train.steps"] == "command line"
     for copied in ("copy.deepcopy(config)", "config.copy_and_resolve_references()", "type(config)(config)"):
         file = config_file(tmp_path, f"import copy; config.train.steps = 9; config = {copied}")
-        assert {key for key, who in launch.load([file]).origins.items() if who == "file"} == {"train.steps"}, copied
+        assert {key for key, who in loading.load([file]).origins.items() if who == "file"} == {"train.steps"}, copied
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_value_that_a_file_sets_is_the_files(tmp_path):
     ],
 )
 def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, noted):
-    loaded = launch.load([TINY, *arguments(settings)])
+    loaded = loading.load([TINY, *arguments(settings)])
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted
     assert [note.partition(":")[0] for note in loaded.launch.notes] == noted
     assert keys(settings) == []
@@ -197,7 +197,7 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
     ],
 )
 def test_a_shorter_run_keeps_the_fractions_of_the_file(tmp_path, body, steps, fitted, notes):
-    loaded = launch.load([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
+    loaded = loading.load([config_file(tmp_path, f"config.{body}"), f"--config.train.steps={steps}"])
     assert {name: getattr(loaded.run.optimizer, name) for name in fitted} == fitted and loaded.problems == []
     assert len(loaded.launch.notes) == notes
 
@@ -221,22 +221,22 @@ def test_a_warmup_of_a_file_with_epochs(tmp_path, body, typed, warmup, origins):
     text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)
     data = f"data.seq_len = 16; config.train.global_batch = 4; config.data.source = {str(text)!r}; config.train.epochs = 1.0"
     file = config_file(tmp_path, f"config.{data}; config.optimizer.{body}")
-    loaded = launch.load([file, *arguments(typed)])
+    loaded = loading.load([file, *arguments(typed)])
     assert loaded.run.optimizer.warmup_steps == warmup and loaded.problems == []
     told = [re.findall(r"\(([a-z. ]+)\)", note) for note in loaded.launch.notes if note.startswith("optimizer.")]
     assert told == ([origins] if origins else [])
     if not typed:
         made = launch.read_file(file.removeprefix("--config="), None)[0]
-        assert made is not None and launch.resolved_with_epochs(made)[0] == loaded.run
+        assert made is not None and loading.resolve_with_epochs(made)[0] == loaded.run
 
 
 def test_a_mistake_in_the_steps_of_a_file_is_a_problem(tmp_path):
     body = "type(config).unlock(config); config.train = dict(config.train, steps='many')"
-    assert [p.key for p in launch.load([config_file(tmp_path, body)]).problems] == ["train.steps"]
+    assert [p.key for p in loading.load([config_file(tmp_path, body)]).problems] == ["train.steps"]
 
 
 def test_samples_that_a_file_wants_are_left_out_without_tokens(tmp_path):
-    loaded = launch.load([config_file(tmp_path, "config.sample.every_steps = 9"), "--config.sample.max_tokens=0"])
+    loaded = loading.load([config_file(tmp_path, "config.sample.every_steps = 9"), "--config.sample.max_tokens=0"])
     assert loaded.run.sample.every_steps == 0 and [note.partition(":")[0] for note in loaded.launch.notes] == [
         "sample.every_steps"
     ]
@@ -249,15 +249,15 @@ def test_epochs_set_the_steps(tmp_path):
     data = "config.data.seq_len = 16\nconfig.train.global_batch = 4\nconfig.optimizer.warmup_steps = 50"
     for source, epochs in ((text, 0.001), (text, 0.5), (text, 2.0), (chat, 3.0), (f"{text}=0.5,{chat}=0.5", 1.0)):
         body = f"{data}\nconfig.data.source = {str(source)!r}\nconfig.train.epochs = {epochs}"
-        loaded = launch.load([config_file(tmp_path, body)])
+        loaded = loading.load([config_file(tmp_path, body)])
         steps = max(1, math.ceil(epochs * open_batches(source).tokens_per_epoch / 64))
         assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (steps, epochs, [])
         assert loaded.origins["train.steps"] == "derived" and 0 < loaded.run.optimizer.warmup_steps <= min(50, steps)
-        assert launch.resolved_with_epochs(schema.to_dict(loaded.run))[0] == loaded.run
+        assert loading.resolve_with_epochs(schema.to_dict(loaded.run))[0] == loaded.run
     # Steps on the command line win, with a note; without the file the config's steps stay, with a note.
-    loaded = launch.load([config_file(tmp_path, body), "--config.train.steps=7"])
+    loaded = loading.load([config_file(tmp_path, body), "--config.train.steps=7"])
     assert (loaded.run.train.steps, loaded.run.train.epochs, len(loaded.launch.notes)) == (7, 0.0, 2)
-    loaded = launch.load([config_file(tmp_path, body), f"--config.data.source={tmp_path}/gone.tok"])
+    loaded = loading.load([config_file(tmp_path, body), f"--config.data.source={tmp_path}/gone.tok"])
     assert (loaded.run.train.steps, loaded.run.train.epochs, loaded.problems) == (1000, 1.0, [])
     assert "gone.tok" in loaded.launch.notes[0]
 
@@ -265,7 +265,7 @@ def test_epochs_set_the_steps(tmp_path):
 def test_a_default_warmup_gives_way_to_the_steps_of_a_file(tmp_path):
     """A file that contradicts itself is not fitted, but refused."""
     for body, steps in (("", 5), ("; config.optimizer.warmup_steps = 60", 60)):
-        loaded = launch.load([config_file(tmp_path, f"config.train.steps = 50{body}")])
+        loaded = loading.load([config_file(tmp_path, f"config.train.steps = 50{body}")])
         assert loaded.run.optimizer.warmup_steps == steps and bool(loaded.launch.notes) == (not body)
 
 

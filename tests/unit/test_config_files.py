@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import launch
+from jaxtrain.data import loading
 
 BASE = "from jaxtrain.config import default_config\n"
 GET = "def get_config(arg=None):\n    config = default_config()\n"
@@ -22,7 +23,7 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def load(path: Path | str) -> launch.Loaded:
-    return launch.load([f"--config={path}"])
+    return loading.load([f"--config={path}"])
 
 
 def wrong(path: Path | str) -> str:
@@ -101,8 +102,8 @@ def test_classes_of_a_config_file_are_found_by_their_module(tmp_path: Path):
 def test_a_config_file_has_no_future_of_the_program_that_reads_it(tmp_path: Path):
     note = "seen = []\ndef note(x: seen.append(1)): pass\n"
     text = f"{BASE}{note}{GET}    config.model.num_layers += len(seen)\n    return config\n"
-    code = compile("from __future__ import annotations\nloaded = launch.load([f'--config={file}'])", "caller", "exec")
-    names = {"launch": launch, "file": write(tmp_path / "c.py", text)}
+    code = compile("from __future__ import annotations\nloaded = loading.load([f'--config={file}'])", "caller", "exec")
+    names = {"loading": loading, "file": write(tmp_path / "c.py", text)}
     exec(code, names)
     assert typing.cast(launch.Loaded, names["loaded"]).run.model.num_layers == load(names["file"]).run.model.num_layers == 5
 
@@ -148,5 +149,5 @@ def test_a_config_file_that_is_a_pipe_is_refused(tmp_path: Path):
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused():
-    (problem,) = launch.load(["--config.sample.prompt=gr\udcf6\udcdfe"]).problems
+    (problem,) = loading.load(["--config.sample.prompt=gr\udcf6\udcdfe"]).problems
     assert problem.key == "sample.prompt"

@@ -24,8 +24,9 @@ from benchmarks import command_reference, file_tree, gpu_items, numerics
 from jaxtrain import main
 from jaxtrain.checkpoint import arrays
 from jaxtrain.commands.api import load
-from jaxtrain.config import environment, explain, hardware, launch
+from jaxtrain.config import environment, explain, hardware
 from jaxtrain.config.hardware import Devices
+from jaxtrain.data import loading
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.metrics import alerts
 from jaxtrain.models import flops
@@ -82,7 +83,7 @@ def parsed(words: list[str]) -> list[Any]:
     """Return the problems of a command line of a module or of run.sh, [] if it can be parsed. main's config is not checked."""
     name, *words = words
     if name == "benchmarks.numerics":
-        return launch.load(words, numerics.OPTIONS).problems
+        return loading.load(words, numerics.OPTIONS).problems
     if name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
@@ -96,7 +97,7 @@ def parsed(words: list[str]) -> list[Any]:
     problems = [*asked.problems, *(getattr(module, FURTHER_CHECKS[name])(asked) if name in FURTHER_CHECKS else [])]
     if name == "bench":
         cases, wrong = train_step.make_cases(asked.config.launch.config_argv, "", asked.options["sweep"])
-        problems += [*wrong, *(p for argv in cases.values() for p in launch.load(argv).problems)]
+        problems += [*wrong, *(p for argv in cases.values() for p in loading.load(argv).problems)]
     elif name == "parity":
         problems += parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)[1]
     return problems

@@ -4,8 +4,9 @@ import pytest
 from played_nvml import Gpu, Nvml
 
 from jaxtrain.commands import bench
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
+from jaxtrain.data import loading
 from jaxtrain.node import train_step
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import parity_layouts
@@ -89,7 +90,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     assert (found.kind, found.count, nvml.open) == ("gpu", 0, 0), "the CPU is no substitute"
     assert found.problem is not None
     assert (found.problem.key, found.problem.value) == ("CUDA_VISIBLE_DEVICES", visible) and gpu in found.problem.rule
-    (told,) = validate_step(launch.load([]).run, found)
+    (told,) = validate_step(loading.load([]).run, found)
     assert told is found.problem, "one mistake, one problem"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS")

@@ -25,8 +25,6 @@ ROOMS = """
 """
 # Imports of a folder above that are left.
 UP = {
-    ("config.command_line", "__init__"),
-    ("config.launch", "data.pipeline"),
     ("metrics.receipt", "__init__"),
     ("metrics.receipt", "report.receipt_diff"),
     ("optim.rounding", "step.state"),
@@ -40,14 +38,21 @@ UP = {
     ("report.preflight", "node.table"),
     ("report.profile", "report.profile_page"),
     ("report.run", "report.run_page"),
-    ("runtime.startup", "__init__"),
     ("train.parity_known_issues", "node.child"),
 }
 MOST_ENTRIES = 19  # of the package's own folder
 # Modules that work before JAX starts: config files, --help, --explain, and every mistake in a config.
 LIGHT = (
     *("__init__", "main", "commands.api", "commands.supervise", "config", "config.explain", "config.launch", "config.commands"),
-    *("config.hardware", "data.pipeline", "models", "models.families.llama", "models.flops", "step.validate"),
+    *(
+        "config.hardware",
+        "data.loading",
+        "commands.command",
+        "models",
+        "models.families.llama",
+        "models.flops",
+        "step.validate",
+    ),
 )
 
 

@@ -14,9 +14,10 @@ import saved
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.config import launch, schema
+from jaxtrain.config import schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import Lora, to_dict
+from jaxtrain.data import loading
 from jaxtrain.hf import lora, peft
 from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -186,12 +187,12 @@ def test_the_config_for_finetuning(tmp_path):
     large = f"base={tmp_path / 'large'}"
     lengths = {f"base={run}": helpers.tiny().data.seq_len, f"base={tmp_path / 'small'}": 512}
     for arg, devices in (*dict.fromkeys(lengths, 1).items(), (f"{large},lora=16", 8), (large, 8)):
-        loaded = launch.load([f"--config=configs/finetune.py:{arg}"])
+        loaded = loading.load([f"--config=configs/finetune.py:{arg}"])
         assert not loaded.problems
         assert loaded.run.data.seq_len == lengths.get(arg, loaded.run.data.seq_len)
         assert not validate.validate_step(loaded.run, Devices("gpu", "NVIDIA H200", devices, 139.8, "test", 90, 8))
     for arg in ("", ":base=nothere"):
-        (problem,) = launch.load([f"--config=configs/finetune.py{arg}"]).problems
+        (problem,) = loading.load([f"--config=configs/finetune.py{arg}"]).problems
         assert "base" in str(problem)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, Problem, rules_in_use
+from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
 CPUS = Devices("cpu", "cpu", 8, 4.0, "test")
@@ -22,7 +22,7 @@ GROUPS = ("pipeline.schedule=interleaved", "pipeline.groups=2")
 
 
 def found(*overrides: str, devices: Devices = CPUS) -> list[Problem]:
-    loaded = launch.load(["--config=configs/tiny.py", *(f"--config.{o}" for o in (*MODEL, *overrides))])
+    loaded = loading.load(["--config=configs/tiny.py", *(f"--config.{o}" for o in (*MODEL, *overrides))])
     return [*loaded.problems, *validate_step(loaded.run, devices)]
 
 
@@ -156,6 +156,6 @@ def test_pallas_grouped_matmuls_need_hopper(devices, more):
 def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero, whole, cut):
     """Mesh axes whose size divides the experts shard whole experts. Other axes shard the experts' model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
-    run = launch.load(["--config=configs/tiny.py", *named]).run
+    run = loading.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)
     assert (rules["experts"], rules["expert_embed"]) == (whole, cut)

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from jaxtrain.commands import api
+from jaxtrain.commands.command import run_action
 from jaxtrain.config import own_parts, schema
-from jaxtrain.config.command_line import run_action
 from jaxtrain.config.own_parts import WrongPart, load, not_found, problem_of
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.config.shapes import BATCH_KEYS

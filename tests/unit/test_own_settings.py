@@ -7,8 +7,9 @@ import helpers
 import jax
 import pytest
 
-from jaxtrain.config import launch, schema
+from jaxtrain.config import schema
 from jaxtrain.config.schema import Own, own_settings
+from jaxtrain.data import loading
 from jaxtrain.step import resume
 
 FILE = """
@@ -33,7 +34,7 @@ def file(tmp_path):
 
 
 def load(file, *argv):
-    return launch.load([f"--config={file}", *argv])
+    return loading.load([f"--config={file}", *argv])
 
 
 def test_keys_of_the_file_keep_their_type_on_the_command_line(file):

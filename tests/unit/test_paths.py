@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.commands import api
-from jaxtrain.config import launch
 from jaxtrain.config.schema import Data, Problem, parse_arg, split_paths
-from jaxtrain.data import mixture, pipeline, prepare, readers
+from jaxtrain.data import loading, mixture, pipeline, prepare, readers
 
 SWEEP = ("bs=16,wd=0/x.tok", "lr=3e-4/x.tok", "a;b/x.tok", "m:n/x.tok", "lr=3e-4/x", "a.tok=0.5", "plain.tok")
 
@@ -94,7 +93,7 @@ def test_a_config_of_the_current_folder_may_have_a_colon_in_its_name(folder: Pat
     text = "from jaxtrain.config import default_config as get_config\n"
     (folder / "tiny:x").mkdir(exist_ok=True)
     (folder / "tiny:x" / "c.py").write_text(text)
-    assert api._file("tiny:x/c.py") == "tiny:x/c.py" and not launch.load(["--config=tiny:x/c.py"]).problems
+    assert api._file("tiny:x/c.py") == "tiny:x/c.py" and not loading.load(["--config=tiny:x/c.py"]).problems
 
 
 def test_inputs_of_prepare_may_have_any_name(folder: Path):

@@ -8,6 +8,7 @@ import pytest
 from helpers import program, tiny
 
 from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.collectives import Found
@@ -185,7 +186,7 @@ def test_exposed_communication_is_added_up_by_line():
 def test_too_few_microbatches_for_the_stages():
     def bubble(*overrides: str) -> list[str]:
         asked = ("mesh.stage=4", "mesh.fsdp=1", *overrides)
-        run = launch.load([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
+        run = loading.load([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
         return list(warnings._bubble(run, run.mesh.stage))
 
     (warning,) = bubble("train.global_batch=64", "train.grad_accum=8")

@@ -10,7 +10,7 @@ import pytest
 from nodes import H200, RECORDED, a_plain_environment, answer, copied, faults, gpu_table, judged, sliders, some_gpus  # noqa: F401
 
 from jaxtrain.commands import preflight as command
-from jaxtrain.config import launch
+from jaxtrain.data import loading
 from jaxtrain.node import inspection, multi_node, node, nvidia_smi, rates, software
 from jaxtrain.node.multi_node import Preflight
 from jaxtrain.node.node import LocalNode, RecordedNode, Unanswered, call_with_timeout
@@ -24,7 +24,7 @@ TWO = distributed.Cluster("a:1", 2, 0, None, "this test")
 
 @functools.cache
 def default_run():
-    return launch.load([]).run
+    return loading.load([]).run
 
 
 def context(of=H200, paths=PATHS, cluster=None, **more) -> Context:

@@ -19,10 +19,10 @@ from token_files import command, write_conversations
 
 from jaxtrain import main
 from jaxtrain.commands import hf, plan, sample
-from jaxtrain.config import environment, explain, hardware, launch, schema
+from jaxtrain.config import environment, explain, hardware, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import Problem, declared
-from jaxtrain.data import pipeline, prepare
+from jaxtrain.data import loading, pipeline, prepare
 from jaxtrain.step.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -151,7 +151,7 @@ def arguments(settings: str) -> list[str]:
 
 def problems(settings: str = "", devices: Devices = EIGHT_CPUS, workdir: object = "runs/test", base: str = TINY):
     """Return every problem of a command line, without starting a process."""
-    loaded = launch.load([base, *arguments(settings)], options={"workdir": str(workdir)})
+    loaded = loading.load([base, *arguments(settings)], options={"workdir": str(workdir)})
     checked = validate(loaded.run, devices, Path(loaded.options["workdir"])) if loaded.file_read else []
     return [*loaded.problems, *checked]
 
@@ -263,7 +263,7 @@ def test_a_plan_that_a_message_names_is_for_the_machine_of_the_config(config_of,
     file = f"--config={REPO}/configs/{config_of}"
     assert main.main([file, "--config.memory_estimation.enable=true"]) == 2
     named = {*re.findall(r"--topology=([\w:]+)", capsys.readouterr().err)}
-    assert named == {machine} and f"--topology={machine} does" in explain.not_checked(launch.load([file]), on_gpus=False)
+    assert named == {machine} and f"--topology={machine} does" in explain.not_checked(loading.load([file]), on_gpus=False)
 
 
 def test_a_problem_without_a_remedy_ends_with_its_rule():
@@ -278,7 +278,7 @@ def test_a_command_that_a_fix_names_repeats_config_and_overrides(asked, no_jax, 
     assert main.main([*right, f"--config.{asked}", "--config.train.stps=3"]) == 2
     named = re.findall(r"python -m jaxtrain plan (.*? --topology=[\w:]+)", capsys.readouterr().err)
     assert len(named) == (2 if asked.startswith("memory") else 1)
-    expected = launch.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
+    expected = loading.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
     for words in named:
         parsed = plan.COMMAND.parse(shlex.split(words))
         assert parsed.problems == [] and parsed.config.run == expected
@@ -300,7 +300,7 @@ def test_folders_and_files_that_do_not_exist(program, argv, key, no_jax, capsys,
 
 def checkpoint(step: int, **changes: object) -> Path:
     """Write the meta.json of a step of the folder `run`, whose config is tiny.py's with some keys changed."""
-    loaded = launch.load([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
+    loaded = loading.load([TINY, *(f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items())])
     meta = Path(f"run/checkpoints/{step}/meta.json")
     meta.parent.mkdir(parents=True)
     meta.write_text(json.dumps({"config": schema.to_dict(loaded.run)}))
@@ -357,7 +357,7 @@ def test_a_run_is_not_resumed_with_the_default_config_by_oversight(tmp_path, cap
     """A command without --config is refused if a key that it does not set differs from the run in the folder."""
 
     def resume(past: str, *given: str) -> int:
-        stored = schema.to_dict(launch.load([TINY, "--config.data.source=synthetic"]).run)
+        stored = schema.to_dict(loading.load([TINY, "--config.data.source=synthetic"]).run)
         (tmp_path / "receipt.json").write_text(json.dumps({"command": past, "resolved": stored}))
         return main.main([f"--workdir={tmp_path}", *given, "--explain"])
 
@@ -415,9 +415,9 @@ def test_a_mesh_for_several_devices_on_one_cpu_device():
 
 @pytest.mark.parametrize(("name", "gpus", "fix"), [("llama3_405b", 32, "gpus=64"), ("llama3_70b", 1000, "gpus=512")])
 def test_numbers_of_gpus_without_a_layout_are_refused(name: str, gpus: int, fix: str):
-    (problem,) = launch.load([f"--config={REPO}/configs/{name}.py:gpus={gpus}"]).problems
+    (problem,) = loading.load([f"--config={REPO}/configs/{name}.py:gpus={gpus}"]).problems
     assert problem.key == "--config=FILE:gpus" and fix in problem.remedy
-    assert not launch.load([f"--config={REPO}/configs/{name}.py:{fix}"]).problems
+    assert not loading.load([f"--config={REPO}/configs/{name}.py:{fix}"]).problems
 
 
 # ---- Config files

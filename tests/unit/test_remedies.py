@@ -12,9 +12,10 @@ from test_refusals import EIGHT_CPUS, EIGHT_H200, TINY
 from jaxtrain.config import launch, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, Problem, declared
+from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
-TINYS = launch.load([TINY]).asked  # key -> value
+TINYS = loading.load([TINY]).asked  # key -> value
 SECTIONS = ("model", "mesh", "pipeline", "moe", "parallel", "sharding", "attention", "remat", "dtypes", "fp8", "train", "loss")
 SECTIONS += ("optimizer", "lora", "data", "precision")
 ELSEWHERE = {"data.source", "data.eval_source", "data.tokenizer", "data.source_schedule", "train.max_minutes", "train.timeouts"}

@@ -9,6 +9,7 @@ from benchmarks import migration
 from jaxtrain.config import launch
 from jaxtrain.config.schema import declared, default_config, flatten
 from jaxtrain.config.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
+from jaxtrain.data import loading
 from jaxtrain.models.activations import ACTIVATIONS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -126,7 +127,7 @@ def test_the_table_holds_the_names_of_the_page():
     ],
 )
 def test_an_option_that_is_a_key_is_answered_with_the_key(argv, answer):
-    (problem,) = launch.load(argv, {"workdir": ""}, {"explain": "text"}).problems
+    (problem,) = loading.load(argv, {"workdir": ""}, {"explain": "text"}).problems
     assert problem.key == argv[0].partition("=")[0] and re.search(f"{answer}(?![=.\\w])", problem.remedy)
 
 
@@ -163,5 +164,5 @@ def test_defaults_of_the_page_are_those_of_the_config():
 def test_quoted_answers_are_printed():
     (block,) = re.findall(r"^```console\n(.*?)^```$", MIGRATION, re.MULTILINE | re.DOTALL)
     asked, *answers = block.splitlines()
-    loaded = launch.load(asked.split()[1:], {"workdir": ""}, {"explain": "text"})
+    loaded = loading.load(asked.split()[1:], {"workdir": ""}, {"explain": "text"})
     assert [f"error: {problem}" for problem in loaded.problems] == answers

@@ -9,7 +9,7 @@ UNIT = "unit/test_runtime.py"
 BUGS = (
     Bug(
         "epochs: a last step that goes past their end is left out",
-        "jaxtrain/config/launch.py",
+        "jaxtrain/data/loading.py",
         "math.ceil(fractions",
         "math.floor(fractions",
         "unit/test_config.py -k epochs",
@@ -303,21 +303,21 @@ BUGS = (
     ),
     Bug(
         "schedule: a short try keeps the warm-up of the whole run",
-        "jaxtrain/config/launch.py",
+        "jaxtrain/data/loading.py",
         'if decays and authors["train.steps"] != "file" and steps < before[n][0]}',
         'if not decays and authors["train.steps"] != "file" and steps < before[n][0]}',
         "unit/test_config.py -k shorter_run",
     ),
     Bug(
         "schedule: a default warm-up is taken as the file's part of its run",
-        "jaxtrain/config/launch.py",
+        "jaxtrain/data/loading.py",
         """if authors[f"optimizer.{name}"] == "default":""",
         """if authors[f"optimizer.{name}"] == "file":""",
         "unit/test_config.py -k shorter_run",
     ),
     Bug(
         "schedule: epochs change a warm-up that the file has in steps",
-        "jaxtrain/config/launch.py",
+        "jaxtrain/data/loading.py",
         'if "train.steps" not in stated and epochs > 0:',
         'if "train.steps" in stated and epochs > 0:',
         "unit/test_config.py -k file_with_epochs",

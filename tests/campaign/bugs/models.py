@@ -439,7 +439,7 @@ BUGS = (
     ),
     Bug(
         "own parts: a ValueError of the part is taken for wrong input, without its line",
-        "jaxtrain/config/command_line.py",
+        "jaxtrain/commands/command.py",
         "        if own_parts.report(error, sys.stderr):\n            return REFUSED\n",
         "        if not isinstance(error, errors) and own_parts.report(error, sys.stderr):\n            return REFUSED\n",
         "unit/test_own_parts.py -k refused",

@@ -1,0 +1,202 @@
+"""Load a config: command line and file, the steps of its epochs, and a schedule that fits its length. Imports no jax."""
+
+import dataclasses
+import fractions
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+
+from jaxtrain.config import launch
+from jaxtrain.config.launch import Loaded
+from jaxtrain.config.schema import (
+    SMALLEST,
+    ConfigError,
+    Optimizer,
+    Problem,
+    RunConfig,
+    declared,
+    flatten,
+    to_dict,
+)
+from jaxtrain.data import pipeline
+
+BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
+AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
+
+
+def load(
+    argv: Sequence[str],
+    options: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
+    arguments: list[str] | None = None,
+) -> Loaded:
+    """Return the config of a command line. Arguments are those of `launch.read`; nothing is raised.
+
+    `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
+    `fit_schedule`).
+    """
+    typed = launch.read(argv, options, switches, arguments)
+    problems, chosen, config = list(typed.problems), typed.chosen, typed.config
+    run, wrong = launch.resolved(config)
+    problems += wrong
+    authors = dict.fromkeys(declared(), "default") | dict.fromkeys(typed.stated, "file") | dict.fromkeys(chosen, "command line")
+    notes: list[str] = []
+    if run.train.epochs and "train.steps" in chosen:
+        if "train.epochs" in chosen:
+            rule = f"train.steps={run.train.steps} is given too, and only one of them can decide"
+            problems.append(Problem("train.epochs", run.train.epochs, rule, "Set train.epochs=0, or leave out train.steps."))
+        else:
+            notes.append(
+                f"train.epochs: {run.train.epochs:g} (file) -> 0, because of train.steps = {run.train.steps} (command line)"
+            )
+            run = dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=0.0))
+    run, wrong, known = resolve_epochs(run)
+    problems += wrong
+    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
+    run, fitted = fit_schedule(run, authors, typed.of_file, _steps_of_file(run, typed.of_file, typed.stated))
+    notes += [*known, *fitted]
+    asked = dict(flatten(config))
+    origins = {
+        key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
+        for key, value in flatten(to_dict(run))
+    }
+    problems = launch.with_own_settings(problems, run)
+    line = dataclasses.replace(typed.launch, notes=tuple(notes), gpus=typed.gpus)
+    return Loaded(run, problems, origins, asked, line, typed.options, typed.file_read)
+
+
+def length(o: Optimizer, steps: int) -> int:
+    """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
+    if o.schedule == "constant":
+        return o.warmup_steps
+    decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
+    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
+
+
+def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return the run with the train.steps of its train.epochs, the problems of train.epochs, and notes. Imports no jax.
+
+    An epoch is what `Batches.epoch` counts as one, and the last step may go past the end of the last epoch. Without
+    train.epochs, nothing changes. train.steps also stays if the data cannot be opened: a note says why, and `validate` reports
+    the data.
+    """
+    epochs, data, steps = run.train.epochs, run.data, run.train.steps
+    sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
+    sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
+    if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+        return run, [], []
+    if data.source == "synthetic" or pipeline.is_custom(data.source):
+        rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
+        return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []
+    try:
+        tokens = pipeline.tokens_per_epoch(data, run.paths.data)
+    except ConfigError as error:
+        gone = [str(p.value) for p in error.problems if p.rule == pipeline.GONE]
+        why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
+        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
+    # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
+    needed = max(1, math.ceil(fractions.Fraction(str(epochs)) * tokens / run.tokens_per_step))
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
+
+
+def resolve_with_epochs(
+    config: ml_collections.ConfigDict | Mapping[str, Any],
+) -> tuple[RunConfig, list[Problem], list[str]]:
+    """Return (run, problems, notes) of a config without a command line: `launch.resolved`, with the steps of train.epochs."""
+    asked, problems = launch.resolved(config)
+    run, wrong, notes = resolve_epochs(asked)
+    if run.train.steps != asked.train.steps:
+        stated = launch.stated_keys(config)
+        authors = dict.fromkeys(declared(), "default") | dict.fromkeys(stated, "file") | {"train.steps": BY_EPOCHS}
+        run, notes = fit_schedule(run, authors, asked, _steps_of_file(run, asked, stated))
+    return run, launch.with_own_settings(problems + wrong, run), notes
+
+
+def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[int, str]:
+    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
+
+    Epochs of the command line count in place of those of a file that has none.
+
+    Args:
+        run: the config with the command line's overrides.
+        file: the config without them.
+        stated: keys that the file sets.
+    """
+    epochs = file.train.epochs or run.train.epochs
+    if "train.steps" not in stated and epochs > 0:
+        whole, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
+        if not wrong and not unknown:
+            return whole.train.steps, BY_EPOCHS
+    return file.train.steps, "file" if "train.steps" in stated else "default"
+
+
+def fit_schedule(
+    run: RunConfig, authors: Mapping[str, str], file: RunConfig, steps_of_file: tuple[int, str]
+) -> tuple[RunConfig, list[str]]:
+    """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
+
+    With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run. A
+    default has its fraction of the default train.steps, a length of a file with train.epochs that of the steps of its epochs.
+    Warm-up and decay change only if their origin (AUTHORS) ranks below the origin of train.steps; of a constant schedule, whose
+    rates do not depend on the length of the run, and of steps of the file itself, only if they are too long. lr_min changes
+    only if its origin ranks below that of optimizer.lr, sample.every_steps (to 0, without sample.max_tokens) only if
+    its origin ranks below that of sample.max_tokens. Otherwise `validate` reports the contradiction.
+
+    Args:
+        run: the resolved config.
+        authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
+        file: the config of the file, without overrides.
+        steps_of_file: result of `_steps_of_file`.
+
+    Returns:
+        the config, and one line for each value that changed.
+    """
+
+    def below(key: str, other: str) -> bool:
+        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other])
+
+    o, steps = run.optimizer, run.train.steps
+    changes: dict[str, Any] = {}
+    notes: list[str] = []
+    decays = o.schedule != "constant"
+    lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
+    movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
+    usual = RunConfig()
+
+    def whole(name: str) -> tuple[int, str]:
+        """Return (steps, their origin) of the run of which a length is a fraction."""
+        if authors[f"optimizer.{name}"] == "default":
+            return usual.train.steps, "default"
+        # Steps of epochs may be too few for the length, and give no fraction.
+        return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
+
+    before = {n: whole(n) for n in movable}
+    if length(o, steps) <= steps:
+        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n][0]}
+    if steps > 0 and movable:
+        fitted = {n: max(1, v * steps // max(steps, before[n][0])) for n, v in movable.items()}
+        room = steps - (length(o, steps) - sum(movable.values()))
+        if sum(fitted.values()) > room:
+            fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
+        changes |= fitted
+        for n, v in fitted.items():
+            author, (of, counted_by) = authors[f"optimizer.{n}"], before[n]
+            was = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {of} steps ({counted_by})"
+            notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
+    valid = not declared()["optimizer.lr"].out_of_range(o.lr)
+    if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
+        author = authors["optimizer.lr_min"]
+        peak = (usual if author == "default" else file).optimizer.lr
+        lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
+        changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
+        was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
+        notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
+    sample = run.sample
+    if sample.every_steps and not sample.max_tokens and below("sample.every_steps", "sample.max_tokens"):
+        notes.append(
+            f"sample.every_steps: {sample.every_steps} ({authors['sample.every_steps']}) -> 0 of sample.max_tokens = 0"
+        )
+        sample = dataclasses.replace(sample, every_steps=0)
+    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes), sample=sample), notes
