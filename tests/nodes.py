@@ -13,7 +13,7 @@ import pytest
 from jaxtrain.commands import preflight as command
 from jaxtrain.node import nvidia_smi
 from jaxtrain.node.node import RecordedNode, file_name
-from jaxtrain.node.table import FAULT
+from jaxtrain.report.preflight import FAULT
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 H200 = RECORDED / "h200_healthy"

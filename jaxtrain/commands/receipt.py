@@ -13,7 +13,7 @@ from jaxtrain.commands.command import Command, Parsed, run_command
 from jaxtrain.config.command_line import REFUSED, Option, make_console
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, flatten, open_run, rows
-from jaxtrain.report.receipt_diff import GROUPS, Comparison, compare
+from jaxtrain.train.receipt_diff import GROUPS, Comparison, compare
 
 USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
 NEEDS = {"show": "one run", "list": "one run or more", "diff": "two runs"}

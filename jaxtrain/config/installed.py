@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+VERSION = "0.1.0"  # of jaxtrain: jaxtrain.__version__, for modules below the top
 # Packages that compute.
 PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections", "ml_dtypes", "tokenizers",

@@ -19,10 +19,10 @@ from jaxtrain.config import schema
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
-from jaxtrain.models.module import Params
+from jaxtrain.models.module import Params, is_stacked
 from jaxtrain.step import stored_form
 from jaxtrain.step.stages import Arrangement
-from jaxtrain.step.state import Tensors, is_stacked
+from jaxtrain.step.state import Tensors
 
 
 @functools.partial(jax.jit, static_argnames="order")

@@ -120,6 +120,11 @@ def names(tree: Params) -> Params:
     return jax.tree_util.tree_map_with_path(path_name, tree, is_leaf=lambda x: not isinstance(x, dict))
 
 
+def is_stacked(path: Any) -> bool:
+    """Return whether layers are stacked on axis 0 of a leaf, by its path."""
+    return any(getattr(k, "key", None) == "layers" for k in path)
+
+
 def _axes(p: Any) -> Axes:
     """Return the logical axes of a parameter; the first axis of a parameter in a stack is 'layers'."""
     axes = p.get_metadata("axes")

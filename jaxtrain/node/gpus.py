@@ -8,10 +8,7 @@ from jaxtrain.node import nvidia_smi
 from jaxtrain.node.node import TIMED_OUT
 from jaxtrain.node.nvidia_smi import Row, index, number
 from jaxtrain.node.table import (
-    FAULT,
     NOT_REPORTED,
-    NOTE,
-    OK,
     Context,
     Table,
     Verdict,
@@ -24,6 +21,7 @@ from jaxtrain.node.table import (
     ok,
     unknown,
 )
+from jaxtrain.report.preflight import FAULT, NOTE, OK
 
 DRIVER, CHECKS = Table(), Table()  # checks of DRIVER also run if no GPU answers
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.node import gpus, host, links, nvidia_smi, rates, software
-from jaxtrain.node.table import OK, Check, Context, Finding, Table, fault, listed
+from jaxtrain.node.table import Check, Context, Table, fault, listed
+from jaxtrain.report.preflight import OK, Finding
 
 COMMANDS = (*nvidia_smi.COMMANDS, "dmesg")
 CLOCKS_APART_S = 2.0  # largest difference of the clocks of two nodes

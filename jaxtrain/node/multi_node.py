@@ -20,8 +20,8 @@ from jaxtrain.node import inspection, nvidia_smi, rates, software
 from jaxtrain.node.host import NETWORK_DISKS
 from jaxtrain.node.measure import measure
 from jaxtrain.node.node import TIMED_OUT, RecordedNode, Unanswered, call_with_timeout
-from jaxtrain.node.table import FAULT, MISSING, Context, Finding, Verdict
-from jaxtrain.report.preflight import NodeReport
+from jaxtrain.node.table import Context, Verdict
+from jaxtrain.report.preflight import FAULT, MISSING, Finding, NodeReport
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, start
 from jaxtrain.runtime.startup import quiet
 

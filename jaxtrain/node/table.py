@@ -14,24 +14,10 @@ from jaxtrain.node import nvidia_smi
 from jaxtrain.node.boards import Board, board_of
 from jaxtrain.node.node import Node, RecordingError
 from jaxtrain.node.nvidia_smi import Gpus, Row, Topology
+from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime.distributed import Cluster
 
-OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
 NOT_REPORTED = "not reported by these GPUs"
-MISSING = "missing"  # a process of the run is absent or lost; no fault is known, and a retry may help
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One line of the report: the verdict of a check, with its texts."""
-
-    name: str
-    state: str
-    expected: str
-    seen: str
-    why: str = ""
-    fix: str = ""
-    node: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,12 +167,12 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     import jax
 
     from jaxtrain.metrics import throughput
-    from jaxtrain.metrics.receipt import config_sha256
     from jaxtrain.metrics.receipt_machine import device_facts
     from jaxtrain.step import auto_remat, state
     from jaxtrain.step.memory import taken_gib
     from jaxtrain.train.batch_feed import BatchFeed
     from jaxtrain.train.parity import compile_step, open_rows
+    from jaxtrain.train.receipt import config_sha256
 
     digest, auto = config_sha256(dataclasses.asdict(run)), run.remat.policy == "auto"
     rows = open_rows(run)
@@ -284,8 +284,8 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
 
     from jaxtrain.config import schema
     from jaxtrain.metrics import files, profiling
-    from jaxtrain.metrics.receipt import Receipt
     from jaxtrain.metrics.receipt_machine import device_facts
+    from jaxtrain.train.receipt import Receipt
 
     mesh = program.placement.mesh
     receipt = Receipt(folder)

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.module import Params
-from jaxtrain.step.state import is_stacked
+from jaxtrain.models.module import Params, is_stacked
 
 BFLOAT16 = jnp.dtype("bfloat16")
 

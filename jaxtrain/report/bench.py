@@ -17,12 +17,12 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.metrics.receipt_collect import git_state
 from jaxtrain.metrics.receipt_format import now
 from jaxtrain.report import sections
 from jaxtrain.report.sections import Table
 from jaxtrain.train.child import OK
+from jaxtrain.train.receipt import Receipt
 
 FORMAT = 1  # version of --json and results.json
 WIDTH = 150  # columns of an output that is not a terminal

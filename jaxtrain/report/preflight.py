@@ -11,15 +11,29 @@ import rich.table
 from rich.text import Text
 
 from jaxtrain.config.command_line import make_console
-from jaxtrain.node.table import FAULT, MISSING, NOTE, OK, UNKNOWN, Finding
 
 FORMAT = 1
 MAX_CHARACTERS = 120  # of a fault's text in the verdict line
 WIDTH = 150  # columns, if the output is not a terminal
+OK, NOTE, FAULT, UNKNOWN = "ok", "note", "FAULT", "not measured"
+MISSING = "missing"  # a process of the run is absent or lost; no fault is known, and a retry may help
 FIT, FAULTY, NO_GPUS, NOT_CONNECTED = "fit", "fault", "no GPUs", "not met"
 EXIT_CODES = {FIT: 0, NO_GPUS: 0, FAULTY: 3, NOT_CONNECTED: 75}
 ALLOWED = "allowed: "  # prefix of a fault that --allow changes to a note
 STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", UNKNOWN: "dim", MISSING: "bold red"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report: the verdict of a check, with its texts."""
+
+    name: str
+    state: str
+    expected: str
+    seen: str
+    why: str = ""
+    fix: str = ""
+    node: str = ""
 
 
 @dataclasses.dataclass

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from jaxtrain.config.numbers import number, percent, size
 from jaxtrain.metrics.receipt_format import ReceiptError
 from jaxtrain.report.charts import is_number
-from jaxtrain.report.receipt_diff import compare
 from jaxtrain.report.run import Columns, Run
 from jaxtrain.report.run_charts import apart, colour
 from jaxtrain.report.sections import Column, Section, Table
+from jaxtrain.train.receipt_diff import compare
 
 LINES = 12  # most changed lines of a source file
 FIGURES = (  # (heading, path of the figure, function for its text)
@@ -109,7 +109,7 @@ def cross_entropies(held_out: Columns) -> list[float | None]:
 
 
 def differences(one: Run, other: Run) -> list[str | Table]:
-    """Return the findings of `jaxtrain.metrics.receipt diff` between two runs: sentences and tables."""
+    """Return the findings of `python -m jaxtrain receipt diff` between two runs: sentences and tables."""
     title = f"From {one.name} to {other.name}"
     without = [run.name for run in (one, other) if not run.receipt]
     if without:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import digests, stacks
 from jaxtrain.checkpoint.stacks import ON_HOST
-from jaxtrain.models.module import Definition, Params, part
+from jaxtrain.models.module import Definition, Params, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import LayoutError, Placement, replicated
 from jaxtrain.step import guard
@@ -161,11 +161,6 @@ def _name(path: Any) -> str:
 def is_moment(path: Any) -> bool:
     """Return whether a leaf of a TrainState, by its path, is a moment of a parameter, not a counter."""
     return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
-
-
-def is_stacked(path: Any) -> bool:
-    """Return whether layers are stacked on axis 0 of a leaf, by its path."""
-    return any(getattr(k, "key", None) == "layers" for k in path)
 
 
 def layer_name(name: str, layer: int) -> str:

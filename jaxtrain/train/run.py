@@ -37,7 +37,6 @@ from jaxtrain.metrics.files import MetricsError, NotWritten
 from jaxtrain.metrics.gpu_monitor import Monitor
 from jaxtrain.metrics.ledger import Ledger
 from jaxtrain.metrics.progress import Console
-from jaxtrain.metrics.receipt import Receipt, config_sha256
 from jaxtrain.metrics.receipt_format import ReceiptError
 from jaxtrain.metrics.receipt_machine import device_facts, rank_map
 from jaxtrain.metrics.trackers import TrackerError, open_trackers
@@ -61,6 +60,7 @@ from jaxtrain.train.divergence import Diverged, explain
 from jaxtrain.train.evaluate import SampleWriter
 from jaxtrain.train.initial_state import BadInit, Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
+from jaxtrain.train.receipt import Receipt, config_sha256
 from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from jaxtrain.metrics.files import Writers
 from jaxtrain.metrics.ledger import Ledger
 from jaxtrain.metrics.progress import Console
-from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.watchdog import Watchdog
+from jaxtrain.train.receipt import Receipt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtrain.data import tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.metrics import receipt_collect
 from jaxtrain.metrics.receipt_format import open_run
-from jaxtrain.report import receipt_diff
+from jaxtrain.train import receipt_diff
 
 # One process for several runs: starting Python and jax takes most of a small run's time.
 SEVERAL = "import sys, json; from jaxtrain import main; sys.exit(max(main.main(line) for line in json.loads(sys.argv[1])))"

@@ -28,7 +28,7 @@ from jaxtrain.node import microbenchmarks as micro
 from jaxtrain.node.disk_rates import Unmeasured
 from jaxtrain.node.microbenchmarks import TINY
 from jaxtrain.node.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
-from jaxtrain.node.table import FAULT, OK
+from jaxtrain.report.preflight import FAULT, OK
 from jaxtrain.train import child
 
 REPO = Path(__file__).parents[2]

@@ -25,9 +25,6 @@ ROOMS = """
 """
 # Imports of a folder above that are left.
 UP = {
-    ("metrics.receipt", "__init__"),
-    ("metrics.receipt", "report.receipt_diff"),
-    ("optim.rounding", "step.state"),
     ("plan.result", "report.html"),
     ("plan.result", "report.plan_page"),
     ("plan.result", "report.plan_terminal"),
@@ -35,10 +32,8 @@ UP = {
     ("plan.shardings", "report"),
     ("plan.shardings", "report.html"),
     ("plan.shardings", "report.sections"),
-    ("report.preflight", "node.table"),
     ("report.profile", "report.profile_page"),
     ("report.run", "report.run_page"),
-    ("train.parity_known_issues", "node.child"),
 }
 MOST_ENTRIES = 19  # of the package's own folder
 # Modules that work before JAX starts: config files, --help, --explain, and every mistake in a config.

@@ -14,7 +14,8 @@ from jaxtrain.data import loading
 from jaxtrain.node import inspection, multi_node, node, nvidia_smi, rates, software
 from jaxtrain.node.multi_node import Preflight
 from jaxtrain.node.node import LocalNode, RecordedNode, Unanswered, call_with_timeout
-from jaxtrain.node.table import FAULT, NOTE, OK, UNKNOWN, Context, Finding
+from jaxtrain.node.table import Context
+from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime import distributed
 
 REPO = Path(__file__).resolve().parents[2]

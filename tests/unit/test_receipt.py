@@ -17,9 +17,9 @@ from jaxtrain.commands import receipt as command
 from jaxtrain.config import schema
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import receipt_collect, receipt_figures, receipt_machine
-from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.metrics.receipt_format import FORMAT, ReceiptError, load, open_run
-from jaxtrain.report.receipt_diff import GROUPS, compare, differences
+from jaxtrain.train.receipt import Receipt
+from jaxtrain.train.receipt_diff import GROUPS, compare, differences
 
 RESOLVED = schema.to_dict(schema.RunConfig())
 

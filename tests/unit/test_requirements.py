@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import jaxtrain
+from jaxtrain.config import installed
 from jaxtrain.plan import cudnn_library
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,6 +58,7 @@ def test_pins_satisfy_pyproject():
             pin = held[re.sub(r"[-_.]+", "-", requirement.name).lower()]
             assert pinned(pin) in requirement.specifier, f"{name}: {pin}, {text}"
     assert project["requires-python"] == f">={(REPO / '.python-version').read_text().strip()}"
+    assert project["version"] == jaxtrain.__version__ == installed.VERSION
 
 
 def test_sets_agree_and_hold_what_they_are_for():

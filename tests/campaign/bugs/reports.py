@@ -5,7 +5,7 @@ from bugs import Bug
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
 LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
 MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
-RECEIPT, FIGURES, DIFF = "jaxtrain/metrics/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/report/receipt_diff.py"
+RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
 LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile.py", "jaxtrain/metrics/profiling.py"
 SCRIPT, SHARED = "jaxtrain/report/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"

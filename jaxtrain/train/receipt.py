@@ -19,11 +19,11 @@ from typing import Any
 
 import pynvml
 
-import jaxtrain
-from jaxtrain.config.installed import OF_A_RUN, versions
+from jaxtrain.config.installed import OF_A_RUN, VERSION, versions
+from jaxtrain.config.launch import REPO
 from jaxtrain.metrics import files, goodput, receipt_collect, receipt_figures, receipt_machine
 from jaxtrain.metrics.receipt_format import FORMAT, NAME, load, now
-from jaxtrain.report.receipt_diff import differences
+from jaxtrain.train.receipt_diff import differences
 
 # Fields of an earlier attempt that stay in the file. The newest attempt that saved a checkpoint keeps all fields, until the
 # next such attempt is compared with it.
@@ -74,7 +74,7 @@ class Receipt:
             "exit_code": None,
             "reason": None,
             "command": shlex.join(sys.orig_argv),
-            "jaxtrain": jaxtrain.__version__,
+            "jaxtrain": VERSION,
             "python": platform.python_version(),
             "packages": versions(OF_A_RUN),
             "host": {
@@ -90,9 +90,7 @@ class Receipt:
             image = {"container": receipt_collect.container(os.environ)}
             self.preflight = receipt_collect.read_preflight(os.environ)
             found |= {
-                "source": receipt_collect.source(
-                    Path(jaxtrain.__file__).parent, Path(config_file) if config_file else None, own
-                ),
+                "source": receipt_collect.source(REPO / "jaxtrain", Path(config_file) if config_file else None, own),
                 "versions": driver | {"plugin_built_with": receipt_collect.plugin_versions()} | image,
                 "hardware": hardware,
                 "preflight": receipt_collect.shorten_preflight(self.preflight),
