@@ -23,8 +23,8 @@ import jaxtrain
 from benchmarks.file_tree import purpose
 from jaxtrain.config import hardware, installed
 from jaxtrain.config.context import Context
-from jaxtrain.config.numbers import percent
-from jaxtrain.report.html import asset, plural
+from jaxtrain.config.numbers import percent, plural
+from jaxtrain.report.html import asset
 from jaxtrain.runtime.startup import start_jax
 from jaxtrain.step.stages import Schedule
 

@@ -42,7 +42,7 @@ def flat(run: schema.RunConfig) -> dict[str, Any]:
 def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
     """Return a plan with this step time and this peak memory."""
     usable = machine.usable_gib()
-    buffer = Buffer(peak_gib, "state", "f32[1]", "", "", "p")
+    held, buffer = {"parameters": peak_gib}, Buffer(peak_gib, "state", "f32[1]", "", "", "p")
     return Plan(
         config="made",
         overrides=(),
@@ -52,7 +52,7 @@ def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_
         attention="cudnn",
         fits=peak_gib <= usable,
         memory=Memory(
-            machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, {}, {}, "", ((0.0, ""),), (buffer,), 0.0, "formula"
+            machine.memory_gib, 6.0, usable, peak_gib, peak_gib, 0.0, 0.0, held, {}, "", ((0.0, ""),), (buffer,), 0.0, "formula"
         ),
         flops=Flops(0.0, 0.0, 0.0, 0.0),
         collectives=(),

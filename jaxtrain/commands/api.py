@@ -20,10 +20,10 @@ from jaxtrain.data import loading
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxtrain.plan.result import Plan
     from jaxtrain.plan.search import SearchResult
-    from jaxtrain.plan.shardings import Shardings
+    from jaxtrain.report.plan import Plan
     from jaxtrain.report.run import Run
+    from jaxtrain.report.shardings import Shardings
     from jaxtrain.train.parity_report import Result as ParityResult
     from jaxtrain.train.run import Result
 
@@ -91,20 +91,21 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
         LayoutError: the mesh or the rules do not fit the devices of this process.
         TopologyError: the machine is unknown.
     """
-    from jaxtrain.plan import shardings as tables
+    from jaxtrain.plan.shardings import describe, of_tree
+    from jaxtrain.report.shardings import shown
 
     if not isinstance(config, RunConfig | str | os.PathLike):
-        return tables.of_tree(config)
+        return shown(of_tree(config))
     import jax
 
     from jaxtrain.plan import topology as machines
 
     run = load(config, **overrides)
     if not topology:
-        return tables.describe(run, jax.devices())
+        return shown(describe(run, jax.devices()))
     machine = machines.parse(topology)
     _check_machine(run, machine)
-    return tables.describe(run, machine)
+    return shown(describe(run, machine))
 
 
 @_with_own_line
@@ -118,11 +119,12 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     """
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.make import make_plan
+    from jaxtrain.report.plan import shown
 
     run, machine = load(config, **overrides), machines.parse(topology)
     _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
-    return make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides)))
+    return shown(make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides))))
 
 
 @_with_own_line
@@ -141,11 +143,16 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search import search as run_search
     from jaxtrain.plan.search_cache import Cache
+    from jaxtrain.report.plan import shown
 
     run, machine = load(config, **overrides), machines.parse(topology)
     _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
-    return run_search(run, name, machine, budget_s=budget, cache=Cache(FOLDER))
+    found = run_search(run, name, machine, budget_s=budget, cache=Cache(FOLDER))
+    for candidate in found.tried:
+        if candidate.outcome and candidate.outcome.plan:
+            candidate.outcome = dataclasses.replace(candidate.outcome, plan=shown(candidate.outcome.plan))
+    return found
 
 
 @_with_own_line

@@ -272,7 +272,7 @@ def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
     if problems := check(run):
         raise ConfigError(list(problems))
     if parsed.mode == "shardings":
-        from jaxtrain.plan.shardings import print_shardings
+        from jaxtrain.report.shardings import print_shardings
 
         print_shardings(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
         return 0
@@ -313,7 +313,8 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.plan.result import to_json
     from jaxtrain.plan.search import search
     from jaxtrain.plan.topology import CHIPS
-    from jaxtrain.report import layer_schedule, plan_page, plan_sections, plan_terminal, search_page
+    from jaxtrain.report import layer_schedule, plan_page, plan_sections, search_page
+    from jaxtrain.report.plan import print_plan
     from jaxtrain.report.sections import print_sections
 
     run, options, topology, console = job.loaded.run, job.options, job.topology, job.console
@@ -331,7 +332,7 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
     del compiled
     length: dict[str, Any] = {"steps": run.train.steps, "epochs": _epochs(run)}
-    plan_terminal.print_plan(plan, console, **length)
+    print_plan(plan, console, **length)
     if moved:
         print_sections([plan_sections.traffic_section(moved)], console)
 

@@ -25,14 +25,15 @@ COMMAND = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    from jaxtrain.report.run import RunError
+    from jaxtrain.report.run_files import RunError
 
     return run_command(COMMAND, argv, write, errors=(RunError, MetricsError, ReceiptError))
 
 
 def write(parsed: Parsed) -> int:
     """Write the page, print its path, and return the exit code."""
-    from jaxtrain.report.run import PAGE, read_all
+    from jaxtrain.report.run import read_all
+    from jaxtrain.report.run_files import PAGE
     from jaxtrain.report.run_page import html
 
     runs = read_all(parsed.arguments)

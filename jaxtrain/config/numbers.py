@@ -59,3 +59,8 @@ def size(value: float) -> str:
 def percent(fraction: float | None) -> str:
     """Return a fraction in percent with one decimal; '-' for None, as for the MFU of a GPU without a known peak."""
     return "-" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, 1)}%"
+
+
+def plural(n: int, noun: str) -> str:
+    """Return a count with its noun: `1 GPU`, `8 GPUs`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -209,7 +209,7 @@ class Kernel:
     gb: float
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A plan of one config on one topology."""
 
@@ -241,42 +241,6 @@ class Plan:
     # Loops of unknown trip count and branches, for which the host waits for the GPU: op_name -> waits per step.
     host_waits: dict[str, int] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
-
-    def to_pandas(self, table: str = "collectives") -> Any:
-        """Return a table as a pandas.DataFrame. Needs pandas.
-
-        Args:
-            table: collectives | kernels | memory (GiB by class at the peak) | timeline (GiB by class over the schedule).
-
-        Raises:
-            ValueError: the table has another name.
-        """
-        from jaxtrain.report.sections import data_frame
-
-        if table in ("collectives", "kernels"):
-            return data_frame([dataclasses.asdict(row) for row in getattr(self, table)])
-        if table == "memory":
-            return data_frame([{"class": name, "gib": gib} for name, gib in self.memory.by_class.items()])
-        if table == "timeline":
-            classes = {c.name: c.gib for c in self.memory.over_time}
-            points = enumerate(self.memory.timeline)
-            return data_frame(
-                [{"phase": phase, "gib": gib} | {name: at[i] for name, at in classes.items()} for i, (gib, phase) in points]
-            )
-        raise ValueError(f"table = {table!r}: no such table. Fix: collectives, kernels, memory or timeline.")
-
-    def __repr__(self) -> str:
-        """Return the report of `python -m jaxtrain plan`."""
-        from jaxtrain.report import plan_terminal
-
-        return plan_terminal.text(self)
-
-    def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain plan --html` in an HTML frame, for a notebook."""
-        from jaxtrain.report import plan_page
-        from jaxtrain.report.html import framed
-
-        return framed(plan_page.html(self))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

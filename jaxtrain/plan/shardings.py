@@ -14,8 +14,7 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
-from jaxtrain.config.numbers import size
+from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, nearest
 from jaxtrain.config.shapes import STACK
 from jaxtrain.kernels.numerics import DTYPES
@@ -36,8 +34,6 @@ from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
 from jaxtrain.plan.topology import Topology
-from jaxtrain.report import sections
-from jaxtrain.report.html import plural
 from jaxtrain.sharding import Axes
 from jaxtrain.step.batch import MICROBATCHES
 from jaxtrain.step.definition import fp8_weights, numerics_of
@@ -137,102 +133,35 @@ class Row:
             f"{axis or '·'}{'→' + '+'.join(over) if over else ''}" for axis, over in zip(axes, self.mesh_axes, strict=True)
         )
 
-    def draw(self) -> "Drawing":
-        """Return a picture of the devices that hold each shard, along the two dimensions with the most shards.
-
-        Raises:
-            ValueError: the array has no known global shape, or is a scalar.
-        """
-        return _drawing(self)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Drawing:
-    """A picture of the devices of each shard of an array: an SVG in a notebook, a grid of text elsewhere.
-
-    Attributes:
-        title: name and type of the array, and the two dimensions that are drawn.
-        holders: ids of the devices that hold each shard, by row and column.
-        note: sharded dimensions that are not drawn; "" if there are none.
-    """
-
-    title: str
-    holders: tuple[tuple[tuple[int, ...], ...], ...]
-    note: str = ""
-
-    @staticmethod
-    def _label(ids: tuple[int, ...]) -> str:
-        if len(ids) <= 4:
-            return ",".join(map(str, ids))
-        in_a_row = ids == tuple(range(ids[0], ids[-1] + 1))
-        return f"{ids[0]}-{ids[-1]}" if in_a_row else f"{ids[0]},{ids[1]}, ... {len(ids)} devices"
-
-    def __repr__(self) -> str:
-        cells = [[self._label(ids) for ids in row] for row in self.holders]
-        width = max(len(cell) for row in cells for cell in row)
-        edge = "+" + "+".join("-" * (width + 2) for _ in cells[0]) + "+"
-        body = [line for row in cells for line in ("|" + "|".join(f" {cell:<{width}} " for cell in row) + "|", edge)]
-        return "\n".join([self.title, edge, *body, *[self.note] * bool(self.note)])
-
-    def _repr_svg_(self) -> str:
-        """Return the picture for a notebook. Shards with the same first device have the same colour.
-
-        It is transparent, and its texts outside of shards are of a grey that is readable on light and on dark pages.
-        """
-        wide = max(48, 7 * max(len(self._label(ids)) for row in self.holders for ids in row) + 12)
-        high, top = 30, 22
-        firsts = sorted({ids[0] for row in self.holders for ids in row})
-        parts = [f'<text x="1" y="14">{escape(self.title)}</text>']
-        for y, row in enumerate(self.holders):
-            for x, ids in enumerate(row):
-                at = f'x="{x * wide + 1}" y="{top + y * high}"'
-                colour = f"hsl({360 * firsts.index(ids[0]) // len(firsts)} 60% 85%)"
-                parts.append(f'<rect {at} width="{wide - 2}" height="{high - 2}" fill="{colour}" stroke="#555"/>')
-                parts.append(f'<text x="{x * wide + 7}" y="{top + y * high + 19}" fill="#222">{self._label(ids)}</text>')
-        height = top + len(self.holders) * high + 20 * bool(self.note)
-        if self.note:
-            parts.append(f'<text x="1" y="{height - 5}">{escape(self.note)}</text>')
-        size = f'width="{max(wide * len(self.holders[0]), 8 * len(self.title)) + 2}" height="{height}"'
-        style = 'font-family="sans-serif" font-size="13" fill="#767676"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
-
 
 PLAIN = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes",
          "replicas", "copies", "saved")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Shardings:
+class Shardings[R: Row]:
     """A table of arrays, such as those of a train step. notes: the layers of each stage, and the experts of each device."""
 
-    entries: tuple[Row, ...]
+    entries: tuple[R, ...]
     title: str
     mesh: dict[str, int]
     notes: tuple[str, ...] = ()
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[R]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> R:
         """Return the row of this name: the parameter, if several kinds have the name. Raises ConfigError if no row has it."""
         return self.row(name)
-
-    def diff(self, other: "Shardings", title: str = "") -> sections.Table:
-        """Return a table of the arrays that `other` lacks, adds, shards differently, or has in another size on a device."""
-        return changes(self, other, title)
-
-    def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with a row for each array. Needs pandas."""
-        return sections.data_frame(self.rows())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict of plain values for each row."""
         return [{**{name: getattr(row, name) for name in PLAIN}, "spec": str(row.spec)} for row in self.entries]
 
-    def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> "Shardings":
+    def filter(self, name: str = "", kind: str = "", axis: str = "", saved: str = "", replicas: int = 0) -> Self:
         """Return the rows that meet all conditions.
 
         Args:
@@ -265,7 +194,7 @@ class Shardings:
 
         return dataclasses.replace(self, entries=tuple(filter(matches, self.entries)))
 
-    def row(self, name: str, kind: str = "") -> Row:
+    def row(self, name: str, kind: str = "") -> R:
         """Return the row of this name and kind; without `kind`, the first. Raises ConfigError if no row matches."""
         for row in self.entries:
             if row.name == name and kind in ("", row.kind):
@@ -273,111 +202,19 @@ class Shardings:
         known = list(dict.fromkeys(row.name for row in self.entries if kind in ("", row.kind)))
         raise ConfigError([Problem("name", name, f"no {kind or 'array'} of this table is called so", nearest(name, known))])
 
-    def table(self) -> sections.Table:
-        """Return a table with a line for each array. Column "held": copies x bytes of one copy, on a device or its host."""
-        headings = ("name", "kind", "array", "logical axis→mesh axes", "on a device", "held", "replicas")
-        cells = []
-        for row in self.entries:
-            array = row.dtype + ("[?]" if row.shape is None else _shape(row.shape))
-            held = _held(row).removesuffix(" recomputed")
-            same = "-" if row.replicas is None else str(row.replicas)
-            cells.append((row.name, _kind(row), array, row.layout, _shape(row.local_shape), held, same))
-        total = (plural(len(self), "array"), "", "", "", "", _size(sum(row.held_bytes for row in self.entries)), "")
-        return sections.text_table(self.title, headings, cells, total)
 
-    def sums(self) -> sections.Table:
-        """Return a table of bytes by kind: of the global arrays without replicas, and on one device."""
-        groups: dict[str, list[Row]] = {}
-        for row in self.entries:
-            groups.setdefault(_kind(row), []).append(row)
-        cells = []
-        for kind, rows in groups.items():
-            known = [row.total_bytes * row.copies for row in rows if row.total_bytes is not None]
-            unknown = f" without {len(rows) - len(known)} of each device's own" if len(known) < len(rows) else ""
-            cells.append((kind, str(len(rows)), _size(sum(known)) + unknown, _size(sum(row.held_bytes for row in rows))))
-        return sections.text_table(self.title, ("kind", "arrays", "global", "held by a device"), cells)
+def changes[R: Row](before: Shardings[R], after: Shardings[R]) -> dict[tuple[str, str], tuple[R | None, R | None]]:
+    """Return (name, kind) -> rows before and after of the arrays that differ in sharding or in size on a device.
 
-    def _by_kind(self) -> dict[str, list[Row]]:
-        out: dict[str, list[Row]] = {}
-        for row in self.entries:
-            out.setdefault(row.kind, []).append(row)
-        return out
-
-    def __repr__(self) -> str:
-        """Return a tree: a heading for each kind, a line for each array."""
-        lines = [self.title]
-        for kind, rows in self._by_kind().items():
-            lines.append(f"{kind}: {plural(len(rows), 'array')}, {_size(sum(row.held_bytes for row in rows))} on a device")
-            wide = max(len(row.name) for row in rows), max(len(row.type) for row in rows)
-            lines += [f"  {row.name:<{wide[0]}}  {row.type:<{wide[1]}}  {_held(row)}" for row in rows]
-        return "\n".join([*lines, *self.notes])
-
-    def _repr_html_(self) -> str:
-        """Return the tree as HTML for a notebook. Kinds and modules can be collapsed."""
-        parts = [f"<b>{escape(self.title)}</b>"]
-        for kind, rows in self._by_kind().items():
-            total = _size(sum(row.held_bytes for row in rows))
-            summary = f"{kind}: {plural(len(rows), 'array')}, {total} on a device"
-            parts.append(_details(summary, _branch([(row.name.split("."), row) for row in rows]), kind == "parameter"))
-        return (
-            '<div style="font-family: monospace; text-align: left">'
-            + "".join(parts)
-            + "</div>"
-            + "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        )
-
-
-def _held(row: Row) -> str:
-    """Return the copies and the bytes of one copy on a device, as text."""
-    copies = f"{row.copies} x " if row.copies > 1 else ""
-    return copies + _size(row.bytes_per_device) + {"offload": " on the host", "recompute": " recomputed"}.get(row.saved, "")
-
-
-def _details(summary: str, body: str, is_open: bool = False) -> str:
-    style = "margin-left: 1.5em"
-    return f"<details{' open' * is_open}><summary>{escape(summary)}</summary><div style='{style}'>{body}</div></details>"
-
-
-def _branch(rows: Sequence[tuple[list[str], Row]]) -> str:
-    """Return rows as nested HTML, one level for each component of a dotted name. rows: (components left to nest, row)."""
-    groups: dict[str, list[tuple[list[str], Row]]] = {}
-    for (first, *rest), row in rows:
-        groups.setdefault(first, []).append((rest, row))
-    out = []
-    for first, group in groups.items():
-        leaves = [row for rest, row in group if not rest]
-        out += [f"<div>{escape(first)}  <b>{escape(row.type)}</b>  {escape(_held(row))}</div>" for row in leaves]
-        if inner := [(rest, row) for rest, row in group if rest]:
-            out.append(_details(f"{first}: {_size(sum(row.held_bytes for _, row in inner))}", _branch(inner), True))
-    return "".join(out)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return str(list(shape)).replace(" ", "")
-
-
-def _kind(row: Row) -> str:
-    return f"{row.kind}, {row.saved}" if row.saved else row.kind
-
-
-def _size(count: int) -> str:
-    return size(count / 2**30)
-
-
-def changes(before: Shardings, after: Shardings, title: str = "") -> sections.Table:
-    """Return a table of the arrays that differ in sharding or in size on a device, or that only one side has."""
-    title = title or f"{before.title}  ⇒  {after.title}"
+    None: this side does not have the array.
+    """
     old, new = ({(row.name, row.kind): row for row in found} for found in (before, after))
-    cells = []
-    for key in dict.fromkeys([*old, *new]):
-        (a, b), facts = (old.get(key), new.get(key)), []
-        for row in (a, b):
-            facts.append(("-", "-") if row is None else (row.layout, _size(row.held_bytes)))
-        if a is None or b is None or (a.mesh_axes, a.held_bytes) != (b.mesh_axes, b.held_bytes):
-            cells.append((*key, facts[0][0], facts[1][0], facts[0][1], facts[1][1]))
-    sums = (_size(sum(row.held_bytes for row in found)) for found in (before, after))
-    headings = ("name", "kind", "before", "after", "held before", "held after")
-    return sections.text_table(title, headings, cells, ("all arrays", "", "", "", *sums))
+    pairs = {key: (old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])}
+
+    def layout(row: R | None) -> tuple[Dims | None, int] | None:
+        return row and (row.mesh_axes, row.held_bytes)
+
+    return {key: (a, b) for key, (a, b) in pairs.items() if layout(a) != layout(b)}
 
 
 def parse_filter(text: str) -> dict[str, Any]:
@@ -395,44 +232,10 @@ def parse_filter(text: str) -> dict[str, Any]:
     return out
 
 
-def print_shardings(run: RunConfig, topology: Topology | Sequence[Any], filter: str, console: Console) -> None:
-    """Print the arrays of a run, and their sums by kind.
-
-    Args:
-        filter: text for `parse_filter`; "" for all rows.
-
-    Raises:
-        ValueError: no array matches the filter. Also raises the errors of `describe`.
-    """
-    found = describe(run, topology).filter(**parse_filter(filter))
-    if not found.entries:
-        raise ValueError(f"--shardings={filter}: no array is like that; --shardings alone lists all of them")
-    sections.print_sections([sections.Section("Shardings", [found.table(), *found.notes, found.sums()])], console)
-
-
-def _drawing(row: Row) -> Drawing:
-    shape, over = row.shape, row.mesh_axes
-    if not shape or not over or row.sharding is None:
-        raise ValueError(f"{row.name}: " + ("a single number" if shape == () else "each device's shard is its own"))
-    names = [axis or f"dim {i}" for i, axis in enumerate(row.axes or (None,) * len(shape))]
-    shards = [whole // local for whole, local in zip(shape, row.local_shape, strict=True)]
-    order = sorted(range(len(shape)), key=lambda i: (-shards[i], -shape[i]))
-    drawn = sorted(order[:2])
-    grid: dict[tuple[int, ...], list[int]] = {}
-    for device, index in row.sharding.devices_indices_map(shape).items():
-        at = tuple((index[i].start or 0) // row.local_shape[i] for i in drawn)
-        grid.setdefault(at if len(drawn) == 2 else (0, *at), []).append(device.id)
-    rows, columns = (1 + max(at[i] for at in grid) for i in (0, 1))
-    holders = tuple(tuple(tuple(sorted(grid[y, x])) for x in range(columns)) for y in range(rows))
-    title = f"{row.name} ({row.kind}) {row.type}: " + " down, ".join(f"{names[i]} {shape[i]}" for i in drawn) + " across"
-    sharded = [f"{names[i]} over {'+'.join(over[i])}" for i in order[2:] if shards[i] > 1]
-    return Drawing(title, holders, f"not drawn: {', '.join(sharded)}" if sharded else "")
-
-
 # ---- The arrays of a run
 
 
-def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
+def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings[Row]:
     """Return the sharding of every array of a run's train step.
 
     Args:
@@ -455,7 +258,7 @@ def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     return Shardings((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
 
 
-def of_tree(tree: Any) -> Shardings:
+def of_tree(tree: Any) -> Shardings[Row]:
     """Return the sharding of every array of a pytree, such as a model's parameters.
 
     Args:

@@ -74,11 +74,6 @@ def key(parts: Sequence[tuple[str, str]], notes: Sequence[str] = ()) -> str:
     return f'<p class="key">{" &ensp; ".join(shown)}</p>'
 
 
-def plural(n: int, noun: str) -> str:
-    """Return a count with its noun: `1 GPU`, `8 GPUs`."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 def framed(page: str) -> str:
     """Return a page in an HTML frame for a notebook, so that the page's style does not affect the notebook."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 640px; border: 0"></iframe>'

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, rough, size
+from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, plural, rough, size
 from jaxtrain.plan.result import Plan
 from jaxtrain.report import timeline
 from jaxtrain.report.charts import cursor_data, ticks
-from jaxtrain.report.html import contents, document, heading, key, paragraph, plural, tiles
+from jaxtrain.report.html import contents, document, heading, key, paragraph, tiles
 from jaxtrain.report.plan_sections import (
     CLASS_COLOURS,
     OTHER_CLASS,

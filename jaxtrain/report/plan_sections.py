@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
-from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, rough, size
+from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.program.traffic import Part, ratio
@@ -17,7 +17,6 @@ from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compi
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 from jaxtrain.report.charts import stacked
-from jaxtrain.report.html import plural
 from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 
 TRILLION = 1e12

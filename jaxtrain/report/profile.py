@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from jaxtrain.config import hardware
 from jaxtrain.metrics import files
@@ -30,99 +29,12 @@ from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Rates
 from jaxtrain.report import profile_program as programs
 from jaxtrain.report import profile_trace as traces
-from jaxtrain.report.html import framed
-from jaxtrain.report.profile_program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program
+from jaxtrain.report.profile_page import Device, Op, Profile
+from jaxtrain.report.profile_program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Program
 from jaxtrain.report.profile_trace import Event, Trace, TraceError
-from jaxtrain.report.sections import data_frame
 from jaxtrain.report.timeline import Stretch
 
 NS_PER_MS = 1e6
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """One `Operation` of a step, summed over its launches. Figures are means over devices and steps."""
-
-    kind: str  # one of KINDS without "exposed", or of LINKS
-    part: str
-    phase: str  # forward | backward | recompute | "" (once a step)
-    label: str  # named scopes and operation
-    source: str  # file:line
-    collective: str  # all-gather | reduce-scatter | ... | ""
-    count: float  # launches
-    ms: float  # share of the step's time, divided among concurrent operations; for LINKS only exposed time
-    ran_ms: float  # time from start to end, summed over launches
-    overlapped_ms: float  # time of LINKS that is not exposed
-    gflop: float | None  # from the program's HLO; None if unknown
-    gb: float | None  # device memory traffic; for communication, bytes on the wire
-    planned_ms: float | None  # at the rates that plans use for this GPU
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The mean times of a step on one device, in ms."""
-
-    device: int
-    step_ms: float
-    busy_ms: float  # computation, and copies inside the device
-    exposed_ms: float  # communication and host copies
-    idle_ms: float
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Profile:
-    """The time of a step from a trace. `--json` writes all fields but `lanes`."""
-
-    name: str  # name of the run, or of the trace file
-    trace: str  # path of the trace
-    device_kind: str
-    steps: tuple[int, ...]
-    step_ms: float  # mean over steps and devices
-    step_range_ms: tuple[float, float]  # shortest and longest
-    by_kind: dict[str, float]  # ms of a step; sums to step_ms
-    overlapped: dict[str, float]  # ms of LINKS that are not exposed
-    by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
-    named: float  # fraction of the busy and exposed time in operations with a part
-    ops: tuple[Op, ...]  # longest first
-    devices: tuple[Device, ...]
-    lanes: dict[str, tuple[Stretch, ...]]  # timeline of the median step on the device with the longest computation
-    untraced_ms: float | None  # median step of the same run without the profiler
-    planned: Planned | None
-    no_plan: str  # reason why `planned` is None
-    notes: tuple[str, ...]
-    format: int = 2
-
-    def to_pandas(self, table: str = "kinds") -> Any:
-        """Return a table as a pandas.DataFrame. Needs pandas.
-
-        Args:
-            table: kinds | parts (ms of a step by part and kind) | operations.
-
-        Raises:
-            ValueError: the table has another name.
-        """
-        if table == "kinds":
-            return data_frame([{"kind": kind, "ms": ms, "share": ms / self.step_ms} for kind, ms in self.by_kind.items()])
-        if table == "parts":
-            return data_frame([{"part": part, **kinds} for part, kinds in self.by_part.items()])
-        if table == "operations":
-            return data_frame([dataclasses.asdict(op) for op in self.ops])
-        raise ValueError(f"table = {table!r}: no such table. Fix: kinds, parts or operations.")
-
-    def __repr__(self) -> str:
-        """Return the report of `python -m jaxtrain profile`."""
-        from jaxtrain.report import profile_page
-
-        console = Console(width=120, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as captured:
-            profile_page.print_profile(self, None, console)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-    def _repr_html_(self) -> str:
-        """Return the page of `python -m jaxtrain profile --html` in an HTML frame, for a notebook."""
-        from jaxtrain.report import profile_page
-
-        return framed(profile_page.make_html(self))
 
 
 # ---- The run around a trace

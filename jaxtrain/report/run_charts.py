@@ -17,7 +17,7 @@ from jaxtrain.metrics import goodput
 from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, draw, is_number, ticks
 from jaxtrain.report.html import paragraph
-from jaxtrain.report.run import Run
+from jaxtrain.report.run_files import Run
 from jaxtrain.report.sections import Column, Drawing, Section, Table
 
 MANY = 8  # most runs on a page

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from jaxtrain.config.numbers import number, percent, size
 from jaxtrain.metrics.receipt_format import ReceiptError
 from jaxtrain.report.charts import is_number
-from jaxtrain.report.run import Columns, Run
 from jaxtrain.report.run_charts import apart, colour
+from jaxtrain.report.run_files import Columns, Run
 from jaxtrain.report.sections import Column, Section, Table
 from jaxtrain.train.receipt_diff import compare
 

@@ -11,14 +11,14 @@ from urllib.parse import quote
 
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
-from jaxtrain.config.numbers import column, number, percent, size
+from jaxtrain.config.numbers import column, number, percent, plural, size
 from jaxtrain.config.schema import flatten
 from jaxtrain.metrics.receipt_format import rows
 from jaxtrain.report import run_compare
 from jaxtrain.report.charts import controls
-from jaxtrain.report.html import document, folded, paragraph, plural, swatch, tiles
-from jaxtrain.report.run import EXIT_CODES, PAGE, Run, RunError, verdict
+from jaxtrain.report.html import document, folded, paragraph, swatch, tiles
 from jaxtrain.report.run_charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
+from jaxtrain.report.run_files import EXIT_CODES, PAGE, Run, RunError, verdict
 from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
 
 WARNINGS = 30  # most warnings of a run; the newest are shown

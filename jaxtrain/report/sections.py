@@ -71,10 +71,7 @@ class Table:
 
     def __repr__(self) -> str:
         """Return the table as text, as `print_table` prints it on a terminal of 160 columns."""
-        console = Console(width=160, color_system=None, force_terminal=False, force_jupyter=False)
-        with console.capture() as captured:
-            print_table(self, console)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return printed(lambda console: print_table(self, console), 160)
 
     def _repr_html_(self) -> str:
         """Return the table as HTML for a notebook."""
@@ -170,6 +167,14 @@ def data_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 # ---- terminal
 
 
+def printed(show: Callable[[Console], None], width: int) -> str:
+    """Return the text that `show` prints on a terminal of `width` columns."""
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False)
+    with console.capture() as captured:
+        show(console)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
 def say(console: Console, line: str, style: str = "") -> None:
     """Print one line of plain text. Brackets are not markup."""
     console.print(Text(line, style=style))
@@ -178,10 +183,10 @@ def say(console: Console, line: str, style: str = "") -> None:
 def print_sections(sections: Sequence[Section], console: Console) -> None:
     """Print sections on a terminal."""
     for section in sections:
-        printed = [p for p in section.parts if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
-        if printed:
+        shown = [p for p in section.parts if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
+        if shown:
             say(console, f"\n{section.title}", "bold")
-        for part in printed:
+        for part in shown:
             if isinstance(part, str):
                 say(console, part)
             elif isinstance(part, Listing):

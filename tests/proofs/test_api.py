@@ -24,7 +24,7 @@ from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
-from jaxtrain.report.run import RunError
+from jaxtrain.report.run_files import RunError
 from jaxtrain.train import run as train
 
 SMALL: dict[str, Any] = {

@@ -19,8 +19,9 @@ from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.kernels.experts import routing
 from jaxtrain.models import activations
 from jaxtrain.plan import shardings
-from jaxtrain.plan.shardings import Shardings, changes, describe, of_tree, parse_filter
+from jaxtrain.plan.shardings import changes, describe, of_tree, parse_filter
 from jaxtrain.plan.topology import TopologyError
+from jaxtrain.report.shardings import Shardings, shown
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "llama3_8b.py")
 FEW = {"model": {"num_layers": 2}}
@@ -31,7 +32,7 @@ TWO = {"mesh.fsdp": 4, "mesh.tensor": 2}
 @functools.cache
 def of(run: RunConfig) -> Shardings:
     """Return the table of a run's shardings on fake devices."""
-    return describe(run, devices_of(run))
+    return shown(describe(run, devices_of(run)))
 
 
 def table(overrides: dict[str, Any]) -> Shardings:
@@ -252,12 +253,13 @@ def test_what_cannot_be_is_refused(changes, key):
 
 def test_changes_name_what_moved():
     before, after = table(THREE), table(TWO)
-    columns = [column.cells for column in changes(before, after).columns]
-    moved = {row[:2]: row[2:] for row in zip(*columns, strict=True)}
-    assert ("layers.mlp.gate", "parameter") in moved
-    assert ("count", "counter") not in moved
-    assert not changes(before, before).columns[0].cells
-    assert before.diff(after).columns == changes(before, after).columns
+    moved, gate = changes(before, after), ("layers.mlp.gate", "parameter")
+    assert moved[gate] == (before.row(*gate), after.row(*gate)) and ("count", "counter") not in moved
+    assert changes(before, before) == {}
+    assert changes(before, before.filter(kind="counter"))[gate] == (before.row(*gate), None)
+    rows = zip(*(column.cells for column in before.diff(after).columns), strict=True)
+    layouts = {tuple(cells[:2]): tuple(cells[2:4]) for cells in rows}
+    assert layouts.keys() == moved.keys() and layouts[gate] == (before.row(*gate).layout, after.row(*gate).layout)
 
 
 def test_rows_of_experts_and_heads_of_ulysses_are_each_devices_own():

@@ -15,7 +15,8 @@ from sample_plan import sample
 
 from jaxtrain.config import numbers
 from jaxtrain.plan.result import Collective, Memory, Plan
-from jaxtrain.report import html, plan_page, plan_sections, plan_terminal
+from jaxtrain.report import html, plan_page, plan_sections
+from jaxtrain.report.plan import print_plan
 from jaxtrain.report.sections import place
 
 REPO = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def numbers_in(shown: str) -> set[str]:
 
 def written(plan: Plan, width: int = 110, **arguments: Any) -> str:
     stream = io.StringIO()
-    plan_terminal.print_plan(plan, Console(file=stream, width=width, highlight=False), **arguments)
+    print_plan(plan, Console(file=stream, width=width, highlight=False), **arguments)
     return stream.getvalue()
 
 

@@ -17,7 +17,8 @@ from jaxtrain.metrics import files, goodput
 from jaxtrain.metrics.receipt_format import ReceiptError
 from jaxtrain.report import run_charts, run_compare, run_page
 from jaxtrain.report.charts import Curve, LineChart, draw, thin
-from jaxtrain.report.run import RunError, read, read_all, verdict
+from jaxtrain.report.run import read, read_all
+from jaxtrain.report.run_files import RunError, verdict
 
 # ---- Contents of a page
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from made_plans import H200, RATES, above, load, made, plan_inline, tiny
 from rich.console import Console
 
+import jaxtrain
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.plan import search, search_parallel, search_space, topology
 from jaxtrain.plan.search_bound import bound
@@ -165,6 +167,14 @@ def test_layouts_within_the_error_are_equal_and_the_least_on_links_comes_first()
     steps = [round(c.plan.time.step_ms / 1e3, 3) for c in found.tried if c.plan]
     assert steps == [1.04, 1.045, 1.02, 1.0, 1.051, 0.5]
     assert [c.verdict for c in found.tried] == ["best", *["equal"] * 3, "slower", "too big"]
+
+
+def test_plans_that_the_api_found_show_themselves(inline, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "search", functools.partial(search.search, plan_one="made_plans:above"))
+    monkeypatch.setattr("jaxtrain.plan.FOLDER", str(tmp_path))
+    best = jaxtrain.search(load(*SMALL), FOUR.name).best
+    assert best and best.plan and "on h200:4" in repr(best.plan) and "&lt;!doctype html&gt;" in best.plan._repr_html_()
+    assert best.plan.to_pandas("memory")["gib"].sum() == best.plan.memory.peak_gib
 
 
 def test_report_and_json(inline):

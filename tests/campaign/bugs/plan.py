@@ -18,6 +18,13 @@ BUGS = (
         "unit/test_search.py -k refusal",
     ),
     Bug(
+        "api: the plans of a search are bare data",
+        "jaxtrain/commands/api.py",
+        "plan=shown(candidate.outcome.plan)",
+        "plan=candidate.outcome.plan",
+        "unit/test_search.py -k show_themselves",
+    ),
+    Bug(
         "search: settings that failed count as compiled",
         "jaxtrain/report/search_page.py",
         "compiled = sum(c.plan is not None for c in found.tried)",
