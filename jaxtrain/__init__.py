@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["evaluate", "generate", "load", "load_weights", "open_run", "parity", "plan", "search", "shardings", "train"]
-MODULES = ("parity", "plan", "train")  # functions of the API with the name of a folder
+MODULES = ("plan", "train")  # functions of the API with the name of a folder
 
 
 def _check_environment() -> None:

@@ -276,7 +276,7 @@ def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any])
 
 
 def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
-    """Trace TRACED_STEPS further steps. Write the trace to a folder with the files of a run, for jaxtrain.profile.
+    """Trace TRACED_STEPS further steps. Write the trace to a folder with the files of a run, for `jaxtrain profile`.
 
     step_s: the step time without the profiler.
     """

@@ -14,7 +14,7 @@ from faults import Faults
 CHILD = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from jaxtrain import watchdog
+from jaxtrain.runtime import watchdog
 from jaxtrain.runtime.watchdog import Watchdog
 workdir = Path(sys.argv[1])
 def facts(): return {{"last_step": 7}}

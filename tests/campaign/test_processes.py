@@ -17,7 +17,8 @@ def python(code: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, timeout=300, check=False, **pipes)
 
 
-VALIDATED = "from pathlib import Path; from jaxtrain.config import hardware;"
+VALIDATED = "from pathlib import Path; from jaxtrain.config import hardware; from jaxtrain.data import loading;"
+VALIDATED += "from jaxtrain.step.validate import validate;"
 VALIDATED += "assert not validate(loading.load([]).run, hardware.probe(), Path('runs/test'))"
 
 
@@ -38,8 +39,7 @@ def test_these_import_no_jax(code: str):
 
 def test_the_run_outlives_its_terminal(tmp_path):
     script = f"""
-from jaxtrain.data import loading
-from jaxtrain import progress
+from jaxtrain.metrics import progress
 with progress.Console({str(tmp_path)!r}, 0, 10) as console:
     console.say("one")
     console.say("two")
@@ -58,8 +58,8 @@ def test_live_line_on_a_terminal(tmp_path):
     """On a real pseudo-terminal one line is redrawn, messages are above it, and a kill leaves the cursor visible."""
     script = f"""
 import os
-from jaxtrain import metrics, progress
-line = dict.fromkeys(metrics.TRAIN_KEYS[1:-1], 0.5)
+from jaxtrain.metrics import files, progress
+line = dict.fromkeys(files.TRAIN_KEYS[1:-1], 0.5)
 with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     console.say("compiling")
     for step in range(1, 21):
