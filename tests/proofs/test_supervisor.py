@@ -30,17 +30,18 @@ printf '%s\\n' "$*" >>"$HOME/ssh"
 [[ $1 != unreachable ]] || exit 255
 if [[ $1 == bad* ]]; then exit "${1#bad}"; fi
 """
-# The command line of jaxtrain.runtime, with tests/attempt.py in place of the programs that it starts.
+# The command line of jaxtrain.commands.supervise, with tests/attempt.py in place of the programs that it starts.
 SUPERVISE = """
 import sys
-from jaxtrain.runtime import __main__, supervisor
+from jaxtrain.commands import supervise
+from jaxtrain.runtime import supervisor
 
 class Planned(supervisor.Supervisor):
     def __init__(self, options, environ):
         super().__init__(options, environ, (sys.executable, "-IS", sys.argv[1]), patience_s=float(sys.argv[2]))
 
-__main__.Supervisor = Planned
-sys.exit(__main__.main(sys.argv[3:]))
+supervise.Supervisor = Planned
+sys.exit(supervise.main(sys.argv[3:]))
 """
 
 
@@ -501,7 +502,7 @@ def test_other_nodes_get_their_number_and_no_other_variable(node: Node):
     given = {"JAXTRAIN_CUDA": "12", "JAXTRAIN_NOTE": "/mine", "JAXTRAIN_RESTARTS": "1"}
     node.run("exit 0", "exit 75", "exit 0", line="main '--config=a b.py' --nodes=here:99,bad0,ada@bad0.lan", **given)
     attempt = node.attempts()[1]
-    assert attempt["arguments"][2:] == ["--coordinator=here:99", "--num-processes=3", "--process-id=0"]
+    assert attempt["arguments"][3:] == ["--coordinator=here:99", "--num-processes=3", "--process-id=0"]
     asked = node.ssh.read_text().splitlines()
     assert sorted(line.split()[-1] for line in asked) == ["--process-id=1"] * 2 + ["--process-id=2"] * 2
     for i, line in enumerate(asked):
