@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from jaxtrain.commands.command import Command
 from jaxtrain.config import commands
+from jaxtrain.config.command_line import Parser
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "commands.md"
@@ -41,57 +41,28 @@ def _section(name: str) -> Iterator[str]:
     """Yield the paragraphs of one command."""
     module = importlib.import_module("jaxtrain.main" if name == "main" else f"jaxtrain.commands.{name}")
     yield f"## {name}"
-    if isinstance(command := getattr(module, "COMMAND", None), Command):
-        yield _text(command.purpose)
-        yield _block("console", commands.spelled(command.usage))
-        if command.rows:
-            defaults = {o.usage: o.default for o in command.options}
-            yield _table(("option", "meaning"), [(f"`{u}`", _meaning(d, defaults.get(u))) for u, d in command.rows])
-        yield from _examples([commands.spelled(line) for line in command.command_lines])
-        yield from map(_text, filter(None, command.notes.split("\n\n")))
-    else:
-        yield from _parsed(module.parser(), "")
+    yield from _parsed(module.parser())
 
 
-def _parsed(parser: argparse.ArgumentParser, above: str) -> Iterator[str]:
-    """Yield the paragraphs of an argparse parser and of its subcommands. above: epilog of the parent, which is not repeated."""
-    yield _text(parser.description or "")
-    usage = " ".join(parser.format_usage().removeprefix("usage:").split())
-    yield _block("console", usage.replace(" [-h]", ""))
-    under = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    actions = [a for a in parser._actions if a not in under and not isinstance(a, argparse._HelpAction)]
-    if actions:
-        meanings = [_needed(action) + _meaning(action.help or "", action.default) for action in actions]
-        yield _table(("option", "meaning"), [(f"`{_usage(a)}`", text) for a, text in zip(actions, meanings, strict=True)])
-    epilog = (parser.epilog or "").strip()
-    for paragraph in epilog.split("\n\n") if epilog and epilog != above else ():
-        title, _, lines = paragraph.partition("\n")
-        yield from _examples([line.strip() for line in lines.splitlines()]) if title == "examples:" else [_text(paragraph)]
-    for action in under:
-        helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
-        for name, child in action.choices.items():
-            yield f"### {parser.prog.split()[-1]} {name}"
-            text = child.description or helps[name]
-            child.description = text[:1].upper() + text[1:].removesuffix(".") + "."
-            yield from _parsed(child, epilog)
-
-
-def _usage(action: argparse.Action) -> str:
-    """Return the usage of an option or argument."""
-    value = action.metavar or "|".join(action.choices or ()) or action.dest.upper()
-    if not action.option_strings:
-        return f"{value}..." if action.nargs == "+" else str(value)
-    return action.option_strings[-1] + ("" if action.nargs == 0 else f"={value}")
-
-
-def _needed(action: argparse.Action) -> str:
-    return "required: " if action.required and action.option_strings else ""
+def _parsed(parser: Parser) -> Iterator[str]:
+    """Yield the paragraphs of a parser and of its subcommands."""
+    yield _text(parser.purpose[:1].upper() + parser.purpose[1:].removesuffix(".") + ".")
+    yield _block("console", commands.spelled(parser.usage_line))
+    defaults = {o.usage: o.default for o in parser.options}
+    rows = [row for row in parser.rows if row[0] not in parser.commands]
+    if rows:
+        yield _table(("option", "meaning"), [(f"`{usage}`", _meaning(text, defaults.get(usage))) for usage, text in rows])
+    yield from _examples([commands.spelled(line) for line in parser.command_lines])
+    yield from map(_text, filter(None, parser.notes.split("\n\n")))
+    for child in parser.commands.values():
+        yield f"### {child.prog}"
+        yield from _parsed(child)
 
 
 def _meaning(text: str, default: object) -> str:
     """Return the description of an option, with its default if the description does not have it."""
     said = "default" in text.lower() or str(default) in re.split(r"[()]", text)
-    known = default not in (None, "", [], False, argparse.SUPPRESS)
+    known = default not in (None, "")
     return _text(text) + (f"; default `{default}`" if known and not said else "")
 
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxtrain.config import launch
-from jaxtrain.config.schema import Fp8, Problem, RunConfig
-from jaxtrain.data import loading
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import Args, Parser, whole
+from jaxtrain.config.schema import Fp8, RunConfig
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build
@@ -107,23 +107,20 @@ def rows(run: RunConfig, of: str, seeds: int) -> Iterator[str]:
         )
 
 
-OPTIONS = {"of": "precision", "seeds": "1"}
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser("benchmarks.numerics", "Print how far the losses of other dtypes are from those of the first row.", config=True)
+    p.option("of", "the table", "TABLE", "precision", choices=("precision", "moments"))
+    p.option("seeds", "runs of each row", "N", 1, type=whole(1))
+    return p
 
 
-def main() -> int:
-    """Print the table. Return 0, or 2 if the command or the config is wrong."""
-    loaded = loading.load(sys.argv[1:], OPTIONS)
-    problems = list(loaded.problems)
-    if loaded.options["of"] not in ("precision", "moments"):
-        problems.append(Problem("--of", loaded.options["of"], "no such table", "Write precision or moments."))
-    if not loaded.options["seeds"].isdecimal() or not int(loaded.options["seeds"]):
-        problems.append(Problem("--seeds", loaded.options["seeds"], "must be a whole number, 1 or more", "For example 2."))
-    if problems:
-        return launch.report(problems)
-    for line in rows(loaded.run, loaded.options["of"], int(loaded.options["seeds"])):
+def show(args: Args) -> int:
+    """Print the table."""
+    for line in rows(args.loaded.run, args.of, args.seeds):
         print(line, flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(parser(), sys.argv[1:], show))

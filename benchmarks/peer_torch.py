@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import rich.console
 
-from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, launch
-from jaxtrain.config.command_line import Option, make_console
+from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, whole
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import loading, pipeline
 from jaxtrain.models import flops
@@ -65,77 +65,80 @@ def read_settings(text: str) -> list[dict[str, Any]]:
 
 
 def check_settings(text: str) -> str:
-    """Return the rule that a value of --settings breaks, or ""."""
+    """Return a value of --settings, if all its names are known."""
     if all(name.strip() in SETTINGS for name in text.split(";")):
-        return ""
-    return f"must be ATTENTION,COMPILE[,checkpoint] of {'|'.join(ATTENTION)} and {'|'.join(COMPILE)}; several, separated by ;"
+        return text
+    rule = f"must be ATTENTION,COMPILE[,checkpoint] of {'|'.join(ATTENTION)} and {'|'.join(COMPILE)}; several, separated by ;"
+    raise Invalid(rule)
 
 
-COMMAND = Command(
-    "benchmarks.peer_torch",
-    "Time the same model and batch in PyTorch and here, alternately on one GPU.",
-    (
-        Option("python", "a Python with torch and transformers; default: this one", "PATH"),
-        Option("rounds", "how often each of the two is measured; default 2", "N", "2", least=1),
-        Option("steps", "timed steps; default 20", "N", "20", least=1),
-        Option("warmup", "steps before them; default 5", "N", "5", least=1),
-        Option(
-            "settings",
-            "PyTorch's settings, without a search; several, separated by ;, are tried in order until one works",
-            "ATTENTION,COMPILE[,checkpoint]",
-            check=check_settings,
-            example="cudnn,layers",
-        ),
-        Option(
-            "tune",
-            "seconds after which PyTorch tries no further settings; default 100. 0: the first that works",
-            "S",
-            "100",
-            least=0,
-        ),
-        Option(
-            "limit",
-            "seconds of the comparison of losses, and of each measurement; --tune more for a search. 0: no limit",
-            "S",
-            "0",
-            least=0,
-        ),
-        Option("json", "all results, for programs", "FILE", writes=True),
-        Option("out", "results.md, results.json, receipt.json and the output of every round", "DIR"),
-    ),
-    config=True,
-    notes="Exit codes: 0 measured; 1 one of the two could not be measured, or they do different work; 2 the command or config "
-    "is wrong, nothing was started; 130 Ctrl-C.",
-)
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "benchmarks.peer_torch",
+        "Time the same model and batch in PyTorch and here, alternately on one GPU.",
+        config=True,
+        notes="Exit codes: 0 measured; 1 one of the two could not be measured, or they do different work; 2 the "
+        "command or config "
+        "is wrong, nothing was started; 130 Ctrl-C.",
+    )
+    p.option("python", "a Python with torch and transformers; default: this one", "PATH")
+    p.option("rounds", "how often each of the two is measured; default 2", "N", 2, type=whole(1))
+    p.option("steps", "timed steps; default 20", "N", 20, type=whole(1))
+    p.option("warmup", "steps before them; default 5", "N", 5, type=whole(1))
+    p.option(
+        "settings",
+        "PyTorch's settings, without a search; several, separated by ;, are tried in order until one works",
+        "ATTENTION,COMPILE[,checkpoint]",
+        type=check_settings,
+        example="cudnn,layers",
+    )
+    p.option(
+        "tune",
+        "seconds after which PyTorch tries no further settings; default 100. 0: the first that works",
+        "S",
+        100,
+        type=whole(0),
+    )
+    p.option(
+        "limit",
+        "seconds of the comparison of losses, and of each measurement; --tune more for a search. 0: no limit",
+        "S",
+        0,
+        type=whole(0),
+    )
+    p.option("json", "all results, for programs", "FILE", type=output_file)
+    p.option("out", "results.md, results.json, receipt.json and the output of every round", "DIR")
+    return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(COMMAND, argv, start)
+    return run_command(parser(), argv, start)
 
 
-def start(parsed: Parsed) -> int:
+def start(args: Args) -> int:
     """Start the comparison of a parsed command line, and return its exit code.
 
     Raises ConfigError if PyTorch's step does not support the config, --python lacks a package, or --out is not writable.
     """
-    options, console = parsed.options, make_console(bench.WIDTH)
-    base = [*parsed.config.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
-    python = shutil.which(Path(options["python"] or sys.executable).expanduser())
+    console = make_console(bench.WIDTH)
+    base = [*args.loaded.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
+    python = shutil.which(Path(args.python or sys.executable).expanduser())
     problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(loading.load(base).run)]
-    problems += interpreter(options["python"], python)
-    settings = read_settings(options["settings"]) if options["settings"] else []
+    problems += interpreter(args.python, python)
+    settings = read_settings(args.settings) if args.settings else []
     if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
-        problems.append(Problem("--settings", options["settings"], "a CPU has only sdpa", "Write --settings=sdpa,layers."))
-    if options["out"]:
-        problems += writable("--out", Path(options["out"]).expanduser())
+        problems.append(Problem("--settings", args.settings, "a CPU has only sdpa", "Write --settings=sdpa,layers."))
+    if args.out:
+        problems += writable("--out", Path(args.out).expanduser())
     if problems := problems or train_step.gpu_problems():
         raise ConfigError(problems)
-    request: dict[str, Any] = {"devices": 1, "steps": int(options["steps"]), "warmup": int(options["warmup"])}
-    request["limit_s"] = int(options["limit"]) or None
-    folder = Folder(options["out"], options["json"], "peer")
-    name, rounds = parsed.config.launch.name, int(options["rounds"])
-    search = {"settings": settings, "tune_s": float(options["tune"])}
+    request: dict[str, Any] = {"devices": 1, "steps": args.steps, "warmup": args.warmup}
+    request["limit_s"] = args.limit or None
+    folder = Folder(args.out, args.json, "peer")
+    name, rounds = args.loaded.launch.name, args.rounds
+    search = {"settings": settings, "tune_s": args.tune}
     failure = "one of the two could not be measured, or they do different work"
     return folder.run(lambda: run(base, name, str(python), rounds, request, search, folder, console), failure)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import ml_collections
 
-from jaxtrain.commands.command import PROCESS_OPTIONS, Command
+from jaxtrain.commands.command import add_process_options, process_options, read_line
 from jaxtrain.config import environment, explain, hardware, launch, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Option
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser
 from jaxtrain.config.schema import ConfigError, RunConfig, flatten, to_dict
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.startup import choose_cpu, set_environment, start_jax
@@ -26,46 +26,47 @@ from jaxtrain.step.validate_places import check_lock, check_resume, remote
 AGAIN = 75  # exit code: start again
 TELL_S = 30  # for a process with problems to connect to the others, and tell them
 
-COMMAND = Command(
-    "main",
-    "Train a language model, or resume its training: a workdir that holds checkpoints is resumed.",
-    (
-        Option("workdir", "the run's folder; default runs/NAME of the config", "DIR"),
-        Option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE"),
-        *PROCESS_OPTIONS,
-        Option(
-            "explain",
-            "print every key, its value and who set it, check the config, and stop. --explain=markdown prints docs/config.md",
-            "STYLE",
-            bare="text",
-            choices=("text", "markdown"),
-        ),
-    ),
-    config=True,
-    examples=("", "--config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first"),
-    notes=f"Configs: {', '.join(sorted(p.stem for p in (launch.REPO / 'configs').glob('*.py')))}.\n\n"
-    "Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start again (preempted, or "
-    "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
-    "else. SIGUSR2 takes a trace of the next profile.steps steps.",
-)
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "main",
+        "Train a language model, or resume its training: a workdir that holds checkpoints is resumed.",
+        config=True,
+        examples=("", "--config=configs/llama3_8b.py --config.train.steps=1000 --workdir=runs/first"),
+        notes=f"Configs: {', '.join(sorted(p.stem for p in (launch.REPO / 'configs').glob('*.py')))}.\n\n"
+        "Exit codes: 0 done; 2 the command or config is wrong, nothing was started or written; 75 start again (preempted, or "
+        "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
+        "else. SIGUSR2 takes a trace of the next profile.steps steps.",
+    )
+    p.option("workdir", "the run's folder; default runs/NAME of the config", "DIR")
+    p.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
+    add_process_options(p)
+    p.option(
+        "explain",
+        "print every key, its value and who set it, check the config, and stop. --explain=markdown prints docs/config.md",
+        "STYLE",
+        const="text",
+        choices=("text", "markdown"),
+    )
+    return p
 
 
-def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
+def main(argv: Sequence[str], own_process: bool = False) -> int:
     """Run the command line and return its exit code. own_process: see train.attempt."""
-    argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        print(COMMAND.help(), end="")
+    command = parser()
+    if text := command.help_of(argv):
+        print(text, end="")
         return 0
-    parsed = COMMAND.parse(argv)
-    loaded, problems = parsed.config, parsed.problems
-    style, bundle = loaded.options["explain"], loaded.options["replay"]
-    cluster, wrong = distributed.detect(loaded.options, os.environ)
+    args = read_line(command, argv)
+    loaded, problems, style, bundle = args.loaded, args.problems, args.explain, args.replay
+    cluster, wrong = distributed.detect(process_options(args), os.environ)
     problems += wrong
     if bundle:
         loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
-    workdir = Path(loaded.options["workdir"] or Path("runs") / loaded.launch.name).expanduser()
-    problems += remote("--workdir", loaded.options["workdir"])
+    workdir = Path(args.workdir or Path("runs") / loaded.launch.name).expanduser()
+    problems += remote("--workdir", args.workdir)
     certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
     devices = distributed.all_devices(hardware.probe(), cluster)
     other_size = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""

@@ -1,43 +1,36 @@
 """`python -m jaxtrain checkpoint list|verify DIR`: list the checkpoints of a run, or verify their files. Uses no device."""
 
-import argparse
 import datetime
 import os
 from collections.abc import Callable, Sequence
 
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
-from jaxtrain.commands.command import run_action
-from jaxtrain.config.command_line import ArgumentParser, progress_bar
-from jaxtrain.config.commands import spelled
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import Args, Parser, progress_bar, whole
 
 DAMAGED = 1
-NOTES = """examples:
-  python -m jaxtrain checkpoint list runs/tiny
-  python -m jaxtrain checkpoint verify runs/tiny --step=100
-
-Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.
-"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of `python -m jaxtrain checkpoint`."""
-    raw = argparse.RawDescriptionHelpFormatter
-    text = "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://."
-    top = ArgumentParser(spelled("python -m jaxtrain checkpoint"), description=text, epilog=spelled(NOTES), formatter_class=raw)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "checkpoint",
+        "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://.",
+        examples=("list runs/tiny", "verify runs/tiny --step=100"),
+        notes="Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.",
+    )
     verify = "read every file of every step, and compare it with the digests from when it was written"
     for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
-        p = commands.add_parser(name, help=text, description=text)
-        p.add_argument("folder", metavar="DIR", help="a run's folder, or its checkpoints folder")
-    p.add_argument("--step", type=int, metavar="N", help="only this step")
-    return top
+        p.command(name, text).argument("folder", "a run's folder, or its checkpoints folder", "DIR")
+    p.commands["verify"].option("step", "only this step", "N", type=whole(0))
+    return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    args = parser().parse_args(argv)
-    act = _list if args.command == "list" else _verify
-    return run_action(lambda: act(args), (CheckpointError,))
+    return run_command(
+        parser(), argv, lambda args: (_list if args.command == "list" else _verify)(args), errors=(CheckpointError,)
+    )
 
 
 def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
@@ -48,7 +41,7 @@ def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
     return found, states
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(args: Args) -> int:
     from rich.console import Console
     from rich.table import Table
 
@@ -73,11 +66,11 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(args: Args) -> int:
     found, states = _opened(args.folder)
-    if args.step is not None and args.step not in states:
+    if "step" in args.given and args.step not in states:
         raise CheckpointError(f"step {args.step} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
-    steps = [step for step in sorted(states) if args.step in (None, step)]
+    steps = [step for step in sorted(states) if step == args.step or "step" not in args.given]
     sizes = [found.storage.files(found.directory / str(step)) for step in steps]
     total = sum(size for of_step in sizes for name, size in of_step.items() if name != files.NAME)
     damaged = 0

@@ -1,15 +1,13 @@
 """`python -m jaxtrain data`: make, check and show token files."""
 
-import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.commands.command import run_action
-from jaxtrain.config.command_line import FAILED, ArgumentParser
-from jaxtrain.config.commands import spelled
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import FAILED, Args, Parser, path, whole
 from jaxtrain.config.schema import Data
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
@@ -20,112 +18,89 @@ from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 ROW_TOKENS = 1 << 20  # tokens of the rows that are built at a time
-EXAMPLES = """examples:
-  python -m jaxtrain data prepare --input='books/*.txt' --output=books.tok --validation=0.01
-  python -m jaxtrain data prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001
-  python -m jaxtrain data verify corpus.tok corpus.val.tok
-"""
+EXAMPLES = (
+    "prepare --input='books/*.txt' --output=books.tok --validation=0.01",
+    "prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001",
+    "verify corpus.tok corpus.val.tok",
+)
 
 
-def parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    top = ArgumentParser(
-        spelled("python -m jaxtrain data"),
-        description="Make, check and show token files.",
-        epilog=spelled(EXAMPLES),
-        formatter_class=raw,
-    )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    p = commands.add_parser(
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    top = Parser("data", "Make, check and show token files.", examples=EXAMPLES)
+    p = top.command(
         "prepare",
-        help="text, JSON lines or Parquet to a token file",
-        description="Writes a token file. The file gets its name only when it is complete. After an interruption, the same "
-        "command resumes from the finished parts.",
-        epilog=spelled(EXAMPLES),
-        formatter_class=raw,
-        argument_default=argparse.SUPPRESS,  # `prepare` has the defaults
+        "Write a token file from text, JSON lines or Parquet. The file gets its name only when it is complete. After an "
+        "interruption, the same command resumes from the finished parts.",
     )
-    p.add_argument(
-        "--input",
-        action="append",
+    p.option(
+        "input",
+        "files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
+        "GLOB",
         required=True,
-        metavar="GLOB",
-        help="files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
+        repeat=True,
     )
-    top.may_be_empty = p.may_be_empty = ("--separator",)
-    p.add_argument(
-        "--output", type=lambda text: Path(text).expanduser(), required=True, metavar="NAME.tok", help="the token file to write"
+    p.option("output", "the token file to write", "NAME.tok", type=path, required=True)
+    p.option("tokenizer", "byte (default) | path of a tokenizer.json | hf:NAME (from the hub)", "SPEC")
+    p.option("eot", "the token that ends a document, if it is not a well-known one", "TOKEN")
+    p.option(
+        "text-key",
+        "JSON key or Parquet column of the text (default: text); several are joined by --separator",
+        "KEY[,KEY]",
     )
-    p.add_argument("--tokenizer", metavar="SPEC", help="byte (default) | path of a tokenizer.json | hf:NAME (from the hub)")
-    p.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, if it is not a well-known one")
-    p.add_argument(
-        "--text-key",
-        metavar="KEY[,KEY]",
-        help="JSON key or Parquet column of the text (default: text); several are joined by --separator",
-    )
-    p.add_argument(
-        "--separator",
+    p.option(
+        "separator",
+        r"text between the values of several keys; \n and \t are understood (default: a blank line, \n\n)",
+        "TEXT",
         type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
-        metavar="TEXT",
-        help=r"text between the values of several keys; \n and \t are understood (default: a blank line, \n\n)",
+        may_be_empty=True,
     )
-    p.add_argument(
-        "--chat",
-        action="store_true",
-        help="rows are conversations: messages, conversations, prompt with completion or response, instruction and output",
+    p.option(
+        "chat", "rows are conversations: messages, conversations, prompt with completion or response, instruction and output"
     )
-    p.add_argument(
-        "--preference",
-        action="store_true",
-        help="rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages",
+    p.option("preference", "rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages")
+    p.option(
+        "chat-template",
+        f"writes conversations: {', '.join(NAMED)}, or a Jinja template (default: the tokenizer's own)",
+        "NAME|FILE",
     )
-    p.add_argument(
-        "--chat-template",
-        metavar="NAME|FILE",
-        help=f"writes conversations: {', '.join(NAMED)}, or a Jinja template (default: the tokenizer's own)",
-    )
-    p.add_argument(
-        "--loss",
+    p.option(
+        "loss",
+        "tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
+        "|".join(LOSSES),
         choices=LOSSES,
-        help="tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
     )
-    p.add_argument(
-        "--format",
-        choices=FORMATS,
-        help="auto: .jsonl .ndjson a document a line, .parquet a document a row, others a document each; .gz .bz2 .xz .zst "
+    p.option(
+        "format",
+        "auto: .jsonl .ndjson a document a line, .parquet a document a row, others a document each; .gz .bz2 .xz .zst "
         "are unpacked",
+        "|".join(FORMATS),
+        choices=FORMATS,
     )
-    p.add_argument(
-        "--validation",
-        type=float,
-        metavar="F",
-        help="put this fraction of the documents into NAME.val.tok (default 0)",
-    )
-    p.add_argument("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
-    p.add_argument("--force", action="store_true", help="replace an existing output")
-    p.add_argument(
-        "--processes",
+    p.option("validation", "put this fraction of the documents into NAME.val.tok (default 0)", "F", type=float, example="0.01")
+    p.option("skip-bad-lines", "leave out lines that cannot be read, and count them")
+    p.option("force", "replace an existing output")
+    p.option(
+        "processes",
+        "number of processes that tokenize (default: one a core); the file does not depend on it",
+        "N",
         type=int,
-        metavar="N",
-        help="number of processes that tokenize (default: one a core); the file does not depend on it",
+        example="8",
     )
-    p.add_argument(
-        "--shard-mb",
+    p.option(
+        "shard-mb",
+        f"input of a part; an interrupted run repeats unfinished parts (default {SHARD_MB})",
+        "MB",
         type=float,
-        metavar="MB",
-        help=f"input of a part; an interrupted run repeats unfinished parts (default {SHARD_MB})",
+        example=str(SHARD_MB),
     )
-    v = commands.add_parser(
-        "verify", help="read token files completely and check them", description="Exit code 0: all files are intact."
-    )
-    v.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a token file")
-    s = commands.add_parser("show", help="figures and the first documents of a token file")
-    s.add_argument("file", type=Path, metavar="FILE", help="a token file")
-    s.add_argument("--documents", type=int, default=2, metavar="N", help="show the beginning of N documents (default 2)")
-    s.add_argument(
-        "--seq-len", type=int, default=0, metavar="T", help="also show how full training's rows are with this data.seq_len"
-    )
-    s.add_argument("--max-segments", type=int, default=0, metavar="M", help="data.max_segments (default: 0, at most 32)")
+    p = top.command("verify", "Read token files completely and check them. Exit code 0: all files are intact.")
+    p.argument("files", "a token file", "FILE", several=True, type=path)
+    p = top.command("show", "figures and the first documents of a token file")
+    p.argument("file", "a token file", "FILE", type=path)
+    p.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=whole(0))
+    p.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=whole(0))
+    p.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=whole(0))
     return top
 
 
@@ -176,29 +151,29 @@ def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) ->
         yield f"conversations cut to fit {seq_len + 1:,} tokens: {lost}"
 
 
-def run_prepare(args: argparse.Namespace) -> int:
-    given = {key: value for key, value in vars(args).items() if key not in ("command", "input", "output")}
+def run_prepare(args: Args) -> int:
+    given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in args.given - {"input", "output"}}
     for key in ("text_key", "separator"):
         if key in given and ("chat" in given or "preference" in given):
             kind, option = ("--chat" if "chat" in given else "--preference"), f"--{key.replace('_', '-')}"
             raise PrepareError(f"{option} = {given[key]!r}: {kind} does not use it. Fix: leave {option} out")
     headers = prepare(args.input, args.output, **{"processes": 0, **given})
-    for path, header in zip((args.output, validation_path(args.output)), headers, strict=False):
-        print(describe(path, header))
+    for file, header in zip((args.output, validation_path(args.output)), headers, strict=False):
+        print(describe(file, header))
         if header["loss"]:
-            print(f"{path}: {counted_tokens(header)}")
+            print(f"{file}: {counted_tokens(header)}")
     return 0
 
 
-def run_verify(args: argparse.Namespace) -> int:
-    for path in (file.expanduser() for file in args.files):
-        if not path.is_file():
-            raise PrepareError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+def run_verify(args: Args) -> int:
+    for file in args.files:
+        if not file.is_file():
+            raise PrepareError(f"{file}: {'is a folder' if file.is_dir() else 'no such file'}")
     damaged = False
-    for path in args.files:
-        faults = tokenfile.verify(path)
+    for file in args.files:
+        faults = tokenfile.verify(file)
         damaged |= bool(faults)
-        for fault in faults or [f"{describe(path, tokenfile.TokenFile.open(path).header)}: intact"]:
+        for fault in faults or [f"{describe(file, tokenfile.TokenFile.open(file).header)}: intact"]:
             print(fault)
     return int(damaged)
 
@@ -238,10 +213,7 @@ def show_document(file: tokenfile.TokenFile, i: int, tokenizer: tokenizers.Token
     print(written(file, first, min(last, first + 200), tokenizer))
 
 
-def run_show(args: argparse.Namespace) -> int:
-    for name in ("seq_len", "max_segments", "documents"):
-        if (value := getattr(args, name)) < 0:
-            raise PrepareError(f"--{name.replace('_', '-')} = {value}: must be at least 0. Fix: leave it out")
+def run_show(args: Args) -> int:
     file = tokenfile.TokenFile.open(args.file)
     if file.pairs and args.max_segments == 1:
         rule = "the two members of a pair are documents of one sequence"
@@ -267,21 +239,18 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code.
+ACTS = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit code.
 
     0: success. 1: a file is damaged, or the disk or a process failed. 2: the command or its input is wrong. 130: Ctrl-C.
     """
-    args = parser().parse_args(argv)
-    command = {
-        "prepare": run_prepare,
-        "verify": run_verify,
-        "show": run_show,
-    }[args.command]
 
-    def act() -> int:
+    def act(args: Args) -> int:
         try:
-            return command(args)
+            return ACTS[args.command](args)
         except FileNotFoundError as e:
             raise PrepareError(f"{e.filename}: no such file") from e
         except PermissionError as e:
@@ -290,4 +259,4 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {e}", file=sys.stderr)
             return FAILED
 
-    return run_action(act, (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError))
+    return run_command(parser(), argv, act, errors=(PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError))

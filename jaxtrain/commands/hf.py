@@ -1,6 +1,5 @@
 """`python -m jaxtrain hf`: import and export of Hugging Face checkpoints, their logits, and the published sizes."""
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -15,22 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.commands.command import run_action
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, stores
-from jaxtrain.config.command_line import ArgumentParser
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.command_line import Args, Invalid, Parser, path
 from jaxtrain.config.schema import OWN, Model
 from jaxtrain.hf.folder import is_raw, locate, open_folder
 from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.runtime.startup import start_jax
 
-EXAMPLES = """examples:
-  python -m jaxtrain hf import meta-llama/Llama-3.2-1B --out=runs/llama32-1b
-  python -m jaxtrain hf export runs/finetuned --out=served --dtype=bf16
-  python -m jaxtrain hf check runs/finetuned served
-  python -m jaxtrain hf logits served --tokens=tokens.npy --out=logits.npy
-"""
 say = functools.partial(print, flush=True)
 SCRIPT = Path(__file__).parents[1] / "hf" / "torch_logits.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
@@ -39,119 +31,104 @@ PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
 def size(text: str) -> str:
     """Return the text of a size such as 5GB, after a check that huggingface_hub can parse it."""
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number with KB, MB, GB or TB, as 5GB")
+        raise Invalid("must be a number with KB, MB, GB or TB")
     return text
-
-
-def path(text: str) -> Path:
-    """Return a path with ~ expanded, because shells do not expand the ~ in --out=~/x."""
-    return Path(text).expanduser()
 
 
 def setting(text: str) -> tuple[str, Any]:
     """Return (key, value) of a setting of config.json such as rope_theta=10000.0. A value that is not JSON is text."""
     key, given, value = text.partition("=")
     if not given:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be KEY=VALUE, as rope_theta=10000.0")
+        raise Invalid("must be KEY=VALUE")
     try:
         return key, json.loads(value)
     except ValueError:
         return key, value
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of `python -m jaxtrain hf`."""
-    top = ArgumentParser(
-        spelled("python -m jaxtrain hf"),
-        description="Hugging Face checkpoints in and out.",
-        epilog=spelled(EXAMPLES),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    top = Parser(
+        "hf",
+        "Hugging Face checkpoints in and out.",
+        examples=(
+            "import meta-llama/Llama-3.2-1B --out=runs/llama32-1b",
+            "export runs/finetuned --out=served --dtype=bf16",
+            "check runs/finetuned served",
+            "logits served --tokens=tokens.npy --out=logits.npy",
+        ),
+        notes="Exit codes: 0 done; 1 check found a difference, or the disk failed; 2 the command or its input is "
+        "wrong, nothing "
+        "was written.",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     folder = "a model's folder, or its name in the hub's cache on this machine"
     run, any_model = "a run's folder, or one of its checkpoints/<step>", "a run, a checkpoint, or a Hugging Face folder"
-    dtypes: dict[str, Any] = {"choices": ("auto", "f32", "bf16"), "default": "auto"}
-    base: dict[str, Any] = {"default": "", "metavar": "DIR"}
-    base["help"] = "for a run with adapters: the folder of its base, if it was moved"
+    dtypes, base = ("auto", "f32", "bf16"), "for a run with adapters: the folder of its base, if it was moved"
 
-    p = commands.add_parser("import", help="a Hugging Face folder to a checkpoint that training and sampling start from")
-    p.set_defaults(act=run_import)
-    p.add_argument("folder", metavar="DIR", help=folder)
-    p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
-    p.add_argument("--dtype", **dtypes, help="auto: the smaller type that stores all tensors without rounding")
-    text = "a key of config.json to add or replace"
-    p.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help=text)
-
-    p = commands.add_parser("config", help="lines for a config file: the model of a Hugging Face folder")
-    p.set_defaults(act=run_config)
-    p.add_argument("folder", metavar="DIR", help=folder)
-
-    p = commands.add_parser("export", help="a checkpoint to a Hugging Face folder, for transformers and vLLM")
-    p.set_defaults(act=run_export)
-    p.add_argument("checkpoint", metavar="CKPT", help=run)
-    p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write")
-    p.add_argument("--dtype", **dtypes, help="auto: the dtype of the stored matrices; bf16 rounds float32 weights")
-    p.add_argument(
-        "--shard-size", type=size, default="5GB", metavar="SIZE", help="largest size of a safetensors file (default 5GB)"
+    p = top.command("import", "a Hugging Face folder to a checkpoint that training and sampling start from")
+    p.argument("folder", folder, "DIR")
+    p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
+    p.option("dtype", "auto: the smaller type that stores all tensors without rounding", "DTYPE", "auto", choices=dtypes)
+    p.option(
+        "set", "a key of config.json to add or replace", "KEY=VALUE", type=setting, repeat=True, example="rope_theta=10000.0"
     )
-    text = "jaxtrain's own names and settings, for a model of any family"
-    p.add_argument("--raw", action="store_true", help=text)
-    p.add_argument("--tokenizer", default="", metavar="DIR", help="the tokenizer's folder, if it was moved")
-    p.add_argument("--base", **base)
-    p.add_argument("--force", action="store_true", help="replace an existing folder")
 
-    p = commands.add_parser("export-adapter", help="the adapters of a LoRA run in PEFT's format")
-    p.set_defaults(act=run_export_adapter)
-    p.add_argument("checkpoint", metavar="CKPT", help=run)
-    p.add_argument("--out", type=path, required=True, metavar="DIR", help="the folder to write; it must hold no adapter yet")
-    text = "the base's name for PEFT (default: the model that the base was imported from)"
-    p.add_argument("--base", default="", metavar="NAME", help=text)
+    p = top.command("config", "lines for a config file: the model of a Hugging Face folder")
+    p.argument("folder", folder, "DIR")
 
-    p = commands.add_parser("import-adapter", help="PEFT's adapters to a checkpoint that samples, evaluates and exports")
-    p.set_defaults(act=run_import_adapter)
-    p.add_argument("folder", metavar="DIR", help="a folder with adapter_config.json and adapter_model.safetensors")
-    p.add_argument("--base", required=True, metavar="CKPT_OR_DIR", help="the model of the adapters")
-    p.add_argument("--out", type=path, required=True, metavar="CKPT", help="the folder to write, as a run's folder")
+    p = top.command("export", "a checkpoint to a Hugging Face folder, for transformers and vLLM")
+    p.argument("checkpoint", run, "CKPT")
+    p.option("out", "the folder to write", "DIR", type=path, required=True)
+    p.option("dtype", "auto: the dtype of the stored matrices; bf16 rounds float32 weights", "DTYPE", "auto", choices=dtypes)
+    p.option("shard-size", "largest size of a safetensors file (default 5GB)", "SIZE", "5GB", type=size)
+    p.option("raw", "jaxtrain's own names and settings, for a model of any family")
+    p.option("tokenizer", "the tokenizer's folder, if it was moved", "DIR")
+    p.option("base", base, "DIR")
+    p.option("force", "replace an existing folder")
 
-    p = commands.add_parser("check", help="logits of a checkpoint and of a Hugging Face folder, compared through transformers")
-    p.set_defaults(act=run_check)
-    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=f"computed by jaxtrain: {any_model}")
-    p.add_argument("folder", metavar="DIR", help="computed by transformers: a Hugging Face folder")
-    p.add_argument("--base", **base)
-    p.add_argument("--tokens", type=path, metavar="T.npy", help="ids [B, T]; default: 2 x 64 random ones")
-    p.add_argument(
-        "--tolerance", type=float, default=1e-3, metavar="X", help="exit code 1 above this difference (default 1e-3)"
-    )
-    text = f"an interpreter that has transformers and torch (or set {PYTHON})"
-    p.add_argument("--python", default="", metavar="PYTHON", help=text)
+    p = top.command("export-adapter", "the adapters of a LoRA run in PEFT's format")
+    p.argument("checkpoint", run, "CKPT")
+    p.option("out", "the folder to write; it must hold no adapter yet", "DIR", type=path, required=True)
+    p.option("base", "the base's name for PEFT (default: the model that the base was imported from)", "NAME")
 
-    p = commands.add_parser("logits", help="logits of given tokens, in float32")
-    p.set_defaults(act=run_logits)
-    p.add_argument("checkpoint", metavar="CKPT_OR_DIR", help=any_model)
-    p.add_argument("--base", **base)
-    p.add_argument("--tokens", type=path, required=True, metavar="T.npy", help="ids, integers [B, T] or [T]")
+    p = top.command("import-adapter", "PEFT's adapters to a checkpoint that samples, evaluates and exports")
+    p.argument("folder", "a folder with adapter_config.json and adapter_model.safetensors", "DIR")
+    p.option("base", "the model of the adapters", "CKPT_OR_DIR", required=True)
+    p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
+
+    p = top.command("check", "logits of a checkpoint and of a Hugging Face folder, compared through transformers")
+    p.argument("checkpoint", f"what jaxtrain computes: {any_model}", "CKPT_OR_DIR")
+    p.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
+    p.option("base", base, "DIR")
+    p.option("tokens", "ids [B, T]; default: 2 x 64 random ones", "T.npy", type=path)
+    p.option("tolerance", "exit code 1 above this difference (default 1e-3)", "X", 1e-3, type=float)
+    p.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
+
+    p = top.command("logits", "logits of given tokens, in float32")
+    p.argument("checkpoint", any_model, "CKPT_OR_DIR")
+    p.option("base", base, "DIR")
+    p.option("tokens", "ids, integers [B, T] or [T]", "T.npy", type=path, required=True)
     text = "the document of each token, from 1, in the shape of the tokens; 0: padding. Default: one document a row"
-    p.add_argument("--segments", type=path, metavar="S.npy", help=text)
-    p.add_argument("--out", type=path, required=True, metavar="L.npy", help="f32 [B, T, V]")
-    p.add_argument("--precision", choices=("f32", "bf16"), default="f32", help="precision of the arithmetic (default f32)")
+    p.option("segments", text, "S.npy", type=path)
+    p.option("out", "f32 [B, T, V]", "L.npy", type=path, required=True)
+    p.option("precision", "precision of the arithmetic (default f32)", "PRECISION", "f32", choices=("f32", "bf16"))
 
-    p = commands.add_parser("presets", help="the published sizes that a config file can start from")
-    p.set_defaults(act=run_presets)
+    top.command("presets", "the published sizes that a config file can start from")
     return top
 
 
-def run_import(args: argparse.Namespace) -> int:
+def run_import(args: Args) -> int:
     """Import a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.importing import import_folder, origin_of
     from jaxtrain.hf.model import check_built
 
-    folder = open_folder(args.folder, dict(args.set))
+    folder = open_folder(args.folder, dict(args.set or ()))
     check_built(origin_of(folder))
     import_folder(folder, args.out, args.dtype, say)
     return 0
 
 
-def run_config(args: argparse.Namespace) -> int:
+def run_config(args: Args) -> int:
     """Print the model of a Hugging Face folder as keys of config.Model. Return the exit code."""
     folder = open_folder(args.folder)
     for key, value in dataclasses.asdict(folder.model).items():
@@ -163,7 +140,7 @@ def run_config(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_export(args: argparse.Namespace) -> int:
+def run_export(args: Args) -> int:
     """Export a checkpoint as a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.exporting import export
 
@@ -172,7 +149,7 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_export_adapter(args: argparse.Namespace) -> int:
+def run_export_adapter(args: Args) -> int:
     """Export a checkpoint's adapters for PEFT. Return the exit code."""
     from jaxtrain.hf.peft import export_adapter
 
@@ -181,7 +158,7 @@ def run_export_adapter(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_import_adapter(args: argparse.Namespace) -> int:
+def run_import_adapter(args: Args) -> int:
     """Import PEFT's adapters as a checkpoint. Return the exit code."""
     from jaxtrain.hf.peft import import_adapter
 
@@ -193,7 +170,7 @@ def run_import_adapter(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_logits(args: argparse.Namespace) -> int:
+def run_logits(args: Args) -> int:
     """Write a model's logits to an .npy file. Return the exit code."""
     import numpy as np
 
@@ -203,7 +180,7 @@ def run_logits(args: argparse.Namespace) -> int:
 
     source = open_origin(args.checkpoint)
     source.announce(say)
-    tokens_BT, segments_BT = read_tokens(args.tokens, args.segments, source.run().model.vocab_size)
+    tokens_BT, segments_BT = read_tokens(args.tokens, args.segments or None, source.run().model.vocab_size)
     out_BTV = logits_of(source, args.precision, args.base)(tokens_BT, segments_BT)
     with replacing(args.out) as file:
         np.save(file, out_BTV)
@@ -211,7 +188,7 @@ def run_logits(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_check(args: argparse.Namespace) -> int:
+def run_check(args: Args) -> int:
     """Compare a checkpoint's logits with those of transformers. Return 1 if they differ by more than --tolerance, else 0."""
     import numpy as np
 
@@ -260,7 +237,7 @@ def run_check(args: argparse.Namespace) -> int:
     return 1
 
 
-def run_presets(args: argparse.Namespace) -> int:
+def run_presets(args: Args) -> int:
     """Print all presets: the published sizes of models. Return the exit code."""
     say("preset            family     parameters   active layers d_model   heads vocabulary")
     for name, keys in presets().items():
@@ -272,21 +249,29 @@ def run_presets(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
+ACTS = {
+    "import": run_import,
+    "config": run_config,
+    "export": run_export,
+    "export-adapter": run_export_adapter,
+    "import-adapter": run_import_adapter,
+    "check": run_check,
+    "logits": run_logits,
+    "presets": run_presets,
+}
 
-    0: success. 1: `check` found a difference, or the disk failed. 2: wrong command or input, nothing was written.
-    """
-    args = parser().parse_args(argv)
 
-    def act() -> int:
-        if hasattr(args, "folder"):
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit code."""
+
+    def act(args: Args) -> int:
+        if "folder" in args:
             locate(args.folder)
-        if hasattr(args, "checkpoint") and (missing := stores.missing(args.checkpoint)):
+        if "checkpoint" in args and (missing := stores.missing(args.checkpoint)):
             raise HuggingFaceError(f"{args.checkpoint}: {missing}")
-        if args.act not in (run_config, run_presets):
+        if args.command not in ("config", "presets"):
             start_jax(hardware.probe())
-        return args.act(args)
+        return ACTS[args.command](args)
 
     # HuggingFaceError is a ValueError, as are the errors of a layout and of a config.
-    return run_action(act, (CheckpointError, ValueError))
+    return run_command(parser(), argv, act, errors=(CheckpointError, ValueError))

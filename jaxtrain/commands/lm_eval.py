@@ -6,7 +6,6 @@ All options except those of `parser` are the harness's own (`lm_eval run --help`
 is imported on first use. In Python, `harness_model()` is the class: `simple_evaluate(harness_model()(workdir="runs/tiny"))`.
 """
 
-import argparse
 import functools
 import importlib.util
 import json
@@ -15,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.commands.command import run_action
-from jaxtrain.config import hardware, installed, launch
-from jaxtrain.config.command_line import ArgumentParser
-from jaxtrain.config.commands import spelled
+from jaxtrain.commands.command import run_command
+from jaxtrain.config import hardware, installed
+from jaxtrain.config.command_line import Args, Parser, whole
 from jaxtrain.config.schema import Problem
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -157,38 +155,43 @@ def before(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of this command's own options. All other options go to the harness."""
-    parser = ArgumentParser(
-        prog=spelled("python -m jaxtrain lm_eval"),
-        description="Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
-        epilog="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
+    p = Parser(
+        "lm_eval",
+        "Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
+        notes="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
         "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
+        passes_on=True,
     )
-    parser.add_argument("--workdir", required=True, help="a run's folder, or one of its checkpoints/<step>")
-    parser.add_argument("--tokenizer", default="", help="where the tokenizer is now, if it moved since training")
-    parser.add_argument("--base", default="", help="of a run with adapters: where the base model is now, if it moved")
-    parser.add_argument("--max-length", type=int, default=0, help="tokens that the model sees (default: data.seq_len)")
-    parser.add_argument("--batch_size", type=int, default=ROWS, help=f"texts at a time (default: {ROWS})")
-    return parser
+    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", required=True)
+    p.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
+    p.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
+    p.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))
+    p.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=whole(1))
+    return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code; 2 if the command line is wrong."""
-    args, rest = parser().parse_known_args(argv)
+    return run_command(
+        parser(), argv, evaluate, check=check, errors=(CheckpointError, HuggingFaceError, TokenizerError, TaskError)
+    )
+
+
+def check(args: Args) -> list[Problem]:
+    """Return the problems of the harness's options, and of its package."""
     problems = []
     if importlib.util.find_spec("lm_eval") is None:
         problems.append(Problem("lm_eval", None, "this package is not installed", installed.remedy("lm-eval")))
-    if not any(word == "--tasks" or word.startswith("--tasks=") for word in rest):
+    if not any(word == "--tasks" or word.startswith("--tasks=") for word in args.rest):
         problems.append(Problem("--tasks", None, "is missing", "Name tasks of the harness, comma-separated."))
-    if reserved := [word for word in rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
+    if reserved := [word for word in args.rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
         problems.append(Problem(reserved[0], None, "this command sets it", "Name the model with --workdir."))
-    if problems:
-        return launch.report(problems)
-    return run_action(lambda: evaluate(args, rest), (CheckpointError, HuggingFaceError, TokenizerError, TaskError))
+    return problems
 
 
-def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
+def evaluate(args: Args) -> int:
     """Run the harness with these options, and return the exit code."""
     start_jax(hardware.probe())
     from lm_eval._cli import HarnessCLI
@@ -198,7 +201,7 @@ def evaluate(args: argparse.Namespace, rest: list[str]) -> int:
     model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "base": args.base, "max_length": args.max_length}
     own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     before_this = sys.argv
-    sys.argv = ["lm_eval", *own, *rest]  # the harness reads its options only there
+    sys.argv = ["lm_eval", *own, *args.rest]  # the harness reads its options only there
     setup_logging()
     try:
         harness = HarnessCLI()

@@ -11,9 +11,9 @@ from typing import Any
 
 import rich.console
 
-from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import environment, hardware, own_parts
-from jaxtrain.config.command_line import Option, make_console
+from jaxtrain.config.command_line import Args, Parser, make_console, output_file, whole
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.metrics.files import write_output
@@ -25,118 +25,125 @@ from jaxtrain.train.parity_layouts import Layout
 DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
 
 
-COMMAND = Command(
-    "parity",
-    "Train the same few steps on several layouts, from the same seed and data, and compare them.",
-    (
-        Option(
-            "meshes",
-            "axes with their sizes joined by x, and further keys, each after a slash: fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, "
-            "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. Every layout is compared with the "
-            "first. Keys: sharding.*, attention.*, parallel.*, remat.*, dtypes.*, compiler.*, pipeline.*, moe.impl, "
-            "moe.buffer, train.grad_accum, train.accumulate, loss.chunk. Default, without those that the config excludes: "
-            f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
-            f"{named.BOTH}",
-            "LAYOUT,...",
-            modes=("",),
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "parity",
+        "Train the same few steps on several layouts, from the same seed and data, and compare them.",
+        config=True,
+        modes=("known-issues",),
+        examples=(
+            "--config=configs/tiny.py --meshes=one,fsdp8,fsdp4xtensor2",
+            "--config=configs/llama3_8b.py --config.model.num_layers=2 --config.model.d_model=512 --config.model.d_ff=1024 "
+            "--config.model.vocab_size=4096 --config.data.source=synthetic --config.data.seq_len=256 "
+            "--config.train.grad_accum=1 "
+            "--meshes=one,fsdp8,fsdp4xtensor2/sharding.zero=1 --dtype=bf16",
+            "--known-issues",
         ),
-        Option("steps", "steps to train; default 3", "N", "3", least=1, modes=("",)),
-        Option(
-            "dtype",
-            "f32: every type float32; bf16, fp8: that precision. Default: as the config says",
-            "DTYPE",
-            choices=(*filter(None, DTYPES),),
-            modes=("",),
-        ),
-        Option(
-            "known-issues",
-            "instead: check for three bugs that were reported against trainers: attention across packed documents, wrong "
-            "gradients in combined layouts, data that depends on the number of processes. A few minutes on a laptop",
-        ),
-        Option("json", "all results, for programs", "FILE", writes=True),
-    ),
-    config=True,
-    modes=("known-issues",),
-    examples=(
-        "--config=configs/tiny.py --meshes=one,fsdp8,fsdp4xtensor2",
-        "--config=configs/llama3_8b.py --config.model.num_layers=2 --config.model.d_model=512 --config.model.d_ff=1024 "
-        "--config.model.vocab_size=4096 --config.data.source=synthetic --config.data.seq_len=256 --config.train.grad_accum=1 "
-        "--meshes=one,fsdp8,fsdp4xtensor2/sharding.zero=1 --dtype=bf16",
-        "--known-issues",
-    ),
-    notes="Uses the GPUs of this node if there are enough for the largest layout, else CPU devices. On a CPU compare a small "
-    "model: whether layouts agree does not depend on its size.\n\n"
-    "Every layout is compared with the first: loss and gradient norm of every step, the first gradient of every tensor, and "
-    "its update, which is its weights after the last step minus its initial weights. In float32 the relative bound is 1e-5, "
-    "and 1e-3 for updates. In bfloat16 and FP8 the first layout is also trained in float32. The bound is sqrt(2 + log2 n) "
-    "times the difference between these two, where n is devices times microbatches: jaxtrain/train/parity.py derives it.\n\n"
-    "Exit codes: 0 all layouts agree; 1 a layout does not agree, or could not be run; 2 the command or config is wrong, "
-    "nothing was started; 130 Ctrl-C.",
-)
+        notes="Uses the GPUs of this node if there are enough for the largest layout, else CPU devices. On a CPU "
+        "compare a small "
+        "model: whether layouts agree does not depend on its size.\n\n"
+        "Every layout is compared with the first: loss and gradient norm of every step, the first gradient of "
+        "every tensor, and "
+        "its update, which is its weights after the last step minus its initial weights. In float32 the "
+        "relative bound is 1e-5, "
+        "and 1e-3 for updates. In bfloat16 and FP8 the first layout is also trained in float32. The bound is sqrt(2 + log2 n) "
+        "times the difference between these two, where n is devices times microbatches: "
+        "jaxtrain/train/parity.py derives it.\n\n"
+        "Exit codes: 0 all layouts agree; 1 a layout does not agree, or could not be run; 2 the command or config is wrong, "
+        "nothing was started; 130 Ctrl-C.",
+    )
+    p.option(
+        "meshes",
+        "axes with their sizes joined by x, and further keys, each after a slash: fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, "
+        "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. Every layout is compared with the "
+        "first. Keys: sharding.*, attention.*, parallel.*, remat.*, dtypes.*, compiler.*, pipeline.*, moe.impl, "
+        "moe.buffer, train.grad_accum, train.accumulate, loss.chunk. Default, without those that the config excludes: "
+        f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
+        f"{named.BOTH}",
+        "LAYOUT,...",
+        modes=("",),
+    )
+    p.option("steps", "steps to train; default 3", "N", 3, type=whole(1), modes=("",))
+    p.option(
+        "dtype",
+        "f32: every type float32; bf16, fp8: that precision. Default: as the config says",
+        "DTYPE",
+        choices=(*filter(None, DTYPES),),
+        modes=("",),
+    )
+    p.option(
+        "known-issues",
+        "instead: check for three bugs that were reported against trainers: attention across packed documents, wrong "
+        "gradients in combined layouts, data that depends on the number of processes. A few minutes on a laptop",
+    )
+    p.option("json", "all results, for programs", "FILE", type=output_file)
+    return p
+
 
 Runs = list[tuple[Layout, RunConfig]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     found: list[Any] = []
 
-    def check(parsed: Parsed) -> list[Problem]:
-        layouts, wrong = named.parse(meshes_of(parsed))
-        runs, left_out, problems = load_runs(parsed, layouts)
+    def check(args: Args) -> list[Problem]:
+        layouts, wrong = named.parse(meshes_of(args))
+        runs, left_out, problems = load_runs(args, layouts)
         found[:] = [runs, left_out]
-        known = {str(p) for p in parsed.problems}  # problems of the config, which each layout has too
-        return [*find_problems(parsed), *wrong, *(p for p in problems if str(p) not in known)]
+        known = {str(p) for p in args.problems}  # problems of the config, which each layout has too
+        return [*find_problems(args), *wrong, *(p for p in problems if str(p) not in known)]
 
-    def act(parsed: Parsed) -> int:
+    def act(args: Args) -> int:
         runs, left_out = found
         start_devices(runs)
         console = make_console()
         for line in left_out:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return run_known_issues(parsed, runs, console) if parsed.mode else run(parsed, runs, console)
+        return run_known_issues(args, runs, console) if args.mode else run(args, runs, console)
 
-    return run_command(COMMAND, argv, act, check=check)
+    return run_command(parser(), argv, act, check=check)
 
 
-def meshes_of(parsed: Parsed) -> str:
+def meshes_of(args: Args) -> str:
     """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
-    if parsed.mode:
+    if args.mode:
         from jaxtrain.train import parity_known_issues
 
         return parity_known_issues.COMBINED
-    return parsed.options["meshes"] or named.default(parsed.config.run)
+    return args.meshes or named.default(args.loaded.run)
 
 
-def find_problems(parsed: Parsed) -> list[Problem]:
+def find_problems(args: Args) -> list[Problem]:
     """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
-    layouts, wrong = named.parse(meshes_of(parsed))
-    if "meshes" in parsed.given and not wrong and len(set(layouts)) == 1:
+    layouts, wrong = named.parse(meshes_of(args))
+    if "meshes" in args.given and not wrong and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
-        return [Problem("--meshes", parsed.options["meshes"], rule, "For example --meshes=one,fsdp2.")]
-    keys = [key for key, _ in parsed.config.launch.overrides if key.startswith("mesh.")]
+        return [Problem("--meshes", args.meshes, rule, "For example --meshes=one,fsdp2.")]
+    keys = [key for key, _ in args.loaded.launch.overrides if key.startswith("mesh.")]
     return [Problem(f"--config.{key}", None, "--meshes sets the mesh", "Leave it out.") for key in keys]
 
 
-def config_argv(parsed: Parsed) -> list[str]:
+def config_argv(args: Args) -> list[str]:
     """Return the config arguments of a command line.
 
     --known-issues without --config gets a small model, and synthetic data with many documents in a sequence.
     """
-    argv = parsed.config.launch.config_argv
-    if not parsed.mode or "config" in parsed.given:
+    argv = args.loaded.launch.config_argv
+    if not args.mode or args.line.file is not None:
         return argv
     small = ("data.source=synthetic", "data.eval_source=", "model.num_layers=2")
     return [argv[0], *(f"--config.{o}" for o in small), *argv[1:]]
 
 
-def load_runs(parsed: Parsed, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
+def load_runs(args: Args, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
     """Return (layout, config) of each layout; a line for each default layout left out as invalid; problems of the others."""
-    argv = config_argv(parsed)
-    more = named.FLOAT32 if parsed.mode else DTYPES.get(parsed.options["dtype"], ())
+    argv = config_argv(args)
+    more = named.FLOAT32 if args.mode else DTYPES.get(args.dtype, ())
     found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]
     left_out = []
-    if not parsed.options["meshes"]:
+    if not args.meshes:
         fine = [item for item in found if not item[2]]
         if len(fine) > 1:
             left_out = [f"left out: {layout.name}: {wrong[0]}" for layout, _, wrong in found if wrong]
@@ -164,20 +171,20 @@ def start_devices(runs: Runs) -> None:
     start_jax(found)
 
 
-def run(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
+def run(args: Args, runs: Runs, console: rich.console.Console) -> int:
     """Train on every layout, and print a comparison with the first. Return 0 if all agree, else 1. JAX must be started."""
     from jaxtrain.train import parity_report
 
-    rows, yardstick, types, failed = compare_layouts(runs, int(parsed.options["steps"]), console)
+    rows, yardstick, types, failed = compare_layouts(runs, args.steps, console)
     if failed:
         print(f"error: {failed}", file=sys.stderr)
         return 1
-    name, *overrides = config_argv(parsed)
+    name, *overrides = config_argv(args)
     overrides = tuple(o.removeprefix("--config.") for o in overrides)
-    steps, config = int(parsed.options["steps"]), name.removeprefix("--config=")
+    steps, config = args.steps, name.removeprefix("--config=")
     result = parity_report.Result(config, overrides, steps, types, devices_text(runs), tuple(rows), yardstick)
     parity_report.show(result, console)
-    write_json(parsed, parity_report.to_json(result))
+    write_json(args, parity_report.to_json(result))
     return 0 if result.agrees else 1
 
 
@@ -240,7 +247,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     return rows, yardstick, types, ""
 
 
-def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) -> int:
+def run_known_issues(args: Args, runs: Runs, console: rich.console.Console) -> int:
     """Run the checks of known_issues.py, and print each verdict. Return 0 if all are ok, else 1. JAX must be started."""
     from jaxtrain.train import parity_known_issues, parity_report
 
@@ -257,7 +264,7 @@ def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) 
     checks = {
         "attention stays within a packed document": lambda: parity_known_issues.check_documents(straddling),
         "gradients of combined layouts equal those of one device": gradients,
-        "training does not depend on the number of processes": lambda: parity_known_issues.check_processes(config_argv(parsed)),
+        "training does not depend on the number of processes": lambda: parity_known_issues.check_processes(config_argv(args)),
     }
     done = []
     for claim, act in checks.items():
@@ -267,7 +274,7 @@ def run_known_issues(parsed: Parsed, runs: Runs, console: rich.console.Console) 
         print_line(f"    {found.where}: relative difference {found.figure:.1e}, bound {found.bound:.0e}")
         facts = {"claim": claim, **dataclasses.asdict(found), "ok": found.ok, "seconds": round(time.perf_counter() - began, 1)}
         done.append(facts | {"figure": found.figure if found.figure == found.figure else None})  # JSON has no NaN
-    write_json(parsed, {"format": parity_report.FORMAT, "devices": devices_text(runs), "known_issues": done})
+    write_json(args, {"format": parity_report.FORMAT, "devices": devices_text(runs), "known_issues": done})
     return 0 if all(c["ok"] for c in done) else 1
 
 
@@ -278,7 +285,7 @@ def devices_text(runs: Runs) -> str:
     return f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
 
 
-def write_json(parsed: Parsed, tree: dict[str, Any]) -> None:
+def write_json(args: Args, tree: dict[str, Any]) -> None:
     """Write the results `tree` to the file of --json, if that is given."""
-    if parsed.options["json"]:
-        write_output(parsed.options["json"], json.dumps(tree, indent=1) + "\n")
+    if args.json:
+        write_output(args.json, json.dumps(tree, indent=1) + "\n")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, Option, make_console
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args, Invalid, Parser, make_console, output_file, whole
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.metrics.files import write_output
@@ -27,142 +27,151 @@ if TYPE_CHECKING:
     from jaxtrain.plan.topology import Topology
 
 
-def _rule_of_load(text: str) -> str:
-    """Return the rule that the text of --experts-load breaks; "" if the text is valid."""
+def _load(text: str) -> float:
+    """Return the number of --experts-load."""
     try:
-        return "" if 1 <= float(text) < math.inf else "must be a number from 1, which is an even load"
+        if 1 <= float(text) < math.inf:
+            return float(text)
     except ValueError:
-        return "must be a number from 1, which is an even load"
+        pass
+    raise Invalid("must be a number from 1, which is an even load")
 
 
-def _rule_of_cache(text: str) -> str:
-    """Return the reason why the folder of --cache cannot be used; "" if it can."""
+def _folder(text: str) -> str:
+    """Return the folder of --cache, after a check that it can be written."""
     try:
         folder = Path(text).expanduser().absolute()
         above = next(p for p in (folder, *folder.parents) if p.exists())
     except (OSError, RuntimeError) as error:  # the path is too long, or its ~user does not exist
-        return f"cannot be a folder ({error})"
+        raise Invalid(f"cannot be a folder ({error})") from error
     if text and not (above.is_dir() and os.access(above, os.W_OK)):
-        return f"{above} is {'not writable' if above.is_dir() else 'not a folder'}"
-    return ""
+        raise Invalid(f"{above} is {'not writable' if above.is_dir() else 'not a folder'}")
+    return text
 
 
 ONE = ("",)  # the plan of one layout
-COMMAND = Command(
-    "plan",
-    "Plan memory, step time and communication: compile the train step of a config for a machine that need "
-    "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
-    (
-        Option(
-            "topology",
-            "the machine: h200:8 is one node of 8 H200s, h100:8x16 are 16 nodes of 8; default the GPUs of this machine. Chips: "
-            + ", ".join(sorted(p.stem for p in (Path(__file__).parents[1] / "plan" / "specs").glob("*.txtpb"))),
-            "CHIP:GPUS[xNODES]",
-            example="h200:8",
-            modes=("", "shardings", "search"),
-        ),
-        Option("json", "all results of the plan, as JSON", "FILE", writes=True, modes=("", "search")),
-        Option("html", "the plan as one page", "FILE", writes=True, modes=ONE),
-        Option("hlo", "the scheduled program behind all figures", "FILE", writes=True, modes=ONE),
-        Option("why", "plan it without each setting that saves memory, one at a time", modes=ONE),
-        Option("traffic", "memory traffic outside of matmuls and attention, with the least possible", modes=ONE),
-        Option(
-            "cudnn",
-            "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
-            "auto prefers the library",
-            "auto|formula|library",
-            "auto",
-            choices=("auto", "formula", "library"),
-            example="formula",
-            modes=ONE,
-        ),
-        Option(
-            "experts-load",
-            "load of the busiest expert of each layer over an even load; default 1.0",
-            "L",
-            "1.0",
-            check=_rule_of_load,
-            example="1.5",
-            modes=ONE,
-        ),
-        Option(
-            "no-fit", "compile also a step that cannot fit by formula, and do not search settings that would fit", modes=ONE
-        ),
-        Option(
-            "shardings",
-            "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
-            "FILTER",
-            bare="all",
-        ),
-        Option(
-            "search",
-            "instead: find the fastest layout that fits, by formula at once, then compiled; of layouts equal within 5%, the "
-            "one with the least communication",
-        ),
-        Option(
-            "budget",
-            "seconds of --search, of --why and of the search for settings that fit; 0: no limit",
-            "SECONDS",
-            "0",
-            least=0,
-            example="100",
-            modes=("", "search"),
-        ),
-        Option(
-            "most", f"plans of a --search, with those in its cache; default {MOST}", "N", str(MOST), least=1, modes=("search",)
-        ),
-        Option(
-            "jobs", "compiles at a time; default: the number of cores", "N", "0", least=1, example="4", modes=("", "search")
-        ),
-        Option(
-            "cache",
-            f"folder of earlier plans; default {FOLDER}; '' keeps none",
-            "DIR",
-            FOLDER,
-            check=_rule_of_cache,
-            may_be_empty=True,
-            modes=("", "search"),
-        ),
-        Option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on"),
-    ),
-    config=True,
-    modes=("shardings", "search", "calibrate"),
-    examples=(
-        "--config=configs/llama3_8b.py --topology=h200:8",
-        "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
-        "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
-    ),
-    notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
-    "read, or a file not written; 130 Ctrl-C, after the results so far.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "plan",
+        "Plan memory, step time and communication: compile the train step of a config for a machine that need "
+        "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
+        config=True,
+        modes=("shardings", "search", "calibrate"),
+        examples=(
+            "--config=configs/llama3_8b.py --topology=h200:8",
+            "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
+            "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
+        ),
+        notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
+        "read, or a file not written; 130 Ctrl-C, after the results so far.",
+    )
+    p.option(
+        "topology",
+        "the machine: h200:8 is one node of 8 H200s, h100:8x16 are 16 nodes of 8; default the GPUs of this machine. Chips: "
+        + ", ".join(sorted(p.stem for p in (Path(__file__).parents[1] / "plan" / "specs").glob("*.txtpb"))),
+        "CHIP:GPUS[xNODES]",
+        example="h200:8",
+        modes=("", "shardings", "search"),
+    )
+    p.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
+    p.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
+    p.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=ONE)
+    p.option("why", "plan it without each setting that saves memory, one at a time", modes=ONE)
+    p.option("traffic", "memory traffic outside of matmuls and attention, with the least possible", modes=ONE)
+    p.option(
+        "cudnn",
+        "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
+        "auto prefers the library",
+        "auto|formula|library",
+        "auto",
+        choices=("auto", "formula", "library"),
+        example="formula",
+        modes=ONE,
+    )
+    p.option(
+        "experts-load",
+        "load of the busiest expert of each layer over an even load; default 1.0",
+        "L",
+        1.0,
+        type=_load,
+        example="1.5",
+        modes=ONE,
+    )
+    p.option("no-fit", "compile also a step that cannot fit by formula, and do not search settings that would fit", modes=ONE)
+    p.option(
+        "shardings",
+        "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
+        "FILTER",
+        const="all",
+    )
+    p.option(
+        "search",
+        "instead: find the fastest layout that fits, by formula at once, then compiled; of layouts equal within 5%, the "
+        "one with the least communication",
+    )
+    p.option(
+        "budget",
+        "seconds of --search, of --why and of the search for settings that fit; 0: no limit",
+        "SECONDS",
+        0,
+        type=whole(0),
+        example="100",
+        modes=("", "search"),
+    )
+    p.option(
+        "most",
+        f"plans of a --search, with those in its cache; default {MOST}",
+        "N",
+        str(MOST),
+        type=whole(1),
+        modes=("search",),
+    )
+    p.option(
+        "jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("", "search")
+    )
+    p.option(
+        "cache",
+        f"folder of earlier plans; default {FOLDER}; '' keeps none",
+        "DIR",
+        FOLDER,
+        type=_folder,
+        may_be_empty=True,
+        modes=("", "search"),
+    )
+    p.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(COMMAND, argv, _act, check=_check)
+    return run_command(parser(), argv, _act, check=_check)
 
 
-def _check(parsed: Parsed) -> list[Problem]:
+def _check(args: Args) -> list[Problem]:
     """Return the problems of the command line that can be found before JAX is imported."""
-    options, loaded, problems = parsed.options, parsed.config, []
-    here, found = not options["topology"], hardware.probe()
-    if parsed.mode == "calibrate":
-        given = [f"--{name}" for name in sorted(parsed.given) if name == "config" or name.startswith("config.")]
+    problems = []
+    here, found = not args.topology, hardware.probe()
+    if args.mode == "calibrate":
+        given = ["--config"] * (args.line.file is not None) + [f"--config.{key}" for key, _ in args.line.overrides]
         if given:
             problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([found.problem] if found.problem else [])]
     written: dict[Path, str] = {}
     for name in ("json", "html", "hlo"):
-        if options[name] and (other := written.setdefault(Path(options[name]).expanduser().absolute(), name)) != name:
-            problems.append(Problem(f"--{name}", options[name], f"--{other} writes this file", "Name another file."))
-    m, load = loaded.run.model, options["experts-load"]
-    if "experts-load" in parsed.given and loaded.file_read and not _rule_of_load(load):
+        file = getattr(args, name)
+        if file and (other := written.setdefault(Path(file).expanduser().absolute(), name)) != name:
+            problems.append(Problem(f"--{name}", file, f"--{other} writes this file", "Name another file."))
+    m, load = args.loaded.run.model, args.experts_load
+    if "experts-load" in args.given and args.loaded.file_read and load:
         if not m.num_experts:
             problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
-        elif float(load) > (most := m.num_experts / m.experts_per_token):
+        elif load > (most := m.num_experts / m.experts_per_token):
             rule = f"an expert that every token chooses has {most:g} times an even load, the maximum"
             problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
-    if here and found.kind != "gpu" and "topology" not in parsed.given and not parsed.has_strays:
+    if here and found.kind != "gpu" and "topology" not in args.given and not args.strays:
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
     elif here and found.problem:
@@ -180,7 +189,7 @@ class Job:
         budget_s: seconds for all compiles of --search, --why, or the search for settings that fit; 0: no limit.
     """
 
-    loaded: Loaded
+    args: Args
     topology: "Topology"
     check: "Check"
     cache: "Cache | None"
@@ -189,8 +198,8 @@ class Job:
     console: "Console"
 
     @property
-    def options(self) -> dict[str, str]:
-        return self.loaded.options
+    def loaded(self) -> Loaded:
+        return self.args.loaded
 
     @property
     def name(self) -> str:
@@ -204,16 +213,16 @@ class Job:
 
     def write_json(self, tree: dict[str, Any]) -> None:
         """Write `tree` to the file of --json, if one is given."""
-        if self.options["json"]:
-            write_output(self.options["json"], json.dumps(tree, indent=1) + "\n")
+        if self.args.json:
+            write_output(self.args.json, json.dumps(tree, indent=1) + "\n")
 
 
-def _act(parsed: Parsed) -> int:
+def _act(args: Args) -> int:
     """Start JAX, run the parsed command, and return its exit code."""
-    here = not parsed.options["topology"]
+    here = not args.topology
     cudnn = None
-    if not parsed.mode and not here:  # before JAX starts: XLA searches for its libraries only once
-        cudnn = _load_cudnn(parsed.options["cudnn"])
+    if not args.mode and not here:  # before JAX starts: XLA searches for its libraries only once
+        cudnn = _load_cudnn(args.cudnn)
     # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
     if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -231,17 +240,17 @@ def _act(parsed: Parsed) -> int:
     from jaxtrain.sharding import LayoutError
 
     try:
-        if parsed.mode == "calibrate":
+        if args.mode == "calibrate":
             calibrate(console=make_console())
             return 0
         with own_parts.refusing():
-            return _run(parsed, cudnn)
+            return _run(args, cudnn)
     except ConfigError:
         raise
     except (HloError, AssignmentError) as error:
         return _fail(f"the compiled program cannot be read: {error}")
     except machines.TopologyError as error:
-        topology = parsed.options["topology"]
+        topology = args.topology
         rule = str(error).removeprefix(f"topology {topology!r}: ").rstrip(".")
         raise ConfigError([Problem("--topology", topology, rule, "For example --topology=h200:8.")]) from error
     except (LayoutError, Unsupported, CalibrationError, ValueError) as error:
@@ -250,33 +259,32 @@ def _act(parsed: Parsed) -> int:
         return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")
 
 
-def _run(parsed: Parsed, cudnn: cudnn_library.Library | None) -> int:
+def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     """Run the selected mode (any mode except --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search_cache import Cache
     from jaxtrain.plan.search_space import training_check
 
-    options, run = parsed.options, parsed.config.run
-    topology = machines.parse(options["topology"]) if options["topology"] else machines.here()
-    if other_size := parsed.config.launch.other_size(topology.total):
+    run = args.loaded.run
+    topology = machines.parse(args.topology) if args.topology else machines.here()
+    if other_size := args.loaded.launch.other_size(topology.total):
         print(other_size, file=sys.stderr)
-    for note in parsed.config.launch.notes:
+    for note in args.loaded.launch.notes:
         if note.startswith("train.epochs"):
             print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
-    cache = Cache(options["cache"]) if options["cache"] else None
-    loaded = dataclasses.replace(parsed.config, options=options)
-    job = Job(loaded, topology, check, cache, int(options["jobs"]), float(options["budget"]), make_console())
-    if not parsed.mode and _refused(job):
+    cache = Cache(args.cache) if args.cache else None
+    job = Job(args, topology, check, cache, args.jobs, args.budget, make_console())
+    if not args.mode and _refused(job):
         return 0
     if problems := check(run):
         raise ConfigError(list(problems))
-    if parsed.mode == "shardings":
+    if args.mode == "shardings":
         from jaxtrain.report.shardings import print_shardings
 
-        print_shardings(run, topology, "" if options["shardings"] == "all" else options["shardings"], job.console)
+        print_shardings(run, topology, "" if args.shardings == "all" else args.shardings, job.console)
         return 0
-    if parsed.mode == "search":
+    if args.mode == "search":
         machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
         return _search(job)
     return _plan(job, cudnn)
@@ -317,19 +325,19 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.report.plan import print_plan
     from jaxtrain.report.sections import print_sections
 
-    run, options, topology, console = job.loaded.run, job.options, job.topology, job.console
+    run, args, topology, console = job.loaded.run, job.args, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
     with busy if console.is_terminal else contextlib.nullcontext():
         compiled = compile_step(run, topology, cudnn)
         how = {"name": job.name, "overrides": job.overrides}
         plan = even = read_plan(compiled, run, topology, **how)
-        if (load := float(options["experts-load"])) > 1:  # the searches below assume an even load
-            plan = read_plan(compiled, run, topology, **how, experts_load=load)
-    if options["hlo"]:
-        write_output(options["hlo"], compiled.text)
-    moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if options["traffic"] else ()
+        if args.experts_load > 1:  # the searches below assume an even load
+            plan = read_plan(compiled, run, topology, **how, experts_load=args.experts_load)
+    if args.hlo:
+        write_output(args.hlo, compiled.text)
+    moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if args.traffic else ()
     passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer, per step
-    lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if options["html"] else {}
+    lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if args.html else {}
     del compiled
     length: dict[str, Any] = {"steps": run.train.steps, "epochs": _epochs(run)}
     print_plan(plan, console, **length)
@@ -338,11 +346,11 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
 
     interrupted = False
     if topology.chip not in CHIPS:
-        if (not plan.fits and not options["no-fit"]) or options["why"]:
+        if (not plan.fits and not args.no_fit) or args.why:
             console.print(
                 f"\nnothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
             )
-    elif not plan.fits and not options["no-fit"]:
+    elif not plan.fits and not args.no_fit:
         settings = {"check": job.check, "cache": job.cache, "jobs": job.jobs, "budget_s": job.budget_s, "own": even}
         with search_page.watch(console) as progress:
             found = search(
@@ -357,15 +365,15 @@ def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
         search_page.show(found, console)
         plan = dataclasses.replace(plan, hints=(*plan.hints, *search_page.hints(found)))
         interrupted = found.ended == "interrupted"
-    elif options["why"] and plan.fits:
+    elif args.why and plan.fits:
         lines, interrupted = _why(job, even)
         plan = dataclasses.replace(plan, hints=(*plan.hints, *lines))
-    if options["why"] and not plan.fits:
+    if args.why and not plan.fits:
         console.print("\n--why needs a plan that fits. This one does not.")
     job.write_json(to_json(plan))
-    if options["html"]:
-        write_output(options["html"], plan_page.html(plan, **length, lanes=lanes))
-    if written := [options[name] for name in ("json", "html", "hlo") if options[name]]:
+    if args.html:
+        write_output(args.html, plan_page.html(plan, **length, lanes=lanes))
+    if written := [*filter(None, (args.json, args.html, args.hlo))]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if interrupted else 0
 
@@ -386,7 +394,7 @@ def _refused(job: Job) -> bool:
     from jaxtrain.plan.search import refuse
     from jaxtrain.report import search_page
 
-    if any(job.options[name] for name in ("no-fit", "hlo", "html", "traffic")):
+    if any((job.args.no_fit, job.args.hlo, job.args.html, job.args.traffic)):
         return False
     why = refuse(job.loaded.run, job.topology)
     if why is None:
@@ -433,7 +441,7 @@ def _search(job: Job) -> int:
             job.name,
             job.topology,
             budget_s=job.budget_s,
-            most=int(job.options["most"]),
+            most=job.args.most,
             check=job.check,
             cache=job.cache,
             jobs=job.jobs,

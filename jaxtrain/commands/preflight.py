@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxtrain.commands.command import PROCESS_OPTIONS, Command, Parsed, run_command
+from jaxtrain.commands.command import add_process_options, process_options, run_command
 from jaxtrain.config import launch
-from jaxtrain.config.command_line import Option, check_output_file
+from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, whole
 from jaxtrain.config.schema import Problem, nearest
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.node import inspection
@@ -41,88 +41,85 @@ SAVE_S = 5.0  # time limit for writing a file or a recording
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def rule_of_json(text: str) -> str:
-    """Return the reason why `text`, the path of --json, cannot be written; "" if it can, or if it is "-"."""
+def json_file(text: str) -> str:
+    """Return the path of --json, after a check that the file can be written; "-" is the terminal."""
     try:
-        return "" if text == "-" else call_with_timeout(ANSWER_S, text, lambda: check_output_file(text))
+        return text if text == "-" else call_with_timeout(ANSWER_S, text, lambda: output_file(text))
     except Unanswered as error:
-        return str(error)
+        raise Invalid(str(error), "Name another file.") from error
 
 
-COMMAND = Command(
-    "preflight",
-    "Check this node, and with several processes the other nodes of the run. It takes a minute at most, and changes nothing.",
-    options=(
-        Option("workdir", "the run's folder, as of jaxtrain.main", "DIR"),
-        Option(
-            "json",
-            "print all findings as JSON in place of the table, or write them to FILE",
-            "FILE",
-            bare="-",
-            check=rule_of_json,
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "preflight",
+        "Check this node, and with several processes the other nodes of the run. It takes a minute at most, "
+        "and changes nothing.",
+        config=True,
+        examples=(
+            "",
+            "--config=configs/llama3_8b.py --workdir=runs/first",
+            "--recorded=tests/recorded/faults/phb_link",
         ),
-        Option(
-            "allow",
-            "checks whose fault is only a note, as 'NUMA balancing' if the kernel is not yours; default: those of the variable "
-            f"{ALLOW}. The verdict names them",
-            "NAME,...",
-        ),
-        Option("no-measure", "read only: no matmul, no collective, no file is written"),
-        Option(
-            "limit",
-            "seconds for everything, default 60; a check that does not fit is 'not measured'",
-            "S",
-            default="60",
-            least=1,
-        ),
-        Option("meet", "seconds for the other processes to connect, before that, default 300", "S", default="300", least=1),
-        Option(
-            "record",
-            "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",
-            "DIR",
-        ),
-        Option("recorded", "check such a folder instead of this node", "DIR"),
-        *PROCESS_OPTIONS,
-        Option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR"),
-        Option("explain", "accepted, as jaxtrain.main has it; without effect", "FORM", bare="text"),
-    ),
-    config=True,
-    examples=(
-        "",
-        "--config=configs/llama3_8b.py --workdir=runs/first",
-        "--recorded=tests/recorded/faults/phb_link",
-    ),
-    notes="Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 75 a process of the run did "
-    "not connect, or was lost: try again; 2 the command or config is wrong.",
-)
+        notes="Exit codes: 0 fit, or there is no GPU; 3 a fault, on this node or another of the run; 75 a process of "
+        "the run did "
+        "not connect, or was lost: try again; 2 the command or config is wrong.",
+    )
+    p.option("workdir", "the run's folder, as of jaxtrain.main", "DIR")
+    p.option(
+        "json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", const="-", type=json_file
+    )
+    p.option(
+        "allow",
+        "checks whose fault is only a note, as 'NUMA balancing' if the kernel is not yours; default: those of the variable "
+        f"{ALLOW}. The verdict names them",
+        "NAME,...",
+    )
+    p.option("no-measure", "read only: no matmul, no collective, no file is written")
+    p.option(
+        "limit",
+        "seconds for everything, default 60; a check that does not fit is 'not measured'",
+        "S",
+        default=60,
+        type=whole(1),
+    )
+    p.option("meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=whole(1))
+    p.option(
+        "record", "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run", "DIR"
+    )
+    p.option("recorded", "check such a folder instead of this node", "DIR")
+    add_process_options(p)
+    p.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
+    p.option("explain", "accepted, as jaxtrain.main has it; without effect", "FORM", const="text")
+    return p
 
 
-def main(argv: Sequence[str] | None = None, own_process: bool = False) -> int:
+def main(argv: Sequence[str], own_process: bool = False) -> int:
     """Run the command and return its exit code.
 
     Args:
         own_process: whether this process only runs preflight, so that any thread may end the process.
     """
     began = time.monotonic()
-    return run_command(COMMAND, argv, lambda parsed: run(parsed, began, own_process), check=check_options)
+    return run_command(parser(), argv, lambda args: run(args, began, own_process), check=check_options)
 
 
-def run(parsed: Parsed, began: float, own_process: bool) -> int:
+def run(args: Args, began: float, own_process: bool) -> int:
     """Check the node, print the report, and return the exit code."""
-    options, nodes = parsed.options, []
-    cluster, _ = distributed.detect(options, os.environ)
-    total_s = float(options["limit"]) + (float(options["meet"]) if cluster else 0.0) + LATE_S
+    nodes: list[Node] = []
+    cluster, _ = distributed.detect(process_options(args), os.environ)
+    total_s = args.limit + (args.meet if cluster else 0.0) + LATE_S
     with end_after(total_s, nodes) if own_process else contextlib.nullcontext():
         try:
-            nodes.append(make_node(parsed))
-            of_run, problems = distributed.detect(options, nodes[0].environ) if options["recorded"] else (cluster, [])
+            nodes.append(make_node(args))
+            of_run, problems = distributed.detect(process_options(args), nodes[0].environ) if args.recorded else (cluster, [])
             if problems:
                 return launch.report(problems)
-            has_config = any(arg.startswith("--config") for arg in parsed.config.launch.argv)
-            context = Context(nodes[0], parsed.config.run, run_paths(parsed), of_run, has_config)
-            code = check_node(context, cluster, parsed, began, own_process)
+            has_config = any(arg.startswith("--config") for arg in args.loaded.launch.argv)
+            context = Context(nodes[0], args.loaded.run, run_paths(args), of_run, has_config)
+            code = check_node(context, cluster, args, began, own_process)
         except RecordingError as error:
-            return launch.report([Problem("--recorded", options["recorded"], str(error), "Name a folder that --record made.")])
+            return launch.report([Problem("--recorded", args.recorded, str(error), "Name a folder that --record made.")])
         finally:
             for node in nodes:
                 node.close()
@@ -131,13 +128,13 @@ def run(parsed: Parsed, began: float, own_process: bool) -> int:
     return code
 
 
-def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began: float, own_process: bool) -> int:
+def check_node(context: Context, cluster: Cluster | None, args: Args, began: float, own_process: bool) -> int:
     """Check a node together with the processes of its run, print the report, and return the exit code."""
-    options, node = parsed.options, context.node
+    node = context.node
 
     def finish(reports: list[NodeReport]) -> int:
-        report.allow(reports, allowed(parsed)[1])
-        saved, file = True, options["json"]
+        report.allow(reports, allowed(args)[1])
+        saved, file = True, args.json
         if cluster is None or cluster.process_id == 0:
             text = json.dumps(report.as_json(reports, time.monotonic() - began), indent=1)
             if file == "-":
@@ -155,15 +152,15 @@ def check_node(context: Context, cluster: Cluster | None, parsed: Parsed, began:
         node.close()
         distributed.leave(code)
 
-    skip_reason = "--no-measure" if options["no-measure"] else "the recording has no figure" if options["recorded"] else ""
-    left_s = float(options["limit"]) - (time.monotonic() - began)
-    preflight = Preflight(context, cluster, left_s, float(options["meet"]), skip_reason, end if own_process else None)
+    skip_reason = "--no-measure" if args.no_measure else "the recording has no figure" if args.recorded else ""
+    left_s = args.limit - (time.monotonic() - began)
+    preflight = Preflight(context, cluster, left_s, args.meet, skip_reason, end if own_process else None)
     try:
         reports = preflight.run()
         code = finish(reports)
-        if options["record"] and isinstance(node, LocalNode):
+        if args.record and isinstance(node, LocalNode):
             own = next((each for each in reports if each.host == node.facts["hostname"]), reports[0])
-            saved = save("--record", options["record"], lambda path: node.save(path, own.measured))
+            saved = save("--record", args.record, lambda path: node.save(path, own.measured))
             code = code or int(not saved)
         preflight.close("a process is lost" if report.is_incomplete(reports) else "")
         return code
@@ -209,17 +206,17 @@ def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
     return True
 
 
-def make_node(parsed: Parsed) -> Node:
+def make_node(args: Args) -> Node:
     """Return the node to check: this node, or the recording of --recorded. Raises RecordingError."""
-    if recorded := parsed.options["recorded"]:
+    if recorded := args.recorded:
         return RecordedNode(Path(recorded).expanduser())
-    return LocalNode(run_paths(parsed), min(COMMAND_S, float(parsed.options["limit"]) / 2))
+    return LocalNode(run_paths(args), min(COMMAND_S, args.limit / 2))
 
 
-def run_paths(parsed: Parsed) -> dict[str, str]:
+def run_paths(args: Args) -> dict[str, str]:
     """Return name ("data", "checkpoints", "cache") -> folder or bucket of the run; "" if there is none."""
-    run = parsed.config.run
-    folder = Path(parsed.options["workdir"] or Path("runs") / parsed.config.launch.name)
+    run = args.loaded.run
+    folder = Path(args.workdir or Path("runs") / args.loaded.launch.name)
     checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
     return {"data": run.paths.data, "checkpoints": checkpoints, "cache": run.paths.cache}
 
@@ -227,21 +224,20 @@ def run_paths(parsed: Parsed) -> dict[str, str]:
 # ---- the command line
 
 
-def check_options(parsed: Parsed) -> list[Problem]:
+def check_options(args: Args) -> list[Problem]:
     """Return problems that command_line does not check: process options, names of checks, and the folder of --record."""
-    options = parsed.options
-    _, problems = distributed.detect(options, os.environ)
-    problems += unknown_checks(*allowed(parsed))
-    if options["record"] and options["recorded"]:
-        problems.append(Problem("--record", options["record"], "does not apply to --recorded", "Leave one of them out."))
-    elif options["record"]:
-        problems += refused_folder(Path(options["record"]).expanduser())
+    _, problems = distributed.detect(process_options(args), os.environ)
+    problems += unknown_checks(*allowed(args))
+    if args.record and args.recorded:
+        problems.append(Problem("--record", args.record, "does not apply to --recorded", "Leave one of them out."))
+    elif args.record:
+        problems += refused_folder(Path(args.record).expanduser())
     return problems
 
 
-def allowed(parsed: Parsed) -> tuple[str, list[str]]:
+def allowed(args: Args) -> tuple[str, list[str]]:
     """Return (option or variable that lists checks whose faults become notes, names of these checks)."""
-    given = parsed.options["allow"]
+    given = args.allow
     names = (given or os.environ.get(ALLOW, "")).split(",")
     return "--allow" if given else ALLOW, [name.strip() for name in names if name.strip()]
 

@@ -7,74 +7,79 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.command import Command, Parsed, run_command
-from jaxtrain.config.command_line import Option, make_console
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import Args, Parser, make_console, output_file, whole
 from jaxtrain.metrics.files import write_output
 from jaxtrain.runtime.startup import quiet
 
 WIDTH = 128
-COMMAND = Command(
-    "profile",
-    "Show the time of a step by kind, by part of the model, and by operation, from a trace. --config.profile.start=STEP of a "
-    "run takes a trace, or SIGUSR2 to a running one (kill -USR2 PID).",
-    (
-        Option("list", "list the traces, and stop"),
-        Option("trace", "the trace with this number in --list; default the newest", "N", least=1, modes=("", "xprof")),
-        Option("diff", "also the changes since OTHER, a run or a trace", "OTHER", modes=("",)),
-        Option("json", "write the profile as JSON", "FILE", writes=True, modes=("",)),
-        Option("html", "write the report as a page, with a timeline", "FILE", writes=True, modes=("",)),
-        Option("perfetto", "write the trace for https://ui.perfetto.dev, as FILE.json.gz", "FILE", writes=True, modes=("",)),
-        Option("xprof", "open the trace in xprof instead"),
-    ),
-    arguments=("RUN", "a run's folder, or a trace: its folder or *.xplane.pb"),
-    modes=("list", "xprof"),
-    examples=(
-        "runs/first",
-        "runs/first --html=profile.html",
-        "runs/second --diff=runs/first",
-        "runs/first --perfetto=first.json.gz",
-    ),
-    notes="Exit codes: 0 done; 2 the command line is wrong, or the trace cannot be read; 1 a file was not written, or xprof "
-    "failed; 130 Ctrl-C.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "profile",
+        "Show the time of a step by kind, by part of the model, and by operation, from a trace. "
+        "--config.profile.start=STEP of a "
+        "run takes a trace, or SIGUSR2 to a running one (kill -USR2 PID).",
+        modes=("list", "xprof"),
+        examples=(
+            "runs/first",
+            "runs/first --html=profile.html",
+            "runs/second --diff=runs/first",
+            "runs/first --perfetto=first.json.gz",
+        ),
+        notes="Exit codes: 0 done; 2 the command line is wrong, or the trace cannot be read; 1 a file was not "
+        "written, or xprof "
+        "failed; 130 Ctrl-C.",
+    )
+    p.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN")
+    p.option("list", "list the traces, and stop")
+    p.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
+    p.option("diff", "also the changes since OTHER, a run or a trace", "OTHER", modes=("",))
+    p.option("json", "write the profile as JSON", "FILE", type=output_file, modes=("",))
+    p.option("html", "write the report as a page, with a timeline", "FILE", type=output_file, modes=("",))
+    p.option("perfetto", "write the trace for https://ui.perfetto.dev, as FILE.json.gz", "FILE", type=output_file, modes=("",))
+    p.option("xprof", "open the trace in xprof instead")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # the traced run may still use the GPU
-    return run_command(COMMAND, argv, act, errors=(ValueError,))  # TraceError and HloError are subclasses of ValueError
+    return run_command(parser(), argv, act, errors=(ValueError,))  # TraceError and HloError are subclasses of ValueError
 
 
-def act(parsed: Parsed) -> int:
+def act(args: Args) -> int:
     """Run the mode of the command line: list the traces (--list), open a trace in xprof (--xprof), or report a trace."""
     with quiet():  # jax's libraries print a warning about a missing driver when they are loaded
         import jax.profiler  # noqa: F401 - loads them
 
         from jaxtrain.report import profile, profile_page, profile_trace
 
-    target, options = Path(parsed.arguments[0]).expanduser(), parsed.options
+    target = Path(args.run).expanduser()
     traces = profile_trace.find(target)
-    if parsed.mode == "list":
+    if args.mode == "list":
         for n, path in enumerate(traces, 1):
             print(f"{n}  {path.parent.name}  {path.stat().st_size / 1e6:,.1f} MB  {path}")
         return 0
-    number = int(options["trace"] or len(traces))
+    number = args.trace or len(traces)
     if number > len(traces):
         raise ValueError(
             f"--trace = {number}: the last trace of {target} is {len(traces)}. Fix: --trace={len(traces)}, or see --list."
         )
     path = traces[number - 1]
-    if parsed.mode == "xprof":
+    if args.mode == "xprof":
         return open_xprof(path)
     run = profile.run_around(target)
     found, diff = profile.profile(path, run), None
-    if options["diff"]:
-        other = Path(options["diff"]).expanduser()
+    if args.diff:
+        other = Path(args.diff).expanduser()
         diff = profile.diff(profile.profile(profile_trace.find(other)[-1], profile.run_around(other)), found)
-    _write(options["json"], profile_page.to_json(found, diff))
-    _write(options["html"], profile_page.make_html(found, diff) if options["html"] else "")
-    if options["perfetto"]:
-        profile.write_perfetto(profile_trace.read(path), run, Path(options["perfetto"]).expanduser())
+    _write(args.json, profile_page.to_json(found, diff))
+    _write(args.html, profile_page.make_html(found, diff) if args.html else "")
+    if args.perfetto:
+        profile.write_perfetto(profile_trace.read(path), run, Path(args.perfetto).expanduser())
     profile_page.print_profile(found, diff, make_console(WIDTH))
     return 0
 

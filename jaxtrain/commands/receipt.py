@@ -9,59 +9,48 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.commands.command import Command, Parsed, run_command
-from jaxtrain.config.command_line import REFUSED, Option, make_console
-from jaxtrain.config.schema import Problem
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console
 from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, flatten, open_run, rows
 from jaxtrain.train.receipt_diff import GROUPS, Comparison, compare
 
-USAGE = {"show": "show RUN", "list": "list RUN...", "diff": "diff A B"}
-NEEDS = {"show": "one run", "list": "one run or more", "diff": "two runs"}
 COLUMNS = {  # heading of the list -> (path in the flattened receipt, format)
     "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
     "MFU": ("speed.mfu_causal", ".1%"),
     "goodput": ("goodput.goodput", ".1%"),
 }
-COMMAND = Command(
-    "receipt",
-    "Show what ran, or the differences between two runs that can explain other results or another speed. RUN is a run's folder "
-    "(--workdir of training) or a receipt file; for list also a folder of runs. Reads files only.",
-    (Option("json", "diff: JSON for programs"),),
-    arguments=("show|list|diff RUN...", "an action and its runs: show RUN, list RUN..., or diff A B"),
-    examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
-    notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
-)
 
 
-def check(parsed: Parsed) -> list[Problem]:
-    """Return the problems of the command line: the action (show, list or diff), the number of runs, and --json."""
-    action, *runs = parsed.arguments or ("",)
-    if not action:
-        return []
-    if action not in USAGE:
-        return [Problem("action", action, f"must be one of {', '.join(USAGE)}", "For example show runs/tiny.")]
-    problems = []
-    if {"show": len(runs) != 1, "list": not runs, "diff": len(runs) != 2}[action]:
-        problems.append(Problem(action, None, f"needs {NEEDS[action]}, not {len(runs)}", f"Write {USAGE[action]}."))
-    if parsed.options["json"] and action != "diff":
-        problems.append(Problem("--json", None, f"{action} does not use it", "Leave it out."))
-    return problems
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "receipt",
+        "Show what ran, or the differences between two runs that can explain other results or another speed. RUN is a run's "
+        "folder (--workdir of training) or a receipt file. Reads files only.",
+        examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
+        notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
+    )
+    p.command("show", "the receipt of a run").argument("run", "a run", "RUN")
+    p.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True)
+    diff = p.command("diff", "the differences between two runs")
+    diff.argument("a", "a run", "A")
+    diff.argument("b", "the run to compare it with", "B")
+    diff.option("json", "as JSON, for programs")
+    return p
 
 
-def act(parsed: Parsed) -> int:
-    """Run the action (show, list or diff) and return its exit code. Raises ReceiptError."""
-    action, *targets = parsed.arguments
+def act(args: Args) -> int:
+    """Run the subcommand and return its exit code. Raises ReceiptError."""
     console = make_console()
-    if action == "list":
-        runs_or_errors = [_open(path) for path in find_runs(targets)]
+    if args.command == "list":
+        runs_or_errors = [_open(path) for path in find_runs(args.runs)]
         show_list(runs_or_errors, console)
         return 0 if any(isinstance(run, Run) for run in runs_or_errors) else REFUSED
-    runs = [open_run(target) for target in targets]
-    if action == "show":
-        show(runs[0], console)
+    if args.command == "show":
+        show(open_run(args.run), console)
         return 0
-    found = compare(*runs)
-    if parsed.options["json"]:
+    found = compare(open_run(args.a), open_run(args.b))
+    if args.json:
         print(json.dumps({"same": not found.differences, **dataclasses.asdict(found)}, indent=1))
     else:
         show_diff(found, console)
@@ -147,6 +136,6 @@ def show_diff(found: Comparison, console: Console) -> None:
         say(f"  {one.name}: {values}{f' ({one.ratio})' if values and one.ratio else one.ratio}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(COMMAND, argv, act, check=check, errors=(ReceiptError,))
+    return run_command(parser(), argv, act, errors=(ReceiptError,))

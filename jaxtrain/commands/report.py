@@ -3,41 +3,45 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.commands.command import Command, Parsed, run_command
-from jaxtrain.config.command_line import Option
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import Args, Parser, output_file
 from jaxtrain.metrics.files import MetricsError, write_atomic
 from jaxtrain.metrics.receipt_format import ReceiptError
 
-COMMAND = Command(
-    "report",
-    "Write one HTML page about a run that trains or has ended, or one that compares several runs. It needs no GPU and changes "
-    "no file of a run.",
-    (
-        Option(
-            "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", writes=True
-        ),
-    ),
-    arguments=("RUN...", "a run's folder; several, at most 8, are compared"),
-    examples=("runs/tiny", "runs/first runs/second --html=compared.html"),
-    notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a folder no run.",
-)
+
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "report",
+        "Write one HTML page about a run that trains or has ended, or one that compares several runs. It needs "
+        "no GPU and changes "
+        "no file of a run.",
+        examples=("runs/tiny", "runs/first runs/second --html=compared.html"),
+        notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a "
+        "folder no run.",
+    )
+    p.argument("runs", "a run's folder; several, at most 8, are compared", "RUN", several=True)
+    p.option(
+        "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", type=output_file
+    )
+    return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     from jaxtrain.report.run_files import RunError
 
-    return run_command(COMMAND, argv, write, errors=(RunError, MetricsError, ReceiptError))
+    return run_command(parser(), argv, write, errors=(RunError, MetricsError, ReceiptError))
 
 
-def write(parsed: Parsed) -> int:
+def write(args: Args) -> int:
     """Write the page, print its path, and return the exit code."""
     from jaxtrain.report.run import read_all
     from jaxtrain.report.run_files import PAGE
     from jaxtrain.report.run_page import html
 
-    runs = read_all(parsed.arguments)
-    file = parsed.options["html"]
+    runs = read_all(args.runs)
+    file = args.html
     target = Path(file).expanduser() if file else (runs[0].folder if len(runs) == 1 else Path()) / PAGE
     write_atomic(target, html(runs, target))
     print(target)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.checkpoint import CheckpointError
-from jaxtrain.commands.command import Command, Parsed, run_command
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, schema, stores
-from jaxtrain.config.command_line import Option
+from jaxtrain.config.command_line import Args, Invalid, Parser, whole
 from jaxtrain.config.schema import Problem, declared
 from jaxtrain.data.readers import PrepareError, read_questions
 from jaxtrain.data.rows import question
@@ -21,90 +21,78 @@ if TYPE_CHECKING:
     from jaxtrain.train.generation import Loaded
 
 
-def _in_range(key: str) -> Callable[[str], str]:
-    """Return a check of an option's text. It returns "" for a number in the range of a config key, or the broken rule."""
+def _in_range(key: str) -> Callable[[str], float]:
+    """Return a type of options: numbers in the range of a config key."""
 
-    def check(text: str) -> str:
-        try:
-            return (declared()[key].out_of_range(float(text)) or ("", ""))[0]
-        except ValueError:
-            return "must be a number"
+    def number(text: str) -> float:
+        value = float(text)
+        if wrong := declared()[key].out_of_range(value):
+            raise Invalid(wrong[0])
+        return value
 
-    return check
+    return number
 
 
 OWN = "default: as in the run's config"
-COMMAND = Command(
-    "sample",
-    "Continue a text with a trained model; with --chat, answer conversations.",
-    (
-        Option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR"),
-        Option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT"),
-        Option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end"),
-        Option("system", "with --chat: the system message", "TEXT", modes=("chat",)),
-        Option(
-            "input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",)
-        ),
-        Option(
-            "chat-template",
-            f"with --chat: {', '.join(NAMED)}, or a Jinja template (default: the model's own)",
-            "NAME|FILE",
-            modes=("chat",),
-        ),
-        Option("max-tokens", f"tokens to generate at most ({OWN})", "N", least=1),
-        Option(
-            "temperature",
-            f"0: the most likely token ({OWN})",
-            "T",
-            check=_in_range("sample.temperature"),
-            example="0.8",
-        ),
-        Option(
-            "top-p",
-            f"probability mass to draw from ({OWN})",
-            "P",
-            check=_in_range("sample.top_p"),
-            example="0.9",
-        ),
-        Option("seed", f"seed of the draws ({OWN})", "N", least=0),
-        Option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH"),
-        Option("base", "of a run with adapters: the base model's present path, if it moved", "DIR"),
-    ),
-    modes=("chat",),
-    examples=(
-        '--workdir=runs/tiny --prompt="def "',
-        "--workdir=runs/chat --chat",
-        "--workdir=runs/chat --chat --input=chat.jsonl",
-    ),
-    notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
-)
-TYPES = {"prompt": str, "max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    p = Parser(
+        "sample",
+        "Continue a text with a trained model; with --chat, answer conversations.",
+        modes=("chat",),
+        examples=(
+            '--workdir=runs/tiny --prompt="def "',
+            "--workdir=runs/chat --chat",
+            "--workdir=runs/chat --chat --input=chat.jsonl",
+        ),
+        notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
+    )
+    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR")
+    p.option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT")
+    p.option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end")
+    p.option("system", "with --chat: the system message", "TEXT", modes=("chat",))
+    p.option("input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",))
+    p.option(
+        "chat-template",
+        f"with --chat: {', '.join(NAMED)}, or a Jinja template (default: the model's own)",
+        "NAME|FILE",
+        modes=("chat",),
+    )
+    p.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=whole(1))
+    p.option("temperature", f"0: the most likely token ({OWN})", "T", type=_in_range("sample.temperature"), example="0.8")
+    p.option("top-p", f"probability mass to draw from ({OWN})", "P", type=_in_range("sample.top_p"), example="0.9")
+    p.option("seed", f"seed of the draws ({OWN})", "N", type=whole(0))
+    p.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
+    p.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
+    return p
+
+
+OF_SAMPLE = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are keys of the config's section sample
+
+
+def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     # ValueError is raised for a layout that is impossible on these devices.
-    return run_command(COMMAND, argv, _act, check=_check, errors=(CheckpointError, PrepareError, ValueError))
+    return run_command(parser(), argv, _act, check=_check, errors=(CheckpointError, PrepareError, ValueError))
 
 
-def _check(parsed: Parsed) -> list[Problem]:
-    workdir = parsed.options["workdir"]
+def _check(args: Args) -> list[Problem]:
+    workdir = args.workdir
     if not workdir:
-        known = "workdir" in parsed.given or parsed.has_strays
+        known = "workdir" in args.given or args.strays
         return [] if known else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
     rule, _, remedy = stores.missing(workdir).partition(". ")
     problems = [Problem("--workdir", workdir, rule, remedy)] if rule else []
-    if parsed.options["input"] and parsed.options["prompt"]:
-        problems.append(
-            Problem("--prompt", parsed.options["prompt"], "--input has the questions already", "Leave one of them out.")
-        )
+    if args.input and args.prompt:
+        problems.append(Problem("--prompt", args.prompt, "--input has the questions already", "Leave one of them out."))
     return problems
 
 
-def _act(parsed: Parsed) -> int:
-    options = parsed.options
-    given = {name: kind(text) for name, kind in TYPES.items() if (text := options[name.replace("_", "-")])}
-    questions = read_all(options) if options["chat"] else []  # a wrong file is an error before the model is read
+def _act(args: Args) -> int:
+    given = {name: getattr(args, name) for name in OF_SAMPLE if name.replace("_", "-") in args.given}
+    questions = read_all(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
     import jax
@@ -113,16 +101,16 @@ def _act(parsed: Parsed) -> int:
     from jaxtrain.hf.importing import open_origin
     from jaxtrain.train.generation import Chat, load
 
-    source = open_origin(options["workdir"])
-    spec = options["tokenizer"] or source.run().data.tokenizer
-    chat = Chat(source.text(), spec, options["chat-template"]) if options["chat"] else None
+    source = open_origin(args.workdir)
+    spec = args.tokenizer or source.run().data.tokenizer
+    chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
     known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
-    model = load(options["workdir"], jax.local_devices(), options["base"])
+    model = load(args.workdir, jax.local_devices(), args.base)
     # A run that writes no samples has max_tokens = 0.
     ask = dataclasses.replace(
         model.run.sample, **{"max_tokens": model.run.sample.max_tokens or schema.Sample().max_tokens, **given}
     )
-    print(f"[{options['workdir'].rstrip('/')}, step {model.step}]", file=sys.stderr)
+    print(f"[{args.workdir.rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
         return continue_prompts(model, *known, ask)
     said: set[str] = set()
@@ -138,7 +126,7 @@ def _act(parsed: Parsed) -> int:
     if questions:
         answer_all(answer, questions)
     else:
-        talk(answer, options["system"])
+        talk(answer, args.system)
     return 0
 
 
@@ -153,20 +141,20 @@ def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Any) -> in
     return 0
 
 
-def read_all(options: dict[str, str]) -> list[tuple[Conversation, str]]:
+def read_all(args: Args) -> list[tuple[Conversation, str]]:
     """Return (conversation to answer, reference answer or "") of the options; [] to read questions from standard input."""
-    system = [{"role": "system", "content": options["system"]}] if options["system"] else []
-    if not options["input"]:
-        asked = prompts(options["prompt"]) if options["prompt"] else []
+    system = [{"role": "system", "content": args.system}] if args.system else []
+    if not args.input:
+        asked = prompts(args.prompt) if args.prompt else []
         return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in asked]
     found = []
-    for _, conversation, reference in read_questions(Path(options["input"]).expanduser()):
+    for _, conversation, reference in read_questions(Path(args.input).expanduser()):
         messages = conversation.messages
         if system and messages[0]["role"] != "system":
             conversation = dataclasses.replace(conversation, messages=[*system, *messages])
         found.append((conversation, reference))
     if not found:
-        raise PrepareError(f"--input = {options['input']}: has no conversation")
+        raise PrepareError(f"--input = {args.input}: has no conversation")
     return found
 
 

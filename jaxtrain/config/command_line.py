@@ -1,4 +1,4 @@
-"""Options of commands, with the checks of their values; exit codes; consoles. Imports no jax."""
+"""Command lines on argparse: all mistakes of a line at once, each with its remedy; --help; exit codes. Imports no jax."""
 
 import argparse
 import contextlib
@@ -7,12 +7,15 @@ import difflib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxtrain.config import launch
-from jaxtrain.config.schema import Problem
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.schema import Problem, declared
+from jaxtrain.config.synonyms import OTHER_UNIT, did_you_mean, nearest_keys
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,126 +24,389 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
 WIDTH = 118  # columns of tables if the output is no terminal
 INDENT = 27  # column at which the description of an option starts
 HELP_WIDTH = 126
+CONFIG = (
+    ("--config=FILE[:variant]", "a config file, with one of its variants; default configs/tiny.py"),
+    ("--config.KEY=VALUE", "set a key of the config, as --config.train.steps=100"),
+)
+
+
+class Invalid(argparse.ArgumentTypeError):
+    """A value that breaks a rule. `fix`: its remedy, in place of an example of the option."""
+
+    def __init__(self, rule: str, fix: str = ""):
+        super().__init__(rule)
+        self.fix = fix
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of a command.
-
-    Attributes:
-        name: as it is typed, without the dashes.
-        doc: its line of --help.
-        value: placeholder of its value in --help, such as FILE. "": a switch, which takes no value.
-        default: its value if it is left out.
-        bare: its value if it is given without "=VALUE". "": a value is required. A switch that is given has the value "yes".
-        least: its value must be a whole number that is at least `least`. None: it need not be a number.
-        choices: all its valid values. (): the values cannot be listed.
-        writes: whether its value is the path of a file that the command writes.
-        check: function that returns the rule that a value breaks, or "".
-        example: a valid value, which the error message shows.
-        may_be_empty: whether an empty value is valid.
-        modes: the modes that use it (see Command.modes); "" is the command's usual action. (): all modes.
-    """
+    """An option or argument of a Parser, for its help and for the remedies of mistakes. Fields are those of Parser.option."""
 
     name: str
-    doc: str
-    value: str = ""
-    default: str = ""
-    bare: str = ""
-    least: int | None = None
-    choices: tuple[str, ...] = ()
-    writes: bool = False
-    check: Callable[[str], str] | None = None
+    help: str
+    metavar: str = ""
+    default: Any = None
+    const: str = ""
     example: str = ""
-    may_be_empty: bool = False
-    modes: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
+    required: bool = False
+    modes: Sequence[str] = ()
+    positional: bool = False
 
     @property
     def usage(self) -> str:
         """Return the option as --help shows it."""
-        if not self.value:
-            return f"--{self.name}"
-        return f"--{self.name}[={self.value}]" if self.bare else f"--{self.name}={self.value}"
+        if self.positional:
+            return self.metavar
+        value = f"[={self.metavar}]" if self.const else f"={self.metavar}" if self.metavar else ""
+        return f"--{self.name}{value}"
+
+    @property
+    def dest(self) -> str:
+        """Return the attribute of Args with its value."""
+        return self.name.replace("-", "_")
+
+    @property
+    def key(self) -> str:
+        """Return the name in problems."""
+        return self.metavar.rstrip(".") if self.positional else f"--{self.name}"
+
+    @property
+    def needed(self) -> bool:
+        return self.required or self.positional
 
     @property
     def fix(self) -> str:
-        """Return the remedy for a wrong value: an example of the option."""
-        example = self.example or self.default or next(iter(self.choices), "")
-        example = example or (str(self.least) if self.least is not None else "")
+        """Return the remedy for a wrong or a missing value: what an argument is, or an example of the option."""
+        if self.positional:
+            return f"Name {self.help}."
+        example = self.example or str(self.default or "") or next(iter(self.choices), "")
         if example:
             return f"For example --{self.name}={example}."
-        return f"Write --{self.name}={self.value}" + ("" if self.value.endswith(".") else ".")
-
-    def problem(self, text: str) -> Problem | None:
-        """Return a Problem with the rule that a given value breaks, or None."""
-        key = f"--{self.name}"
-        fix = self.fix
-        if not self.value:
-            return None if text == "yes" else Problem(key, text, "takes no value", f"Write {key}.")
-        if text == "" and not self.may_be_empty:
-            return Problem(key, "", "has no value", fix if not self.default else f"{fix[:-1]}, or leave it out.")
-        if self.least is not None and (not text.isdecimal() or int(text) < self.least):
-            return Problem(key, text, f"must be a whole number, {self.least} or more", fix)
-        if self.choices and text not in self.choices:
-            return Problem(key, text, f"must be one of {', '.join(self.choices)}", fix)
-        if self.check is not None and (rule := self.check(text)):
-            return Problem(key, text, rule, fix)
-        if self.writes and (rule := check_output_file(text)):
-            return Problem(key, text, rule, "Name another file.")
-        return None
+        return f"Write {self.usage}{'' if self.usage.endswith('.') else '.'}"
 
 
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse in the error style of the other commands, for commands with subcommands. It refuses empty values.
+class Parser(argparse.ArgumentParser):
+    """argparse with all mistakes as Problems, and with commands that take `--config`, several modes, or subcommands.
 
     Attributes:
-        may_be_empty: options whose value may be empty.
+        prog: the command as it is typed behind `python -m jaxtrain`; a benchmark's has `benchmarks.` before it.
+        config: whether the command takes --config=FILE and --config.KEY=VALUE.
+        modes: names of options that each replace the usual action; a command line may have one of them at most.
+        examples: command lines for the help, without `python -m jaxtrain NAME`.
+        notes: the last paragraphs of the help, such as the exit codes.
+        passes_on: whether unknown options are for another program: they are left in Args.rest.
+        options: the options, in the order of the help.
+        commands: name -> parser of each subcommand.
     """
 
-    may_be_empty: tuple[str, ...] = ()
+    def __init__(
+        self,
+        name: str,
+        purpose: str,
+        *,
+        config: bool = False,
+        modes: Sequence[str] = (),
+        examples: Sequence[str] = (),
+        notes: str = "",
+        passes_on: bool = False,
+    ):
+        super().__init__(
+            prog=name, description=purpose, allow_abbrev=False, add_help=False, exit_on_error=False,
+            argument_default=argparse.SUPPRESS,
+        )  # fmt: skip
+        self.purpose, self.config, self.modes = purpose, config, modes
+        self.examples, self.notes, self.passes_on = examples, notes, passes_on
+        self.options: list[Option] = []
+        self.commands: dict[str, Parser] = {}
+        self.problems: list[Problem] = []  # of the values of the line that is parsed
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options, allow_abbrev=False)
+    def option(
+        self,
+        name: str,
+        help: str,  # noqa: A002
+        metavar: str = "",
+        default: Any = "",
+        *,
+        const: str = "",
+        type: Callable[[str], Any] = str,  # noqa: A002
+        choices: Sequence[str] = (),
+        required: bool = False,
+        repeat: bool = False,
+        example: str = "",
+        may_be_empty: bool = False,
+        modes: Sequence[str] = (),
+    ) -> None:
+        """Declare an option. Without metavar it is a switch: True if it is given, else False.
 
-    def parse_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
-        """Parse as argparse does, after a check for unknown options, so that a misspelt option is not reported as missing."""
-        words = sys.argv[1:] if args is None else list(args)
-        if problems := self._unknown_options(words):
-            sys.exit(launch.report(problems))
-        return super().parse_args(words, namespace)
+        Args:
+            const: its text if it is given without "=VALUE"; "": a value is required.
+            type: function of the text. It raises Invalid or ValueError for a value that breaks a rule.
+            repeat: whether it may be given several times; its value is the list.
+            example: a valid value, for the remedy of a wrong one.
+            modes: the modes that use it; "" is the command's usual action. (): all modes.
+        """
+        option = Option(name, help, metavar, default, const, example, choices, required, modes)
+        self.options.append(option)
+        if not metavar:
+            self.add_argument(f"--{name}", action="store_true")
+            return
+        more: dict[str, Any] = {"nargs": "?", "const": const} if const else {}
+        action = "append" if repeat else "store"
+        self.add_argument(f"--{name}", type=self._checked(option, type, may_be_empty), action=action, **more)
 
-    def _unknown_options(self, words: Sequence[str]) -> list[Problem]:
-        """Return the problems of options that neither this parser nor its subcommand has, and of an unknown subcommand."""
-        words = words[: words.index("--")] if "--" in words else words
-        for action in self._actions:
-            if not isinstance(action, argparse._SubParsersAction):
-                continue
-            if not words or words[0].startswith("-"):  # argparse reports the missing subcommand
-                return []
-            if words[0] in action.choices:
-                return action.choices[words[0]]._unknown_options(words[1:])
-            close = difflib.get_close_matches(words[0], action.choices, 1) or action.choices
-            return [Problem("command", words[0], "is unknown", f"Fix: {self.prog} {' | '.join(close)}.")]
-        words = [word for word in words if not re.match(r"--[^=]*\s", word)]  # such a word is a value: --separator "--- "
-        actions = [action for action in self._actions if action.dest != "help"]
-        named = [(name.removeprefix("--"), action) for action in actions for name in action.option_strings]
-        options = {name: "" for name, action in named if action.nargs != 0}
-        switches = {name: "yes" for name, action in named if action.nargs == 0}
-        _, _, problems = launch.split(words, options, switches, [], config=False)
-        return [p for p in problems if p.rule == launch.NO_OPTION and p.key != "--help"]
+    def argument(
+        self,
+        name: str,
+        help: str,  # noqa: A002
+        metavar: str,
+        *,
+        several: bool = False,
+        type: Callable[[str], Any] = str,  # noqa: A002
+    ) -> None:
+        """Declare an argument without dashes. several: one or more; its value is the list."""
+        option = Option(name, help, f"{metavar}..." if several else metavar, positional=True)
+        self.options.append(option)
+        self.add_argument(name, metavar=metavar, nargs="+" if several else None, type=self._checked(option, type, False))
 
-    def parse_known_args(self, args=None, namespace=None):  # noqa: ANN001, ANN201  # pyright: ignore
-        """Parse as argparse does, and refuse empty values: an empty path would be the current folder."""
-        words = sys.argv[1:] if args is None else list(args)
-        for before, word in zip(["", *words], words, strict=False):
-            name = word.rstrip("=") or (before if before.startswith("--") else "argument")
-            if (word == "" or re.fullmatch("--[^=]+=", word)) and name not in self.may_be_empty:
-                self.error(f"{name} has no value")
-        return super().parse_known_args(words, namespace)
+    def command(self, name: str, purpose: str, **more: Any) -> "Parser":
+        """Declare a subcommand and return its parser."""
+        self.commands[name] = Parser(f"{self.prog} {name}", purpose, **more)
+        return self.commands[name]
+
+    def _checked(self, option: Option, kind: Callable[[str], Any], may_be_empty: bool) -> Callable[[str], Any]:
+        """Return a function of an option's text that collects the problem of a wrong value, and returns the value."""
+
+        def value(text: str) -> Any:
+            try:
+                if not text and not may_be_empty:
+                    fix = f"{option.fix[:-1]}, or leave it out." if option.default else option.fix
+                    raise Invalid("is empty" if option.positional else "has no value", fix)
+                if option.choices and text not in option.choices:
+                    raise Invalid(f"must be one of {', '.join(option.choices)}")
+                return kind(text)
+            except ValueError:
+                self.problems.append(Problem(option.key, text, "must be a number", option.fix))
+            except Invalid as error:
+                self.problems.append(Problem(option.key, text, str(error), error.fix or option.fix))
+            return None
+
+        return value
+
+    def parse(self, argv: Sequence[str]) -> "Args":
+        """Read a command line. Every mistake is in `Args.problems`; nothing is raised.
+
+        Args:
+            argv: the arguments, without the program's name.
+        """
+        words = list(argv)
+        if self.commands:
+            word = words[0] if words else ""
+            if word in self.commands:
+                args = self.commands[word].parse(words[1:])
+                args.command = word
+                return args
+            names = " | ".join(self.commands)
+            if not word or word.startswith("-"):
+                return Args(problems=[Problem("command", None, "is missing", f"Write {self.typed} {names}.")])
+            close = difflib.get_close_matches(word, self.commands, 1)
+            fix = f"Did you mean {self.typed} {close[0]}?" if close else f"Write {self.typed} {names}."
+            return Args(problems=[Problem("command", word, "is unknown", fix)])
+        args = Args()
+        if self.config:
+            args.line = launch.split(argv)
+            words = args.line.words
+        self.problems = []
+        rest: list[str] = []
+        try:
+            _, rest = self.parse_known_intermixed_args(words, args)
+        except argparse.ArgumentError as error:  # a value is missing, or a switch has one
+            option = next(o for o in self.options if error.argument_name == f"--{o.name}")
+            rule, fix = ("needs a value", option.fix) if option.metavar else ("takes no value", f"Write --{option.name}.")
+            self.problems.append(Problem(f"--{option.name}", None, rule, fix))
+        except _Stop:  # an argument is missing
+            rest = [word for word in words if word.startswith("-") and not self._knows(word)]
+        args.given = {o.name for o in self.options if o.dest in args}
+        if not self.passes_on:
+            args.strays = strays(rest, [o.name for o in self.options if not o.positional], self.config)
+        for o in self.options:
+            if o.needed and o.dest not in args and not args.strays and not self.problems:
+                self.problems.append(Problem(o.key, None, "is missing", o.fix))
+            setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))
+        given = [name for name in self.modes if name in args.given]
+        args.mode, args.rest = given[0] if given else "", rest
+        args.problems = [*args.strays, *self.problems, *self._wrong_modes(given, args)]
+        return args
+
+    def _knows(self, word: str) -> bool:
+        return word.partition("=")[0] in {o.key for o in self.options}
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with 2."""
-        sys.exit(launch.report([Problem(self.prog, None, message, f"See {self.prog} --help")]))
+        raise _Stop(message)
+
+    def _wrong_modes(self, given: Sequence[str], args: "Args") -> list[Problem]:
+        """Return the problems of modes that exclude each other, and of options that the given mode does not use."""
+        if len(given) > 1:
+            both = " ".join(f"--{name}" for name in given)
+            return [Problem(both, None, "each of these is an action of its own", f"Leave out --{given[1]}.")]
+        action = f"--{args.mode}" if args.mode else "this action"
+        out = []
+        for o in self.options:
+            if o.name in args.given and o.modes and args.mode not in o.modes:
+                named = [f"--{m}" for m in o.modes if m]
+                fix = "Leave it out." if args.mode or not named else f"Leave it out, or add {' or '.join(named)}."
+                out.append(Problem(o.key, None, f"{action} does not use it", fix))
+        return out
+
+    @property
+    def typed(self) -> str:
+        """Return the beginning of the command's command line, such as `python -m jaxtrain plan`."""
+        if self.prog.startswith("benchmarks."):
+            return f"python -m {self.prog}"
+        return "python -m jaxtrain.main" if self.prog == "main" else f"python -m jaxtrain {self.prog}"
+
+    @property
+    def usage_line(self) -> str:
+        """Return the usage line of the help."""
+        words = [self.typed, *(o.metavar for o in self.options if o.positional), *(["COMMAND"] if self.commands else [])]
+        words += [o.usage for o in self.options if o.required]
+        if self.config:
+            words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
+        others = self.config or any(not o.positional and not o.required for o in self.options)
+        return " ".join([*words, *(["[options]"] if others else [])])
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (usage, description) of --config, arguments, options and subcommands, in the order of the help."""
+        options = sorted(self.options, key=lambda o: not o.positional)
+        described = [(o.usage, f"{'required: ' * o.required}{o.help}") for o in options]
+        return [*(CONFIG if self.config else ()), *described, *((name, p.purpose) for name, p in self.commands.items())]
+
+    @property
+    def command_lines(self) -> list[str]:
+        """Return the examples as a user types them."""
+        return [f"{self.typed} {example}".rstrip() for example in self.examples]
+
+    def format_help(self) -> str:
+        """Return the text of --help."""
+        shown = [textwrap.fill(self.purpose, HELP_WIDTH), f"  {self.usage_line}"]
+        shown.append("\n".join(_row(usage, doc) for usage, doc in [*self.rows, ("--help", "this text")]))
+        if self.examples:
+            shown.append("\n".join(f"  {line}" for line in self.command_lines))
+        shown += [textwrap.fill(paragraph, HELP_WIDTH) for paragraph in self.notes.split("\n\n") if paragraph]
+        return spelled("\n\n".join(shown)) + "\n"
+
+    def help_of(self, argv: Sequence[str]) -> str:
+        """Return the help that a command line asks for; "" if it asks for none."""
+        if not any(word == "-h" or word.partition("=")[0] == "--help" for word in argv):
+            return ""
+        return self.commands.get(argv[0], self).format_help()
+
+
+class _Stop(Exception):
+    """argparse's own error: an argument without dashes is missing."""
+
+
+class Args(argparse.Namespace):
+    """A command line that was read: an attribute for each option and argument, and these.
+
+    Attributes:
+        command: name of the subcommand.
+        mode: name of the option that replaces the usual action.
+        given: names of the options and arguments on the command line.
+        strays: the problems of unknown options and arguments, one of which may be a misspelt option that is required.
+        problems: everything that is wrong, `strays` first.
+        rest: unknown words, for another program.
+        line: of a command with --config: what `launch.split` returns.
+    """
+
+    command: str = ""
+    mode: str = ""
+    given: set[str]
+    problems: list[Problem]
+    strays: Sequence[Problem] = ()
+    rest: list[str]
+    line: launch.Line
+
+
+def strays(words: Sequence[str], names: Sequence[str], config: bool) -> list[Problem]:
+    """Return the problems of words that belong to no option.
+
+    Args:
+        words: what is left of a command line.
+        names: the command's options, without dashes.
+        config: whether the command takes a config too.
+    """
+    names, known = [*(["config"] if config else []), *names], list(declared()) if config else []
+    left, problems = list(words), []
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            fix = f"Write --{word}." if re.match(r"config\.[\w.]+=", word) else "Options start with --; see --help."
+            problems.append(Problem(f"argument {word!r}", None, "left over: it belongs to no option", fix))
+            continue
+        name, has_value, value = word[2:].partition("=")
+        if not has_value and left and not left[0].startswith("--"):
+            value, has_value = left.pop(0), "="
+        fix = _nearest_option(name, names, has_value + value, known)
+        problems.append(launch.explain_refusal(Problem(f"--{name}", None, launch.NO_OPTION, fix)))
+    return problems
+
+
+def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
+    """Return the remedy for an unknown option: the option spelt like it, else the keys that it may mean, else all options.
+
+    Args:
+        name: the option without its dashes.
+        names: all options of the command.
+        given: "=VALUE" as it was typed, or "".
+        known: all keys of the config, if the command takes one.
+    """
+    if close := difflib.get_close_matches(name, names, 1, 0.75):
+        return f"Did you mean --{close[0]}?"
+    if begun := [n for n in names if n.startswith(name)]:
+        return did_you_mean(f"--{n}" for n in begun)
+    given = "=VALUE" if given and OTHER_UNIT.search(name) else given
+    meant = [name] if name in known else nearest_keys(name, known) if known else []
+    # Names from other trainers can mean options of main, which this command may not have.
+    if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
+        return did_you_mean(_as_option(setting, given) for setting in found)
+    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
+
+
+def _as_option(setting: str, given: str) -> str:
+    """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
+
+    given: "=VALUE" as it was typed, or "".
+    """
+    if setting.startswith("--"):
+        return setting.partition("=")[0] + given
+    if " " in setting:
+        return setting
+    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{given}"
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return a type of options: whole numbers that are at least `least`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise Invalid(f"must be a whole number, {least} or more")
+        return int(text)
+
+    return number
+
+
+def path(text: str) -> Path:
+    """Return a path with ~ expanded, because shells do not expand the ~ in --out=~/x."""
+    return Path(text).expanduser()
+
+
+def output_file(text: str) -> str:
+    """Return the path of a file that a command writes. Raises Invalid if it cannot be written."""
+    if rule := check_output_file(text):
+        raise Invalid(rule, "Name another file.")
+    return text
 
 
 def make_console(width: int = WIDTH) -> "Console":
@@ -176,3 +442,13 @@ def check_output_file(text: str) -> str:
     except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
         return f"cannot be a file ({error})"
     return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
+
+
+def _row(usage: str, doc: str) -> str:
+    """Return one option and its description, wrapped."""
+    space = " " * INDENT
+    lines = textwrap.wrap(doc, HELP_WIDTH - INDENT, break_on_hyphens=False) or [""]
+    first = f"  {usage}".ljust(INDENT)
+    if len(first) > INDENT or not first.endswith(" "):
+        return "\n".join([first.rstrip(), *(space + line for line in lines)])
+    return "\n".join([first + lines[0], *(space + line for line in lines[1:])])

@@ -27,12 +27,11 @@ from jaxtrain.config.schema import (
     Problem,
     RunConfig,
     assigned,
-    declared,
     default_config,
     flatten,
     resolve,
 )
-from jaxtrain.config.synonyms import OTHER_UNIT, did_you_mean, nearest_key, nearest_keys
+from jaxtrain.config.synonyms import did_you_mean, nearest_key
 
 REPO = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = REPO / "configs" / "tiny.py"  # wherever the command is given
@@ -45,11 +44,9 @@ NO_DROPOUT = (
 
 # The text of an override given as a bare --config.KEY, which switches a bool on and is a mistake for other types.
 BARE = "\0"
-# Rules of a command line.
-NO_VALUE, NO_OPTION, LEFT_OVER = "needs a value", "no such option", "left over: it belongs to no option"
+NO_OPTION = "no such option"
 # Variables of the shell without which the same command has other devices, or does not find the user's own modules.
 DECIDING = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")
-STRAYS = (NO_OPTION, LEFT_OVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +102,39 @@ class Loaded:
     origins: dict[str, str]
     asked: dict[str, Any]
     launch: Launch
-    options: dict[str, str]
     file_read: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """The config's part of a command line: the text of --config or None, overrides in order, other words, and problems."""
+
+    argv: tuple[str, ...]
+    file: str | None
+    overrides: tuple[tuple[str, str], ...]
+    words: list[str]
+    problems: list[Problem]
+
+
+def split(argv: Sequence[str]) -> Line:
+    """Return the parts of a command line: --config and --config.KEY, each with or without "=", and the other words."""
+    file, overrides, words, problems = None, [], [], []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        if name != "--config" and not name.startswith("--config."):
+            words.append(word)
+            continue
+        if not has_value and rest and not rest[0].startswith(("--", "config.")):
+            value, has_value = rest.pop(0), "="
+        if name != "--config":
+            overrides.append((name.removeprefix("--config."), value if has_value else BARE))
+        elif has_value:
+            file = value
+        else:
+            problems.append(Problem("--config", None, "needs a value", "Write --config=FILE."))
+    return Line(tuple(argv), file, tuple(overrides), words, problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +147,7 @@ class Typed:
         stated: dotted keys that the file sets.
         chosen: dotted keys that the command line sets.
         gpus: see Launch.
-        problems, launch, options, file_read: see Loaded.
+        problems, launch, file_read: see Loaded.
     """
 
     config: ml_collections.ConfigDict
@@ -129,43 +157,26 @@ class Typed:
     gpus: int
     problems: list[Problem]
     launch: Launch
-    options: dict[str, str]
     file_read: bool
 
 
-def read(
-    argv: Sequence[str],
-    options: Mapping[str, str] | None = None,
-    switches: Mapping[str, str] | None = None,
-    arguments: list[str] | None = None,
-) -> Typed:
-    """Read `--config=FILE[:variant] [--config.KEY=VALUE ...]` and the command's own options. Uses no jax and no device.
-
-    Args:
-        argv: the arguments, without the program's name.
-        options: names of the command's own options, with their defaults.
-        switches: names of options that may be given without a value -> their value then. An option that is not given is "".
-        arguments: collects the arguments without dashes; None: each is a problem.
-
-    Returns: the config, all options in `Typed.options`, and every mistake as a Problem. Nothing is raised.
-    """
-    options, switches = dict(options or {}), dict(switches or {})
-    given, overrides, problems = split(argv, options, switches, arguments)
-    path, variant = _file_and_variant(given.pop("config", _relative(DEFAULT_CONFIG)))
-    launch = Launch(path, variant, tuple((k, "true" if text == BARE else text) for k, text in overrides), tuple(argv))
+def read(line: Line) -> Typed:
+    """Read the file of a command line, and apply its overrides. Uses no jax and no device; nothing is raised."""
+    path, variant = _file_and_variant(_relative(DEFAULT_CONFIG) if line.file is None else line.file)
+    overrides = tuple((key, "true" if text == BARE else text) for key, text in line.overrides)
+    launch = Launch(path, variant, overrides, line.argv)
     config, gpus, wrong = read_file(path, variant or None)
-    problems += wrong
+    problems = [*line.problems, *wrong]
     file_read = config is not None
     config = config if config is not None else default_config()
     stated, of_file = stated_keys(config), resolved(config)[0]
     chosen: set[str] = set()
-    for key, text in overrides:
+    for key, text in line.overrides:
         wrong = apply(config, key, text)
         problems += wrong
         if not wrong:
             chosen.add(key)
-    options = options | dict.fromkeys(switches, "") | given
-    return Typed(config, of_file, stated, chosen, gpus, problems, launch, options, file_read)
+    return Typed(config, of_file, stated, chosen, gpus, problems, launch, file_read)
 
 
 def stated_keys(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
@@ -183,92 +194,7 @@ def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[Run
     except UnicodeEncodeError:
         fix = "Type it in a terminal of UTF-8, or write it in a config file."
         problems.append(Problem("sample.prompt", run.sample.prompt, "is not UTF-8", fix))
-    return run, [_explain_refusal(p) for p in problems]
-
-
-def split(
-    argv: Sequence[str],
-    options: Mapping[str, str],
-    switches: Mapping[str, str],
-    arguments: list[str] | None = None,
-    *,
-    config: bool = True,
-) -> tuple[dict[str, str], list[tuple[str, str]], list[Problem]]:
-    """Return (options given, overrides of the config in order, problems) of a command line.
-
-    Args:
-        options: names of options that need a value.
-        switches: names of options that may be given without a value -> their value then.
-        arguments: collects the arguments without dashes; None: each is a problem.
-        config: whether --config and --config.KEY are options too.
-    """
-    given: dict[str, str] = {}
-    overrides: list[tuple[str, str]] = []
-    problems: list[Problem] = []
-    names = [*(["config"] if config else []), *options, *switches]
-    rest = list(argv)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--"):
-            if arguments is not None and not arg.startswith("-"):
-                arguments.append(arg)
-                continue
-            remedy = f"Write --{arg}." if re.match(r"config\.[\w.]+=", arg) else "Options start with --; see --help."
-            problems.append(Problem(f"argument {arg!r}", None, LEFT_OVER, remedy))
-            continue
-        name, has_value, value = arg[2:].partition("=")
-        if config and name.startswith("config."):
-            key = name.removeprefix("config.")
-            if not has_value and rest and not rest[0].startswith("--") and not rest[0].startswith("config."):
-                value, has_value = rest.pop(0), "="
-            overrides.append((key, value if has_value else BARE))
-        elif name in switches and not has_value:
-            given[name] = switches[name]
-        elif name not in names:
-            if not has_value and rest and not rest[0].startswith("--"):
-                value, has_value = rest.pop(0), "="
-            remedy = _nearest_option(name, names, has_value + value, list(declared()) if config else [])
-            problems.append(_explain_refusal(Problem(f"--{name}", None, NO_OPTION, remedy)))
-        elif has_value:
-            given[name] = value
-        elif rest and not rest[0].startswith("--"):
-            given[name] = rest.pop(0)
-        else:
-            problems.append(Problem(f"--{name}", None, NO_VALUE, f"Write --{name}=VALUE."))
-    return given, overrides, problems
-
-
-def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
-    """Return the remedy for an unknown option: the option spelt like it, else the keys that it may mean, else all options.
-
-    Args:
-        name: the option without its dashes.
-        names: all options of the command.
-        given: "=VALUE" as it was typed, or "".
-        known: all keys of the config, if the command takes one.
-    """
-    if close := difflib.get_close_matches(name, names, 1, 0.75):
-        return f"Did you mean --{close[0]}?"
-    if begun := [n for n in names if n.startswith(name)]:
-        return did_you_mean(f"--{n}" for n in begun)
-    given = "=VALUE" if given and OTHER_UNIT.search(name) else given
-    meant = [name] if name in known else nearest_keys(name, known) if known else []
-    # Names from other trainers can mean options of main, which this command may not have.
-    if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
-        return did_you_mean(_as_option(setting, given) for setting in found)
-    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
-
-
-def _as_option(setting: str, given: str) -> str:
-    """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
-
-    given: "=VALUE" as it was typed, or "".
-    """
-    if setting.startswith("--"):
-        return setting.partition("=")[0] + given
-    if " " in setting:
-        return setting
-    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{given}"
+    return run, [explain_refusal(p) for p in problems]
 
 
 def _file_and_variant(text: str) -> tuple[str, str]:
@@ -344,7 +270,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
             near = difflib.get_close_matches(last, [*(section or {})], 1)
             remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
             remedy = did_you_mean([f"{OWN}.{near[0]}"]) if near else remedy
-        return [_explain_refusal(Problem(key, shown, "no such key", remedy))]
+        return [explain_refusal(Problem(key, shown, "no such key", remedy))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):
         keys = [k for k in known if k.startswith(f"{key}.")]
@@ -382,7 +308,7 @@ def parse(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def _explain_refusal(problem: Problem) -> Problem:
+def explain_refusal(problem: Problem) -> Problem:
     """Return the problem. If it is of an unknown dropout key or option, its rule is why jaxtrain has no dropout."""
     if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")

@@ -9,6 +9,7 @@ from typing import Any
 import ml_collections
 
 from jaxtrain.config import launch
+from jaxtrain.config.command_line import strays
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import (
     SMALLEST,
@@ -26,18 +27,20 @@ BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
 AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
 
 
-def load(
-    argv: Sequence[str],
-    options: Mapping[str, str] | None = None,
-    switches: Mapping[str, str] | None = None,
-    arguments: list[str] | None = None,
-) -> Loaded:
-    """Return the config of a command line. Arguments are those of `launch.read`; nothing is raised.
+def load(argv: Sequence[str]) -> Loaded:
+    """Return the config of `--config=FILE[:variant] [--config.KEY=VALUE ...]`. Other words are problems; nothing is raised."""
+    line = launch.split(argv)
+    loaded = load_line(line)
+    return dataclasses.replace(loaded, problems=[*loaded.problems, *strays(line.words, [], config=True)])
+
+
+def load_line(line: launch.Line) -> Loaded:
+    """Return the config of a command line. Nothing is raised.
 
     `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
     `fit_schedule`).
     """
-    typed = launch.read(argv, options, switches, arguments)
+    typed = launch.read(line)
     problems, chosen, config = list(typed.problems), typed.chosen, typed.config
     run, wrong = launch.resolved(config)
     problems += wrong
@@ -63,8 +66,8 @@ def load(
         for key, value in flatten(to_dict(run))
     }
     problems = launch.with_own_settings(problems, run)
-    line = dataclasses.replace(typed.launch, notes=tuple(notes), gpus=typed.gpus)
-    return Loaded(run, problems, origins, asked, line, typed.options, typed.file_read)
+    given = dataclasses.replace(typed.launch, notes=tuple(notes), gpus=typed.gpus)
+    return Loaded(run, problems, origins, asked, given, typed.file_read)
 
 
 def length(o: Optimizer, steps: int) -> int:

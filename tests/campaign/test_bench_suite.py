@@ -17,10 +17,11 @@ from bench_helpers import PEER, SMALL, at_home, run_here  # noqa: F401
 from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import peer_torch
+from jaxtrain import main
 from jaxtrain.commands import bench as command
+from jaxtrain.commands.command import read_line
 from jaxtrain.commands.parity import main as parity_main
 from jaxtrain.config import launch
-from jaxtrain.data import loading
 from jaxtrain.node import node_suite, parts, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
@@ -36,14 +37,14 @@ def program_here(command, log, *, environ=None, limit_s=None):
         Path(environ["JAXTRAIN_TEST_RESULTS"]).write_text('{"test": "a", "outcome": "passed", "why": "", "ratio": 0.5}\n')
         return 0, "1 passed"
     if command[3] == "main":
-        assert not loading.load(command[3:], {"workdir": ""}).problems
+        assert not read_line(main.parser(), command[4:]).problems
         (workdir,) = [Path(arg.partition("=")[2]) for arg in command if arg.startswith("--workdir=")]
         workdir.mkdir()
         (workdir / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n{"kind": "eval", "loss": 2.5}\n')
         return 0, "trained"
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = parity_main(command[3:])
+        code = parity_main(command[4:])
     return code, said.getvalue()
 
 

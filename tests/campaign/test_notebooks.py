@@ -19,6 +19,7 @@ import pytest
 
 from jaxtrain import main as main_command
 from jaxtrain.commands import plan
+from jaxtrain.commands.command import read_line
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -26,7 +27,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NOISE = re.compile(r".*(cudart_stub|log messages before absl::InitializeLog).*\n")
 # Text that would reveal on whose machine a notebook was stored.
 LOCAL = re.compile(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr)/|site-packages|\d{4}-\d\d-\d\dT\d\d:")
-COMMANDS = {"plan": plan.COMMAND, "main": main_command.COMMAND}
+COMMANDS = {"plan": plan.parser(), "main": main_command.parser()}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -126,7 +127,7 @@ def test_a_command_that_a_notebook_prints_is_accepted(monkeypatch):
     commands = [("main", words) if words[0].startswith("--") else (words[0], words[1:]) for words in found]
     assert {name for name, _ in commands} == {*COMMANDS}
     for name, argv in commands:
-        assert not COMMANDS[name].parse(argv).problems, (name, argv)
+        assert not read_line(COMMANDS[name], argv).problems, (name, argv)
 
 
 def main(names: list[str]) -> None:

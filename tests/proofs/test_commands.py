@@ -11,7 +11,8 @@ import runs
 RUN = """
 import hashlib, os, signal, sys, threading, time
 {before}
-from jaxtrain.commands.command import Command, run_command
+from jaxtrain.commands.command import run_command
+from jaxtrain.config.command_line import Parser
 def watch(clock, until):
     while time.clock_gettime(clock) < until:
         time.sleep(0.01)
@@ -21,7 +22,7 @@ def act(parsed):
     threading.Thread(target=watch, args=[clock, time.clock_gettime(clock) + {after}], daemon=True).start()
     {work}
     return 0
-sys.exit(run_command(Command("report", "Write a page."), [], act))
+sys.exit(run_command(Parser("report", "Write a page."), [], act))
 """
 BUSY = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # minutes in C without the GIL, like a compile in XLA
 

@@ -23,9 +23,10 @@ import pytest
 import yaml
 from run_sh import HUNG_S, script, wait_for
 
+from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
-from jaxtrain.main import COMMAND
+from jaxtrain.main import parser
 from jaxtrain.runtime.distributed import detect
 from jaxtrain.step.validate import validate
 
@@ -51,7 +52,7 @@ def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: P
     """
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True), contextlib.chdir(REPO):
-        loaded = COMMAND.parse(arguments).config
+        loaded = read_line(parser(), arguments).loaded
         problems = [*loaded.problems, *validate(loaded.run, machine, tmp_path / "run")]
     assert not [str(p) for p in problems if not re.search("no such file|is not writable", p.rule)]
     assert loaded.run.train.global_batch == 256 == gpus * loaded.run.train.grad_accum

@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 import runs as whole_runs
 
-from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import hardware
 from jaxtrain.config import schema as config
 from jaxtrain.config.launch import Launch
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.data import stdlib
+from jaxtrain.data import loading, stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import samples
@@ -286,7 +285,7 @@ class Runs:
 
     def config(self, name: str, **more: Any) -> RunConfig:
         changes = self.base | (self.other if name == "other" else {}) | more
-        return main.COMMAND.parse(whole_runs.arguments(whole_runs.small(), self.folder / name, changes)).config.run
+        return loading.load(whole_runs.arguments(whole_runs.small(), self.folder / name, changes)).run
 
     @functools.cache  # noqa: B019 - lives as long as this module's tests
     def workdir(self, name: str) -> Path:

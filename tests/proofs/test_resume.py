@@ -11,9 +11,9 @@ import pytest
 import runs
 import sources
 
-from jaxtrain import main
 from jaxtrain.checkpoint import Checkpoints, files, storage
 from jaxtrain.config.schema import RunConfig
+from jaxtrain.data import loading
 from jaxtrain.step.state import to_tensors
 from jaxtrain.train.initial_state import choose_start, initial_state
 
@@ -28,7 +28,7 @@ def train(workdir: Path, **overrides: Any) -> int:
 
 def parsed(workdir: Path, **overrides: Any) -> RunConfig:
     """Return the config of a run."""
-    return main.COMMAND.parse(runs.arguments(runs.small(), workdir, overrides)).config.run
+    return loading.load(runs.arguments(runs.small(), workdir, overrides)).run
 
 
 @pytest.fixture(scope="module")

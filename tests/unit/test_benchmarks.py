@@ -58,7 +58,7 @@ def test_cases_can_be_run():
     assert 16 * parameters < 40e9, "weights, gradients and moments in float32: half of a card of 80 GB"
     valid([node_suite.TINY, *gpu_items.RESUMED])
     valid([*gpu_items.SHORT, *gpu_items.LEAN])
-    assert peer_torch.refusal(runs[gpu_items.PEERS[1]]) == [] and peer_torch.check_settings(gpu_items.TORCH) == ""
+    assert peer_torch.refusal(runs[gpu_items.PEERS[1]]) == [] and peer_torch.check_settings(gpu_items.TORCH) == gpu_items.TORCH
 
 
 def test_kernels_that_are_compared_exist():

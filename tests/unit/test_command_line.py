@@ -4,37 +4,44 @@ import re
 
 import pytest
 
-from jaxtrain.commands.command import Command, run_command
-from jaxtrain.config.command_line import ArgumentParser, Option
+from jaxtrain.commands.command import read_line, run_command
+from jaxtrain.config.command_line import Parser, output_file, whole
 from jaxtrain.config.schema import ConfigError, Problem
 
-FILES = Command(
-    "report",
-    "Write one page of a run.",
-    (
-        Option("html", "the file", "FILE", default="report.html", writes=True),
-        Option("rows", "rows of the table", "N", default="10", least=1),
-        Option("shape", "rows or columns", "SHAPE", default="rows", choices=("rows", "columns"), modes=("",)),
-        Option("json", "for programs; without FILE on the terminal", "FILE", bare="-"),
-        Option("list", "instead: list the traces"),
-        Option("watch", "instead: follow the run"),
-    ),
-    arguments=("RUN...", "a run's folder"),
-    modes=("list", "watch"),
-    examples=("runs/tiny",),
-    notes="Exit codes: 0 done.",
-)
-TRAIN = Command("plan", "Plan a run.", (Option("topology", "the machine", "CHIP:GPUS"),), config=True)
+
+def files() -> Parser:
+    """Return the parser of a command with options of all kinds."""
+    p = Parser(
+        "report",
+        "Write one page of a run.",
+        modes=("list", "watch"),
+        examples=("runs/tiny",),
+        notes="Exit codes: 0 done.",
+    )
+    p.argument("runs", "a run's folder", "RUN", several=True)
+    p.option("html", "the file", "FILE", "report.html", type=output_file)
+    p.option("rows", "rows of the table", "N", 10, type=whole(1))
+    p.option("shape", "rows or columns", "SHAPE", "rows", choices=("rows", "columns"), modes=("",))
+    p.option("json", "for programs; without FILE on the terminal", "FILE", const="-")
+    p.option("list", "instead: list the traces")
+    p.option("watch", "instead: follow the run")
+    return p
+
+
+FILES = files()
+TRAIN = Parser("plan", "Plan a run.", config=True)
+TRAIN.option("topology", "the machine", "CHIP:GPUS")
 
 
 def test_values_come_from_the_defaults_and_from_the_command_line():
     plain = FILES.parse(["runs/a", "runs/b"])
-    assert (plain.problems, plain.arguments, plain.mode) == ([], ("runs/a", "runs/b"), "")
-    assert plain.options == {"html": "report.html", "rows": "10", "shape": "rows", "json": "", "list": "", "watch": ""}
+    assert (plain.problems, plain.runs, plain.mode) == ([], ["runs/a", "runs/b"], "")
+    assert (plain.html, plain.rows, plain.shape, plain.json) == ("report.html", 10, "rows", "")
+    assert not plain.list and not plain.watch
     given = FILES.parse(["--rows", "3", "runs/a", "--json", "--list"])
     assert given.problems == []
-    assert (given.options["rows"], given.options["json"], given.mode) == ("3", "-", "list")
-    assert given.given == {"rows", "json", "list"}
+    assert (given.rows, given.json, given.list, given.mode) == (3, "-", True, "list")
+    assert given.given == {"runs", "rows", "json", "list"}
 
 
 @pytest.mark.parametrize(
@@ -64,41 +71,46 @@ def test_a_mistake_is_one_problem(argv: list[str], key: str, right: str | None):
 
 
 @pytest.mark.parametrize(
-    ("argv", "answer"),
+    ("argv", "key", "answer"),
     [
-        (["write", "in", "--ouput=x"], "--output?"),
-        (["write", "in", "--out=x"], "--output?"),
-        (["write", "in", "--no-such"], "--output, --mark, --force, --help"),
-        (["write", "in"], "--output"),
-        (["write", "in", "--output="], "--output"),
-        (["wirte", "in", "--output=x"], "files write"),
+        (["write", "in", "--ouput=x"], "--ouput", "--output?"),
+        (["write", "in", "--out=x"], "--out", "--output?"),
+        (["write", "in", "--no-such"], "--no-such", "--output, --mark, --force, --help"),
+        (["write", "in"], "--output", "--output"),
+        (["write", "in", "--output="], "--output", "--output"),
+        (["write", "--output=x"], "IN", "the folder"),
+        (["wirte", "in", "--output=x"], "command", "files write"),
+        (["--output=x"], "command", "files write"),
+        ([], "command", "files write"),
     ],
 )
-def test_mistakes_in_a_subcommand(argv: list[str], answer: str, capsys: pytest.CaptureFixture[str]):
-    top = ArgumentParser("files")
-    write = top.add_subparsers(dest="command").add_parser("write")
-    write.add_argument("folder")
-    write.add_argument("--output", required=True)
-    write.add_argument("--force", action="store_true")
-    write.add_argument("--mark")
-    assert top.parse_args(["write", "in", "--force", "--output", "x"]).output == "x"
-    assert top.parse_args(["write", "--output=x", "--", "in"]).folder == "in"
-    assert top.parse_args(["write", "in", "--output=x", "--mark", "--- "]).mark == "--- "
+def test_mistakes_in_a_subcommand(argv: list[str], key: str, answer: str, capsys: pytest.CaptureFixture[str]):
+    top = Parser("files", "Work on files.")
+    write = top.command("write", "write one")
+    write.argument("folder", "the folder", "IN")
+    write.option("output", "the file", "FILE", required=True)
+    write.option("mark", "a mark", "TEXT")
+    write.option("force", "replace it")
+    args = top.parse(["write", "in", "--force", "--output", "x"])
+    assert (args.command, args.output, args.problems) == ("write", "x", [])
+    assert top.parse(["write", "--output=x", "--", "in"]).folder == "in"
+    assert top.parse(["write", "in", "--output=x", "--mark", "--- "]).mark == "--- "
     for helped in (["--help"], ["write", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            top.parse_args(helped)
-    with pytest.raises(SystemExit) as ended:
-        top.parse_args(argv)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("error:") == 1 and answer in said
+        assert run_command(top, helped, lambda _: 1) == 0
+    assert "--mark=TEXT" in capsys.readouterr().out
+    (problem,) = top.parse(argv).problems
+    assert problem.key == key and answer in problem.remedy
+
+
+def test_several_mistakes_are_reported_at_once():
+    keys = [p.key for p in FILES.parse(["r", "--rows=0", "--shape=round", "--hmtl=x", "--list", "--watch"]).problems]
+    assert keys == ["--hmtl", "--rows", "--shape", "--list --watch"]
 
 
 def test_a_command_with_a_config_reports_mistakes_of_both_at_once():
-    parsed = TRAIN.parse(["--topology=", "--config.train.step=3"])
-    assert [p.key for p in parsed.problems] == ["train.step", "--topology"]
-    assert TRAIN.parse(["--config.train.steps=3"]).config.run.train.steps == 3
-    with pytest.raises(ValueError, match="--config"):
-        _ = FILES.parse(["r"]).config
+    args = read_line(TRAIN, ["--topology=", "--config.train.step=3"])
+    assert [p.key for p in args.problems] == ["train.step", "--topology"]
+    assert read_line(TRAIN, ["--config.train.steps=3"]).loaded.run.train.steps == 3
 
 
 def test_help_shows_every_option_within_the_width(capsys: pytest.CaptureFixture[str]):

@@ -15,6 +15,7 @@ from test_refusals import EIGHT_H200, REPO, TINY, a_plain_shell, arguments, conf
 from token_files import open_batches, write_conversations, write_file
 
 from jaxtrain import main
+from jaxtrain.commands.command import read_line
 from jaxtrain.config import hardware, launch, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import RunConfig, spelled_value
@@ -91,11 +92,12 @@ def test_every_key_can_be_overridden():
 
 def test_the_launch_is_recorded():
     argv = [f"--config={REPO}/configs/llama3_8b.py:half,gpus=4", "--config.train.steps=9", "--workdir=w"]
-    loaded = loading.load(argv, {"workdir": ""})
+    args = read_line(main.parser(), argv)
+    loaded = args.loaded
     record = loaded.launch
     assert (Path(record.config_file).name, record.variant) == ("llama3_8b.py", "half,gpus=4")
     assert (record.overrides, record.name) == ((("train.steps", "9"),), "llama3_8b-half-gpus-4")
-    assert loaded.options == {"workdir": "w"}
+    assert args.workdir == "w"
     assert json.loads(json.dumps(dataclasses.asdict(record)))["argv"][-1] == "--workdir=w"
 
 

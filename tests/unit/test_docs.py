@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command_reference, file_tree, gpu_items, numerics
+from benchmarks import command_reference, file_tree, gpu_items
 from jaxtrain import main
 from jaxtrain.checkpoint import arrays
 from jaxtrain.commands.api import load
+from jaxtrain.commands.command import read_line
 from jaxtrain.config import environment, explain, hardware
+from jaxtrain.config.command_line import Parser
 from jaxtrain.config.hardware import Devices
 from jaxtrain.data import loading
 from jaxtrain.kernels.attention import cudnn
@@ -39,7 +41,7 @@ from jaxtrain.train import parity_layouts
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 # The function of a command that finds mistakes beside those of the options
-FURTHER_CHECKS = {"plan": "_check", "bench": "find_problems", "parity": "find_problems", "receipt": "check"}
+FURTHER_CHECKS = {"plan": "_check", "bench": "find_problems", "parity": "find_problems"}
 FURTHER_CHECKS["preflight"] = "check_options"
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 
@@ -82,24 +84,22 @@ def module_of(name: str) -> Any:
 def parsed(words: list[str]) -> list[Any]:
     """Return the problems of a command line of a module or of run.sh, [] if it can be parsed. main's config is not checked."""
     name, *words = words
-    if name == "benchmarks.numerics":
-        return loading.load(words, numerics.OPTIONS).problems
     if name == "test":
         files = [word for word in words if "/" in word and not word.startswith("-")]
         return [file for file in files if not (REPO / file).exists()]
     if name in ("hf download", "setup", "lint", "notebooks", "docs", "sample"):  # these are run by the campaign
         return []
     module = module_of(name)
-    if hasattr(module, "parser"):
-        _, left = module.parser().parse_known_args(words)
-        return [] if name == "lm_eval" else left
-    asked = module.COMMAND.parse(words)
+    parser = module.parser()
+    if not isinstance(parser, Parser):
+        return parser.parse_known_args(words)[1]
+    asked = read_line(parser, words)
     problems = [*asked.problems, *(getattr(module, FURTHER_CHECKS[name])(asked) if name in FURTHER_CHECKS else [])]
     if name == "bench":
-        cases, wrong = train_step.make_cases(asked.config.launch.config_argv, "", asked.options["sweep"])
+        cases, wrong = train_step.make_cases(asked.loaded.launch.config_argv, "", asked.sweep)
         problems += [*wrong, *(p for argv in cases.values() for p in loading.load(argv).problems)]
     elif name == "parity":
-        problems += parity_layouts.parse(asked.options["meshes"] or parity_layouts.DEFAULT)[1]
+        problems += parity_layouts.parse(asked.meshes or parity_layouts.DEFAULT)[1]
     return problems
 
 
@@ -107,11 +107,11 @@ def mains_problems(words: list[str], runs_here: bool, folder: Path) -> list[str]
     """Return the problems of a training command, apart from missing files. `runs_here`: a campaign runs it, so that its config
     need not be valid for NODE.
     """
-    parsed = main.COMMAND.parse(words)
-    variant = parsed.config.launch.variant
+    parsed = read_line(main.parser(), words)
+    variant = parsed.loaded.launch.variant
     gpus = re.search(r"gpus=(\d+)", variant)
     count = int(gpus[1]) if gpus else 1 if "half" in variant else NODE.count
-    checked = [] if runs_here else validate(parsed.config.run, dataclasses.replace(NODE, count=count), folder)
+    checked = [] if runs_here else validate(parsed.loaded.run, dataclasses.replace(NODE, count=count), folder)
     files = ("data.source", "data.eval_source", "data.tokenizer", "init.from", "--config", "--config=FILE:base")
     found = [*parsed.problems, *checked]
     return [str(p) for p in found if p.key not in files or not re.search("no such (file|folder)", p.rule)]

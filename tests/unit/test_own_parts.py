@@ -13,8 +13,9 @@ import optax
 import pytest
 
 from jaxtrain.commands import api
-from jaxtrain.commands.command import run_action
+from jaxtrain.commands.command import run_command
 from jaxtrain.config import own_parts, schema
+from jaxtrain.config.command_line import Parser
 from jaxtrain.config.own_parts import WrongPart, load, not_found, problem_of
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.config.shapes import BATCH_KEYS
@@ -22,6 +23,7 @@ from jaxtrain.data import pipeline
 from jaxtrain.sharding import LayoutError
 from jaxtrain.step.loss import find_loss
 
+COMMAND = Parser("sample", "Continue a text.")
 MODULES = {
     "sound.py": "def part(*args):\n    return helper(*args)\n\n\ndef helper(*args):\n    return 1 / args[0]\n",
     "syntax.py": "x = 1\ndef f(:\n",
@@ -129,14 +131,14 @@ def test_other_errors_are_left_alone(capsys: pytest.CaptureFixture[str]):
     assert problem_of(failure(lambda: part(Layout()))) is None
     assert problem_of(failure(lambda: {}["key of jaxtrain"])) is None
     with pytest.raises(KeyError):
-        run_action(lambda: {}["key of jaxtrain"])
+        run_command(COMMAND, [], lambda _: {}["key of jaxtrain"])
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("errors", [(), (ArithmeticError,), (ValueError,)])
 def test_a_command_names_the_line_first_and_is_refused(errors: Any, capsys: pytest.CaptureFixture[str]):
     part = load("model.family", "lab_of_mine.sound:part")
-    assert run_action(lambda: part(0), errors) == 2
+    assert run_command(COMMAND, [], lambda _: part(0), errors=errors) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("error: model.family = ") and "sound.py:6" in first
 

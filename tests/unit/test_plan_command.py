@@ -68,7 +68,7 @@ def test_mistakes_are_named(argv, said, capsys):
 def test_help_names_every_option(capsys):
     assert command.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert not [option.usage for option in command.COMMAND.options if option.usage not in text] and "h200_nvl" in text
+    assert not [option.usage for option in command.parser().options if option.usage not in text] and "h200_nvl" in text
 
 
 def test_a_compile_that_fails_is_told(monkeypatch, capsys):

@@ -345,10 +345,10 @@ def test_a_wrong_command_or_file_is_named(
     (tmp_path / "empty").mkdir()
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
-    wrong = [["list", "empty"], *(["show", name] for name in TEXTS), ["diff", "list.json", "list.json"], ["diff"]]
-    for arguments in wrong:
-        assert command.main(arguments) == 2
-        assert arguments[-1] in capsys.readouterr().err
+    wrong = [(f"show {name}", name) for name in TEXTS] + [("diff list.json list.json", "list.json"), ("diff list.json", "B: ")]
+    for line, named in [("list empty", "empty"), *wrong, ("diff", "A: "), ("shwo", "receipt show"), ("", "show | list | diff")]:
+        assert command.main(line.split()) == 2
+        assert named in capsys.readouterr().err
 
 
 def test_a_receipt_that_cannot_be_read_is_not_overwritten(tmp_path: Path) -> None:

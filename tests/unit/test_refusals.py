@@ -19,6 +19,7 @@ from token_files import command, write_conversations
 
 from jaxtrain import main
 from jaxtrain.commands import hf, plan, sample
+from jaxtrain.commands.command import read_line
 from jaxtrain.config import environment, explain, hardware, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import Problem, declared
@@ -151,9 +152,9 @@ def arguments(settings: str) -> list[str]:
 
 def problems(settings: str = "", devices: Devices = EIGHT_CPUS, workdir: object = "runs/test", base: str = TINY):
     """Return every problem of a command line, without starting a process."""
-    loaded = loading.load([base, *arguments(settings)], options={"workdir": str(workdir)})
-    checked = validate(loaded.run, devices, Path(loaded.options["workdir"])) if loaded.file_read else []
-    return [*loaded.problems, *checked]
+    args = read_line(main.parser(), [base, f"--workdir={workdir}", *arguments(settings)])
+    checked = validate(args.loaded.run, devices, Path(args.workdir)) if args.loaded.file_read else []
+    return [*args.problems, *checked]
 
 
 def keys(*args: object, **how: object) -> list[str]:
@@ -280,8 +281,8 @@ def test_a_command_that_a_fix_names_repeats_config_and_overrides(asked, no_jax, 
     assert len(named) == (2 if asked.startswith("memory") else 1)
     expected = loading.load([*right, *([] if asked.startswith("memory") else [f"--config.{asked}"])]).run
     for words in named:
-        parsed = plan.COMMAND.parse(shlex.split(words))
-        assert parsed.problems == [] and parsed.config.run == expected
+        parsed = read_line(plan.parser(), shlex.split(words))
+        assert parsed.problems == [] and parsed.loaded.run == expected
 
 
 @pytest.mark.parametrize(

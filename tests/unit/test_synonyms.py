@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import migration
+from jaxtrain import main
+from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
 from jaxtrain.config.schema import declared, default_config, flatten
 from jaxtrain.config.synonyms import COMMON, INDEX, MOST, PEERS, nearest_keys
-from jaxtrain.data import loading
 from jaxtrain.models.activations import ACTIVATIONS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -127,7 +128,7 @@ def test_the_table_holds_the_names_of_the_page():
     ],
 )
 def test_an_option_that_is_a_key_is_answered_with_the_key(argv, answer):
-    (problem,) = loading.load(argv, {"workdir": ""}, {"explain": "text"}).problems
+    (problem,) = read_line(main.parser(), argv).problems
     assert problem.key == argv[0].partition("=")[0] and re.search(f"{answer}(?![=.\\w])", problem.remedy)
 
 
@@ -164,5 +165,5 @@ def test_defaults_of_the_page_are_those_of_the_config():
 def test_quoted_answers_are_printed():
     (block,) = re.findall(r"^```console\n(.*?)^```$", MIGRATION, re.MULTILINE | re.DOTALL)
     asked, *answers = block.splitlines()
-    loaded = loading.load(asked.split()[1:], {"workdir": ""}, {"explain": "text"})
+    loaded = read_line(main.parser(), asked.split()[1:])
     assert [f"error: {problem}" for problem in loaded.problems] == answers

@@ -88,11 +88,11 @@ BUGS = (
         "proofs/test_every_key.py -k dtypes.reduce",
     ),
     Bug(
-        "command line: the default of a switch beats what was given",
-        "jaxtrain/config/launch.py",
-        'options | dict.fromkeys(switches, "") | given',
-        'options | given | dict.fromkeys(switches, "")',
-        "unit/test_config.py -k explain",
+        "command line: a default beats what was given",
+        "jaxtrain/config/command_line.py",
+        "setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))",
+        "setattr(args, o.dest, o.default if o.metavar else False)",
+        "unit/test_command_line.py -k values",
     ),
     Bug(
         "command line: a bool is true whatever is written",
