@@ -218,19 +218,21 @@ class Parser(argparse.ArgumentParser):
             words = args.line.words
         self.problems = []
         rest: list[str] = []
+        read = True
         try:
             _, rest = self.parse_known_intermixed_args(words, args)
         except argparse.ArgumentError as error:  # a value is missing, or a switch has one
             option = next(o for o in self.options if error.argument_name == f"--{o.name}")
             rule, fix = ("needs a value", option.fix) if option.metavar else ("takes no value", f"Write --{option.name}.")
-            self.problems.append(Problem(f"--{option.name}", None, rule, fix))
+            self.problems.append(Problem(option.key, None, rule, fix))
+            read = False
         except _Stop:  # an argument is missing
             rest = [word for word in words if word.startswith("-") and not self._knows(word)]
         args.given = {o.name for o in self.options if o.dest in args}
         if not self.passes_on:
             args.strays = strays(rest, [o.name for o in self.options if not o.positional], self.config)
         for o in self.options:
-            if o.needed and o.dest not in args and not args.strays and not self.problems:
+            if read and o.needed and o.dest not in args and not args.strays:
                 self.problems.append(Problem(o.key, None, "is missing", o.fix))
             setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))
         given = [name for name in self.modes if name in args.given]

@@ -77,6 +77,7 @@ def test_a_mistake_is_one_problem(argv: list[str], key: str, right: str | None):
         (["write", "in", "--out=x"], "--out", "--output?"),
         (["write", "in", "--no-such"], "--no-such", "--output, --mark, --force, --help"),
         (["write", "in"], "--output", "--output"),
+        (["write", "in", "--output"], "--output", "--output=FILE"),
         (["write", "in", "--output="], "--output", "--output"),
         (["write", "--output=x"], "IN", "the folder"),
         (["wirte", "in", "--output=x"], "command", "files write"),
