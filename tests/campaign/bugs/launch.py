@@ -630,4 +630,25 @@ BUGS = (
         "if count < 0:",
         "unit/test_startup.py -k fewer_gpus",
     ),
+    Bug(
+        "hint: each name of a row has the row's first setting",
+        "jaxtrain/config/synonyms.py",
+        "groups[i % len(groups)]",
+        "groups[0]",
+        "unit/test_synonyms.py -k its_own_settings",
+    ),
+    Bug(
+        "hint: a name with two values is answered with one of them",
+        "jaxtrain/config/synonyms.py",
+        "setting if meant.get(key, setting) == setting else key",
+        "setting",
+        "unit/test_synonyms.py -k its_own_settings",
+    ),
+    Bug(
+        "hint: settings of the typed section do not come first",
+        "jaxtrain/config/synonyms.py",
+        "[*here, *alike, *(() if here else meant)",
+        "[*meant, *alike",
+        "unit/test_synonyms.py -k right_one_first",
+    ),
 )
