@@ -109,11 +109,11 @@ def _key(setting: str) -> str:
 
 def _nearest_section(section: str, known: Sequence[str]) -> str:
     sections = {name.rpartition(".")[0] for name in known}
+    if section in sections:
+        return section
     theirs = {name: ours for ours, names in other_trainers()["sections"].items() for name in names.split()}
-    first = theirs.get(section.partition(".")[0])
-    return (
-        section if section in sections else first or next(iter(difflib.get_close_matches(section, sections, 1, 0.75)), section)
-    )
+    near = difflib.get_close_matches(section, sections, 1, 0.75)
+    return theirs.get(section.partition(".")[0]) or next(iter(near), section)
 
 
 def _alike(typed: str, tail: str) -> bool:

@@ -10,7 +10,7 @@ from jaxtrain import main
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
 from jaxtrain.config.schema import declared, default_config, flatten
-from jaxtrain.config.synonyms import MOST, nearest_keys, other_trainers, pairs
+from jaxtrain.config.synonyms import MOST, index, nearest_keys, other_trainers, pairs
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = list(declared())
@@ -101,6 +101,7 @@ def test_a_name_of_a_row_is_answered_with_its_own_settings(name, answers):
 
 
 def test_only_a_wrong_key_reads_the_data():
+    index.cache_clear()
     other_trainers.cache_clear()
     for option, reads in (("--config.train.steps=3", 0), ("--config.train.setps=3", 1)):
         assert len(launch.load([f"--config={REPO}/configs/tiny.py", option], {"workdir": ""}, {}).problems) == reads
