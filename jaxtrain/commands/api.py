@@ -361,9 +361,9 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     """
     import jax
 
-    from jaxtrain.commands.parity import compare_layouts, devices_text
     from jaxtrain.train import parity_layouts as named
     from jaxtrain.train import parity_report
+    from jaxtrain.train.parity_runs import compare_layouts, devices_text
 
     meshes = meshes or named.default(load(config, **overrides))
     asked, problems = named.parse(meshes)

@@ -5,10 +5,7 @@ import functools
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,13 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, path
 from jaxtrain.config.schema import OWN, Model
-from jaxtrain.hf.folder import is_raw, locate, open_folder
+from jaxtrain.hf.check import PYTHON, difference
+from jaxtrain.hf.folder import locate, open_folder
 from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.runtime.startup import start_jax
 
 say = functools.partial(print, flush=True)
-SCRIPT = Path(__file__).parents[1] / "hf" / "torch_logits.py"
-PYTHON = "JAXTRAIN_REFERENCE_PYTHON"
 
 
 def size(text: str) -> str:
@@ -190,48 +186,8 @@ def run_logits(args: Args) -> int:
 
 def run_check(args: Args) -> int:
     """Compare a checkpoint's logits with those of transformers. Return 1 if they differ by more than --tolerance, else 0."""
-    import numpy as np
-
-    from jaxtrain.hf.importing import open_origin
-    from jaxtrain.hf.model import logits_of, read_tokens
-
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    if shutil.which(python) is None:
-        raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
-    if is_raw(locate(args.folder)):
-        rule = "has jaxtrain's own names, which transformers does not read"
-        raise HuggingFaceError(f"{args.folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
-    source = open_origin(args.checkpoint)
-    source.announce(say)
-    vocab = source.run().model.vocab_size
-    if args.tokens:
-        tokens_BT, segments_BT = read_tokens(args.tokens, None, vocab)
-    else:
-        tokens_BT = np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
-        segments_BT = np.ones_like(tokens_BT)
-    with tempfile.TemporaryDirectory() as scratch:
-        tokens, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
-        np.save(tokens, tokens_BT)
-        command = [python, SCRIPT, locate(args.folder), tokens, theirs]
-        ended = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-        if ended.returncode or not theirs.exists():
-            (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
-            hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)
-            raise HuggingFaceError(f"transformers in {python} did not compute {args.folder}: {reason}.{hint}")
-        theirs_BTV = np.load(theirs)
-    ours_BTV = logits_of(source, base=args.base)(tokens_BT, segments_BT)
-    if ours_BTV.shape != theirs_BTV.shape:
-        raise HuggingFaceError(f"{args.folder}: logits are {list(theirs_BTV.shape)}, those here {list(ours_BTV.shape)}.")
-    by_position_T = np.abs(ours_BTV - theirs_BTV).max(axis=(0, 2))
-    say("position  largest difference")
-    for t, difference in enumerate(by_position_T):
-        say(f"{t:8d}  {difference:.3g}")
-    same, worst = float((ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()), float(by_position_T.max())
-    say(
-        f"largest difference {worst:.3g} of logits up to {float(np.abs(theirs_BTV).max()):.3g}; "
-        f"the likeliest token is the same at {same:.1%} of {tokens_BT.size} positions"
-    )
-    if worst <= args.tolerance:
+    if difference(args.checkpoint, args.folder, python, args.tokens or None, args.base, say) <= args.tolerance:
         return 0
     say(f"above --tolerance={args.tolerance:g}: these are not the same model")
     return 1
