@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import command, open_batches, random_documents, write_file
 
-from jaxtrain.commands import data as data_command
 from jaxtrain.config import schema
-from jaxtrain.data import mixture, pipeline
+from jaxtrain.data import mixture, pipeline, show
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import whole_turns
 
@@ -248,7 +247,7 @@ def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(fil
 def test_shown_figures_against_direct_counts(tmp_path, monkeypatch, loss):
     documents = random_documents(1, 107, 30)
     path = write_file(tmp_path / "a.tok", documents, loss=loss)
-    monkeypatch.setattr(data_command, "ROW_TOKENS", 100)
+    monkeypatch.setattr(show, "ROW_TOKENS", 100)
     batches = mixed(path, 32, 1, max_segments=2)
     rows = [batches.batch(s) for s in range(batches.sources[0].windows)]
     code, out = command(tmp_path, "show", "a.tok", "--seq-len=32", "--max-segments=2", "--documents=3")

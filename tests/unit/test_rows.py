@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from token_files import command
 
-from jaxtrain.commands import data
+from jaxtrain.data import show
 from jaxtrain.data.template import Conversation, load_template
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer
@@ -94,7 +94,7 @@ def prepared(folder, base, rows, template="branches", *options):
     if code:
         return code, out, []
     file, tokenizer = TokenFile.open(folder / "a.tok"), load_tokenizer(str(base))
-    return code, out, [data.written(file, a, b, tokenizer) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
+    return code, out, [show.written(file, a, b, tokenizer) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())]
 
 
 def turn(question, answer):

@@ -11,6 +11,7 @@ from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
 from jaxtrain.config.schema import declared, default_config, flatten
 from jaxtrain.config.synonyms import MOST, index, nearest_keys, other_trainers, pairs
+from jaxtrain.data import loading
 
 REPO = Path(__file__).resolve().parents[2]
 KEYS = list(declared())
@@ -104,7 +105,7 @@ def test_only_a_wrong_key_reads_the_data():
     index.cache_clear()
     other_trainers.cache_clear()
     for option, reads in (("--config.train.steps=3", 0), ("--config.train.setps=3", 1)):
-        assert len(launch.load([f"--config={REPO}/configs/tiny.py", option], {"workdir": ""}, {}).problems) == reads
+        assert len(loading.load([f"--config={REPO}/configs/tiny.py", option]).problems) == reads
         assert other_trainers.cache_info().misses == reads
 
 
