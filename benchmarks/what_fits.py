@@ -3,7 +3,7 @@
     python -m benchmarks.what_fits [--write]
 
 A cell is one model on one machine. It has the fastest of a few compiled layouts, or the reason why none fits. A layout is not
-compiled if its lower bound of memory (search/bound.py) exceeds a GPU's usable memory. On several nodes two ways to shard the
+compiled if its lower bound of memory (search_bound.py) exceeds a GPU's usable memory. On several nodes two ways to shard the
 state are compared: over all GPUs, and within each node. Moments are float32, or bfloat16 if no layout fits with float32.
 """
 
@@ -43,7 +43,7 @@ BEHIND = 1.1  # a way to shard is not compiled if it is slower than the fastest 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of a model on a machine, with the lower bounds of its step time and memory (search/bound.py)."""
+    """A layout of a model on a machine, with the lower bounds of its step time and memory (search_bound.py)."""
 
     run: RunConfig
     overrides: tuple[str, ...]

@@ -73,7 +73,7 @@ def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan with 1.1 times the step time of the run's lower bound (search/bound.py), and with its likely memory."""
+    """Return a plan with 1.1 times the step time of the run's lower bound (search_bound.py), and with its likely memory."""
     least = search_bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
     return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
 

@@ -164,7 +164,7 @@ def run(args: Args, runs: Runs, console: rich.console.Console) -> int:
 
 
 def run_known_issues(args: Args, runs: Runs, console: rich.console.Console) -> int:
-    """Run the checks of known_issues.py, and print each verdict. Return 0 if all are ok, else 1. JAX must be started."""
+    """Run the checks of parity_known_issues.py, and print each verdict. Return 0 if all are ok, else 1. JAX must be started."""
     from jaxtrain.train import parity_known_issues, parity_report
 
     def print_line(text: str, style: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The search: order settings by the formula of bound.py, then compile them in that order.
+"""The search: order settings by the formula of search_bound.py, then compile them in that order.
 
 The config's own setting is compiled first, as the baseline. Objective "speed" searches for the fastest layout that fits.
 Objective "fit" searches for the cheapest change that makes a config fit. Changes that cost only time rank before narrower

@@ -26,7 +26,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// ---- Axes, as in page/charts.py
+// ---- Axes, as in charts.py
 
 const UNITS = [[1e12, 1e12, "T"], [1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]];
 const short = (value) => {
