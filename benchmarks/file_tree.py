@@ -19,7 +19,7 @@ HEAD = """# Modules
 
 Each module with the first sentence of its docstring. `python -m benchmarks.file_tree --write` makes this page.
 [architecture.md](architecture.md) follows one run and one train step through them. Imports point downwards:
-`tests/unit/test_imports.py` has the layers.
+`tests/unit/test_imports.py` has the order of folders.
 
 """
 
