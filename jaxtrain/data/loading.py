@@ -21,7 +21,6 @@ from jaxtrain.config.schema import (
     flatten,
     to_dict,
 )
-from jaxtrain.data import pipeline
 
 BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
 AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
@@ -90,6 +89,8 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
     if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
+    from jaxtrain.data import pipeline  # imports numpy, which --help must not wait for
+
     if data.source == "synthetic" or pipeline.is_custom(data.source):
         rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
         return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []

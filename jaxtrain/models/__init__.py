@@ -1,4 +1,7 @@
-"""Model families by name. This module imports no jax, so that a config can be read and checked without it."""
+"""The model: transformer, experts, remat, ZeRO, FLOPs; and its families by name.
+
+This module imports no jax, so that a config can be read and checked without it.
+"""
 
 import difflib
 import importlib
