@@ -22,6 +22,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -80,7 +81,21 @@ class _QuietJax:
 _check_environment()
 if "jax" not in sys.modules:
     sys.meta_path.insert(0, _QuietJax)
+
+
+def _refuse_command_as_module() -> None:
+    """End a process that was started as `python -m jaxtrain.COMMAND`. Python would not say which form works, or do nothing."""
+    words = sys.orig_argv
+    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    name = module.rpartition(".")[2]
+    file = os.path.join(os.path.dirname(__file__), "commands", name + ".py")
+    if module in ("jaxtrain." + name, "jaxtrain.commands." + name) and name != "supervise" and os.path.isfile(file):
+        print("error: " + module + ": is no program. Fix: python -m jaxtrain " + name, file=sys.stderr)
+        sys.exit(2)
+
+
 if sys.argv[:1] == ["-m"]:  # this process was started as `python -m jaxtrain COMMAND`
+    _refuse_command_as_module()
     from jaxtrain.runtime import interrupt, streams
 
     streams.begin()

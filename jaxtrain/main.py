@@ -15,7 +15,7 @@ import ml_collections
 
 from jaxtrain.commands.command import add_process_options, process_options, read_line
 from jaxtrain.config import environment, explain, hardware, launch, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser, place
 from jaxtrain.config.schema import ConfigError, RunConfig, flatten, to_dict
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.startup import choose_cpu, set_environment, start_jax
@@ -39,7 +39,7 @@ def parser() -> Parser:
         "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
         "else. SIGUSR2 takes a trace of the next profile.steps steps.",
     )
-    p.option("workdir", "the run's folder; default runs/NAME of the config", "DIR")
+    p.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=place)
     p.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
     add_process_options(p)
     p.option(

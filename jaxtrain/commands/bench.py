@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.node import kernels, node_suite, train_step
 from jaxtrain.node.train_step import DATA, TRACED_STEPS
@@ -95,7 +95,7 @@ def parser() -> Parser:
     )
     p.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
     p.option("json", "all results, for programs", "FILE", type=output_file)
-    p.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR")
+    p.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=place)
     return p
 
 

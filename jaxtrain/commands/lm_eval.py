@@ -164,7 +164,7 @@ def parser() -> Parser:
         "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
         passes_on=True,
     )
-    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", required=True)
+    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
     p.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
     p.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
     p.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))

@@ -125,7 +125,7 @@ def parser() -> Parser:
         "most",
         f"plans of a --search, with those in its cache; default {MOST}",
         "N",
-        str(MOST),
+        MOST,
         type=whole(1),
         modes=("search",),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxtrain.commands.command import add_process_options, process_options, run_command
 from jaxtrain.config import launch
-from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
 from jaxtrain.config.schema import Problem, nearest
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.node import inspection
@@ -65,7 +65,7 @@ def parser() -> Parser:
         "the run did "
         "not connect, or was lost: try again; 2 the command or config is wrong.",
     )
-    p.option("workdir", "the run's folder, as of jaxtrain.main", "DIR")
+    p.option("workdir", "the run's folder, as of jaxtrain.main", "DIR", type=place)
     p.option(
         "json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", const="-", type=json_file
     )
@@ -85,9 +85,12 @@ def parser() -> Parser:
     )
     p.option("meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=whole(1))
     p.option(
-        "record", "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run", "DIR"
+        "record",
+        "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",
+        "DIR",
+        type=place,
     )
-    p.option("recorded", "check such a folder instead of this node", "DIR")
+    p.option("recorded", "check such a folder instead of this node", "DIR", type=place)
     add_process_options(p)
     p.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
     p.option("explain", "accepted, as jaxtrain.main has it; without effect", "FORM", const="text")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import Args, Parser, make_console, output_file, place, whole
 from jaxtrain.metrics.files import write_output
 from jaxtrain.runtime.startup import quiet
 
@@ -33,7 +33,7 @@ def parser() -> Parser:
         "written, or xprof "
         "failed; 130 Ctrl-C.",
     )
-    p.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN")
+    p.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=place)
     p.option("list", "list the traces, and stop")
     p.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
     p.option("diff", "also the changes since OTHER, a run or a trace", "OTHER", modes=("",))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console
+from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, place
 from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, open_run
 from jaxtrain.report.receipt import show, show_diff, show_list
 from jaxtrain.train.receipt_diff import compare
@@ -21,11 +21,11 @@ def parser() -> Parser:
         examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
         notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
     )
-    p.command("show", "the receipt of a run").argument("run", "a run", "RUN")
-    p.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True)
+    p.command("show", "the receipt of a run").argument("run", "a run", "RUN", type=place)
+    p.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True, type=place)
     diff = p.command("diff", "the differences between two runs")
-    diff.argument("a", "a run", "A")
-    diff.argument("b", "the run to compare it with", "B")
+    diff.argument("a", "a run", "A", type=place)
+    diff.argument("b", "the run to compare it with", "B", type=place)
     diff.option("json", "as JSON, for programs")
     return p
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, output_file
+from jaxtrain.config.command_line import Args, Parser, output_file, place
 from jaxtrain.metrics.files import MetricsError, write_atomic
 from jaxtrain.metrics.receipt_format import ReceiptError
 
@@ -20,7 +20,7 @@ def parser() -> Parser:
         notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a "
         "folder no run.",
     )
-    p.argument("runs", "a run's folder; several, at most 8, are compared", "RUN", several=True)
+    p.argument("runs", "a run's folder; several, at most 8, are compared", "RUN", several=True, type=place)
     p.option(
         "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", type=output_file
     )

@@ -49,7 +49,7 @@ def parser() -> Parser:
         ),
         notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
     )
-    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR")
+    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
     p.option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT")
     p.option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end")
     p.option("system", "with --chat: the system message", "TEXT", modes=("chat",))
@@ -79,12 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Args) -> list[Problem]:
-    workdir = args.workdir
-    if not workdir:
-        known = "workdir" in args.given or args.strays
-        return [] if known else [Problem("--workdir", None, "is missing", "For example --workdir=runs/tiny.")]
-    rule, _, remedy = stores.missing(workdir).partition(". ")
-    problems = [Problem("--workdir", workdir, rule, remedy)] if rule else []
+    rule, _, remedy = stores.missing(args.workdir).partition(". ") if args.workdir else ("", "", "")
+    problems = [Problem("--workdir", args.workdir, rule, remedy)] if rule else []
     if args.input and args.prompt:
         problems.append(Problem("--prompt", args.prompt, "--input has the questions already", "Leave one of them out."))
     return problems

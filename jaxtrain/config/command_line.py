@@ -45,11 +45,13 @@ class Option:
     name: str
     help: str
     metavar: str = ""
-    default: Any = None
+    default: Any = ""
     const: str = ""
     example: str = ""
     choices: Sequence[str] = ()
+    least: str = ""
     required: bool = False
+    repeat: bool = False
     modes: Sequence[str] = ()
     positional: bool = False
 
@@ -80,7 +82,7 @@ class Option:
         """Return the remedy for a wrong or a missing value: what an argument is, or an example of the option."""
         if self.positional:
             return f"Name {self.help}."
-        example = self.example or str(self.default or "") or next(iter(self.choices), "")
+        example = self.example or str(self.default) or next(iter(self.choices), "") or self.least
         if example:
             return f"For example --{self.name}={example}."
         return f"Write {self.usage}{'' if self.usage.endswith('.') else '.'}"
@@ -111,15 +113,13 @@ class Parser(argparse.ArgumentParser):
         notes: str = "",
         passes_on: bool = False,
     ):
-        super().__init__(
-            prog=name, description=purpose, allow_abbrev=False, add_help=False, exit_on_error=False,
-            argument_default=argparse.SUPPRESS,
-        )  # fmt: skip
+        super().__init__(prog=name, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         self.purpose, self.config, self.modes = purpose, config, modes
         self.examples, self.notes, self.passes_on = examples, notes, passes_on
         self.options: list[Option] = []
         self.commands: dict[str, Parser] = {}
-        self.problems: list[Problem] = []  # of the values of the line that is parsed
+        self._types: dict[str, Callable[[str], Any]] = {}  # of arguments
+        self.problems: list[Problem] = []  # of the options and values of the line that is parsed
 
     def option(
         self,
@@ -146,14 +146,14 @@ class Parser(argparse.ArgumentParser):
             example: a valid value, for the remedy of a wrong one.
             modes: the modes that use it; "" is the command's usual action. (): all modes.
         """
-        option = Option(name, help, metavar, default, const, example, choices, required, modes)
+        least = getattr(type, "least", "")
+        option = Option(name, help, metavar, default, const, example, choices, least, required, repeat, modes)
         self.options.append(option)
         if not metavar:
             self.add_argument(f"--{name}", action="store_true")
             return
-        more: dict[str, Any] = {"nargs": "?", "const": const} if const else {}
         action = "append" if repeat else "store"
-        self.add_argument(f"--{name}", type=self._checked(option, type, may_be_empty), action=action, **more)
+        self.add_argument(f"--{name}", type=self._checked(option, type, may_be_empty), action=action)
 
     def argument(
         self,
@@ -167,7 +167,7 @@ class Parser(argparse.ArgumentParser):
         """Declare an argument without dashes. several: one or more; its value is the list."""
         option = Option(name, help, f"{metavar}..." if several else metavar, positional=True)
         self.options.append(option)
-        self.add_argument(name, metavar=metavar, nargs="+" if several else None, type=self._checked(option, type, False))
+        self._types[name] = self._checked(option, type, False)
 
     def command(self, name: str, purpose: str, **more: Any) -> "Parser":
         """Declare a subcommand and return its parser."""
@@ -180,16 +180,17 @@ class Parser(argparse.ArgumentParser):
         def value(text: str) -> Any:
             try:
                 if not text and not may_be_empty:
-                    fix = f"{option.fix[:-1]}, or leave it out." if option.default else option.fix
+                    fix = f"{option.fix[:-1]}, or leave it out." if option.default != "" else option.fix
                     raise Invalid("is empty" if option.positional else "has no value", fix)
                 if option.choices and text not in option.choices:
                     raise Invalid(f"must be one of {', '.join(option.choices)}")
                 return kind(text)
             except ValueError:
-                self.problems.append(Problem(option.key, text, "must be a number", option.fix))
+                rule = "must be a whole number" if kind is int else "must be a number"
+                self.problems.append(Problem(option.key, text, rule, option.fix))
             except Invalid as error:
                 self.problems.append(Problem(option.key, text, str(error), error.fix or option.fix))
-            return None
+            return option.default
 
         return value
 
@@ -199,52 +200,90 @@ class Parser(argparse.ArgumentParser):
         Args:
             argv: the arguments, without the program's name.
         """
-        words = list(argv)
         if self.commands:
-            word = words[0] if words else ""
-            if word in self.commands:
-                args = self.commands[word].parse(words[1:])
-                args.command = word
-                return args
-            names = " | ".join(self.commands)
-            if not word or word.startswith("-"):
-                return Args(problems=[Problem("command", None, "is missing", f"Write {self.typed} {names}.")])
-            close = difflib.get_close_matches(word, self.commands, 1)
-            fix = f"Did you mean {self.typed} {close[0]}?" if close else f"Write {self.typed} {names}."
-            return Args(problems=[Problem("command", word, "is unknown", fix)])
+            return self._parse_subcommand(argv)
         args = Args()
+        words = list(argv)
         if self.config:
             args.line = launch.split(argv)
             words = args.line.words
         self.problems = []
-        rest: list[str] = []
-        read = True
-        try:
-            _, rest = self.parse_known_intermixed_args(words, args)
-        except argparse.ArgumentError as error:  # a value is missing, or a switch has one
-            option = next(o for o in self.options if error.argument_name == f"--{o.name}")
-            rule, fix = ("needs a value", option.fix) if option.metavar else ("takes no value", f"Write --{option.name}.")
-            self.problems.append(Problem(option.key, None, rule, fix))
-            read = False
-        except _Stop:  # an argument is missing
-            rest = [word for word in words if word.startswith("-") and not self._knows(word)]
-        args.given = {o.name for o in self.options if o.dest in args}
-        if not self.passes_on:
-            args.strays = strays(rest, [o.name for o in self.options if not o.positional], self.config)
+        given, texts, args.rest = self._tokens(words)
+        self.parse_args([item for items in given.values() for item in items], args)
+        args.given = {key.removeprefix("--") for key in given}
+        positional = [o for o in self.options if o.positional]
+        for o in positional:
+            own, texts = (texts, []) if o.metavar.endswith("...") else (texts[:1], texts[1:])
+            values = [self._types[o.name](text) for text in own]
+            if values:
+                args.given.add(o.name)
+                setattr(args, o.dest, values if o.metavar.endswith("...") else values[0])
+        args.strays = [] if self.passes_on else strays(args.rest, self._names, self.config)
+        args.strays += [_left_over(text, positional) for text in texts]
         for o in self.options:
-            if read and o.needed and o.dest not in args and not args.strays:
+            if o.needed and o.name not in args.given and not args.strays:
                 self.problems.append(Problem(o.key, None, "is missing", o.fix))
             setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))
-        given = [name for name in self.modes if name in args.given]
-        args.mode, args.rest = given[0] if given else "", rest
-        args.problems = [*args.strays, *self.problems, *self._wrong_modes(given, args)]
+        modes = [name for name in self.modes if name in args.given]
+        args.mode = modes[0] if modes else ""
+        args.problems = [*args.strays, *self.problems, *self._wrong_modes(modes, args)]
         return args
 
-    def _knows(self, word: str) -> bool:
-        return word.partition("=")[0] in {o.key for o in self.options}
+    def _parse_subcommand(self, argv: Sequence[str]) -> "Args":
+        """Read the command line of a subcommand, whose options may stand before its name."""
+        word = next((word for word in argv if word in self.commands), None)
+        if word is not None:
+            at = argv.index(word)
+            args = self.commands[word].parse([*argv[:at], *argv[at + 1 :]])
+            args.command = word
+            return args
+        names = " | ".join(self.commands)
+        wrong = next((word for word in argv if not word.startswith("-")), "")
+        if not wrong:
+            return Args(problems=[Problem("command", None, "is missing", f"Write {self.typed} {names}.")])
+        close = difflib.get_close_matches(wrong, self.commands, 1)
+        fix = f"Did you mean {self.typed} {close[0]}?" if close else f"Write {self.typed} {names}."
+        return Args(problems=[Problem("command", wrong, "is unknown", fix)])
+
+    @property
+    def _names(self) -> list[str]:
+        return [o.name for o in self.options if not o.positional]
+
+    def _tokens(self, words: Sequence[str]) -> tuple[dict[str, list[str]], list[str], list[str]]:
+        """Return (key -> --NAME or --NAME=VALUE, arguments, unknown words) of a command line.
+
+        argparse would end at the first missing value, take `-x` for an option, and reads some lines in another way in each
+        version of Python. Of an option that is given twice, the last value counts.
+        """
+        known = {o.key: o for o in self.options if not o.positional}
+        given: dict[str, list[str]] = {}
+        arguments, unknown, left = [], [], list(words)
+        while left:
+            word = left.pop(0)
+            key, has_value, value = word.partition("=")
+            option = known.get(key)
+            if option is None:
+                to = arguments if not word.startswith("-") and not self.passes_on else unknown
+                to.append(word)
+                if word.startswith("--") and word != "--" and not has_value and left and not _is_option(left[0]):
+                    to.append(left.pop(0))
+            elif not option.metavar:
+                given[key] = [key]
+                if has_value:
+                    self.problems.append(Problem(key, value, "takes no value", f"Write {key}."))
+            else:
+                if not has_value and not option.const and left and not _is_option(left[0]):
+                    value, has_value = left.pop(0), "="
+                if not has_value and not option.const:
+                    self.problems.append(Problem(key, None, "needs a value", option.fix))
+                    given.setdefault(key, [])
+                    continue
+                item = f"{key}={value if has_value else option.const}"
+                given[key] = [*given.get(key, ()), item] if option.repeat else [item]
+        return given, arguments, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise _Stop(message)
+        raise AssertionError(message)  # `_tokens` leaves argparse nothing to refuse
 
     def _wrong_modes(self, given: Sequence[str], args: "Args") -> list[Problem]:
         """Return the problems of modes that exclude each other, and of options that the given mode does not use."""
@@ -305,10 +344,6 @@ class Parser(argparse.ArgumentParser):
         return self.commands.get(argv[0], self).format_help()
 
 
-class _Stop(Exception):
-    """argparse's own error: an argument without dashes is missing."""
-
-
 class Args(argparse.Namespace):
     """A command line that was read: an attribute for each option and argument, and these.
 
@@ -326,9 +361,22 @@ class Args(argparse.Namespace):
     mode: str = ""
     given: set[str]
     problems: list[Problem]
-    strays: Sequence[Problem] = ()
+    strays: list[Problem]
     rest: list[str]
     line: launch.Line
+
+
+def _is_option(word: str) -> bool:
+    """Return whether a word is an option, and no value. One with a blank in its name is a value: --separator "--- "."""
+    return re.match(r"--[^=\s]*(=|$)", word) is not None
+
+
+def _left_over(text: str, arguments: Sequence[Option]) -> Problem:
+    """Return the problem of an argument that a command does not take."""
+    if arguments:
+        return Problem(f"argument {text!r}", None, "is one too many", "Leave it out.")
+    fix = f"Write --{text}." if re.match(r"config\.[\w.]+=", text) else "Options start with --; see --help."
+    return Problem(f"argument {text!r}", None, "left over: it belongs to no option", fix)
 
 
 def strays(words: Sequence[str], names: Sequence[str], config: bool) -> list[Problem]:
@@ -344,8 +392,7 @@ def strays(words: Sequence[str], names: Sequence[str], config: bool) -> list[Pro
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
-            fix = f"Write --{word}." if re.match(r"config\.[\w.]+=", word) else "Options start with --; see --help."
-            problems.append(Problem(f"argument {word!r}", None, "left over: it belongs to no option", fix))
+            problems.append(_left_over(word, ()))
             continue
         name, has_value, value = word[2:].partition("=")
         if not has_value and left and not left[0].startswith("--"):
@@ -366,7 +413,7 @@ def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence
     """
     if close := difflib.get_close_matches(name, names, 1, 0.75):
         return f"Did you mean --{close[0]}?"
-    if begun := [n for n in names if n.startswith(name)]:
+    if begun := [n for n in names if name and n.startswith(name)]:
         return did_you_mean(f"--{n}" for n in begun)
     given = "=VALUE" if given and OTHER_UNIT.search(name) else given
     meant = [name] if name in known else nearest_keys(name, known) if known else []
@@ -396,12 +443,22 @@ def whole(least: int) -> Callable[[str], int]:
             raise Invalid(f"must be a whole number, {least} or more")
         return int(text)
 
+    number.least = str(least)  # pyright: ignore[reportFunctionMemberAccess]
     return number
 
 
 def path(text: str) -> Path:
     """Return a path with ~ expanded, because shells do not expand the ~ in --out=~/x."""
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~USER does not exist
+        raise Invalid(f"is no path ({error})", "Write the folder of that user in full.") from error
+
+
+def place(text: str) -> str:
+    """Return a path as it was typed, after a check that its ~ can be expanded."""
+    path(text)
+    return text
 
 
 def output_file(text: str) -> str:

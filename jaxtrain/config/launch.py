@@ -126,7 +126,8 @@ def split(argv: Sequence[str]) -> Line:
         if name != "--config" and not name.startswith("--config."):
             words.append(word)
             continue
-        if not has_value and rest and not rest[0].startswith(("--", "config.")):
+        others = "--" if name == "--config" else ("--", "config.")
+        if not has_value and rest and not rest[0].startswith(others):
             value, has_value = rest.pop(0), "="
         if name != "--config":
             overrides.append((name.removeprefix("--config."), value if has_value else BARE))

@@ -75,3 +75,20 @@ def test_the_command_for_checkpoints_prints_nothing_of_xla(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", line, str(tmp_path)], capture_output=True, text=True, env=environ)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("line", ["main --workdir=", "main --coordinator= --process-id=", "preflight --num-processes= --json="])
+def test_an_empty_value_is_refused_before_anything_uses_it(line: str):
+    name, *argv = line.split()
+    done = subprocess.run([sys.executable, "-m", "jaxtrain", name, *argv], capture_output=True, text=True, cwd=runs.REPO)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert [text.partition(" = ")[0] for text in done.stderr.splitlines()[:-1]] == [
+        f"error: {option.removesuffix('=')}" for option in argv
+    ]
+
+
+@pytest.mark.parametrize("module", ["jaxtrain.plan", "jaxtrain.commands.plan", "jaxtrain.commands.hf", "jaxtrain.data"])
+def test_a_command_that_is_started_as_a_module_names_the_form_that_works(module: str):
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=runs.REPO)
+    assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+    assert f"python -m jaxtrain {module.rpartition('.')[2]}" in done.stderr

@@ -1,11 +1,13 @@
 """Command lines as users type them: values, mistakes, --help, and the exit code of each way to end."""
 
+import importlib
 import re
 
 import pytest
 
 from jaxtrain.commands.command import read_line, run_command
-from jaxtrain.config.command_line import Parser, output_file, whole
+from jaxtrain.config import commands
+from jaxtrain.config.command_line import Parser, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
 
 
@@ -82,6 +84,7 @@ def test_a_mistake_is_one_problem(argv: list[str], key: str, right: str | None):
         (["write", "--output=x"], "IN", "the folder"),
         (["wirte", "in", "--output=x"], "command", "files write"),
         (["--output=x"], "command", "files write"),
+        (["write", "in", "out", "--output=x"], "argument 'out'", "Leave it out"),
         ([], "command", "files write"),
     ],
 )
@@ -94,7 +97,7 @@ def test_mistakes_in_a_subcommand(argv: list[str], key: str, answer: str, capsys
     write.option("force", "replace it")
     args = top.parse(["write", "in", "--force", "--output", "x"])
     assert (args.command, args.output, args.problems) == ("write", "x", [])
-    assert top.parse(["write", "--output=x", "--", "in"]).folder == "in"
+    assert top.parse(["--output", "x", "write", "in"]).folder == "in", "options may stand before the subcommand"
     assert top.parse(["write", "in", "--output=x", "--mark", "--- "]).mark == "--- "
     for helped in (["--help"], ["write", "--help"]):
         assert run_command(top, helped, lambda _: 1) == 0
@@ -103,15 +106,61 @@ def test_mistakes_in_a_subcommand(argv: list[str], key: str, answer: str, capsys
     assert problem.key == key and answer in problem.remedy
 
 
-def test_several_mistakes_are_reported_at_once():
-    keys = [p.key for p in FILES.parse(["r", "--rows=0", "--shape=round", "--hmtl=x", "--list", "--watch"]).problems]
-    assert keys == ["--hmtl", "--rows", "--shape", "--list --watch"]
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("r --rows=0 --shape=round --hmtl=x --list --watch", ["--hmtl", "--rows", "--shape", "--list --watch"]),
+        ("--rows --hmtl x r --shape=round", ["--hmtl", "--rows", "--shape"]),
+        ("--watch=yes --rows --shape", ["--watch", "--rows", "--shape", "RUN", "--shape"]),
+        ("--rows= --shape=", ["--rows", "--shape", "RUN"]),
+        ("r --list=1 --html", ["--list", "--html"]),
+        ("r -- s", ["--"]),
+    ],
+)
+def test_several_mistakes_are_reported_at_once(line: str, keys: list[str]):
+    args = FILES.parse(line.split())
+    assert [p.key for p in args.problems] == keys
+    assert args.rows == 10 and args.shape == "rows", "further checks of a command find valid values"
+
+
+def test_values_are_taken_as_they_are_typed():
+    p = Parser("sample", "Continue a text.", modes=("explain",))
+    p.option("prompt", "the text", "TEXT")
+    p.option("set", "a setting", "KEY", repeat=True)
+    p.option("explain", "explain it", "STYLE", const="text")
+    args = p.parse(["--prompt", "-abc", "--set=a", "--set", "b"])
+    assert (args.prompt, args.set, args.problems) == ("-abc", ["a", "b"], [])
+    assert p.parse(["--prompt=a", "--prompt=b=c"]).prompt == "b=c"
+    assert [x.key for x in p.parse(["--explain", "config.train.steps=3"]).problems] == ["argument 'config.train.steps=3'"]
+    assert [x.key for x in p.parse(["--set=a", "--explain", "--prompt"]).problems] == ["--prompt"]
+    argument = Parser("profile", "Show a trace.")
+    argument.argument("run", "a run's folder", "RUN", type=place)
+    argument.option("trace", "its number", "N", type=whole(1))
+    assert [x.key for x in argument.parse(["--trace", "-3"]).problems] == ["--trace", "RUN"]
+    assert [x.key for x in argument.parse(["a", "b"]).problems] == ["argument 'b'"]
+    (problem,) = argument.parse(["~nobody-of-this-name/x"]).problems
+    assert problem.key == "RUN" and problem.value == "~nobody-of-this-name/x"
+
+
+@pytest.mark.parametrize("name", [name for name in commands.table() if name != "main"])
+def test_defaults_are_values_of_their_options(name: str):
+    """A default is not read from text, so it must be what the same text would give."""
+    top = importlib.import_module(f"jaxtrain.commands.{name}").parser()
+    for p in (top, *top.commands.values()):
+        for o in p.options:
+            if o.metavar and not o.positional and o.default != "":
+                args = p.parse([f"--{o.name}={o.default}"])
+                value = getattr(args, o.name.replace("-", "_"))
+                zero = o.default == 0 and any(x.key == f"--{o.name}" for x in args.problems)  # stands for no value
+                assert zero or (value == o.default and type(value) is type(o.default)), (name, o.name)
 
 
 def test_a_command_with_a_config_reports_mistakes_of_both_at_once():
     args = read_line(TRAIN, ["--topology=", "--config.train.step=3"])
     assert [p.key for p in args.problems] == ["train.step", "--topology"]
     assert read_line(TRAIN, ["--config.train.steps=3"]).loaded.run.train.steps == 3
+    line = read_line(TRAIN, ["--config", "config.py", "--topology"])
+    assert [(p.key, p.value) for p in line.problems] == [("--config", "config.py"), ("--topology", None)]
 
 
 def test_help_shows_every_option_within_the_width(capsys: pytest.CaptureFixture[str]):
