@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool], hung_s: float = HUNG_S) -> None:
 
 def copy_launcher(repo: Path) -> Path:
     """Copy run.sh and the files that it reads into the folder `repo`."""
-    (repo / "jaxtrain").mkdir(parents=True)
+    (repo / "jaxtrain" / "config").mkdir(parents=True)
     (repo / "notebooks").mkdir()
     for name in ("run.sh", ".python-version", "jaxtrain/config/commands.txt", "jaxtrain/config/commands.py"):
         shutil.copy(REPO / name, repo / name)

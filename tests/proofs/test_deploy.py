@@ -24,7 +24,7 @@ import yaml
 from run_sh import HUNG_S, script, wait_for
 
 from jaxtrain.commands.command import read_line
-from jaxtrain.config import launch
+from jaxtrain.config.command_line import Args
 from jaxtrain.config.hardware import Devices
 from jaxtrain.main import parser
 from jaxtrain.runtime.distributed import detect
@@ -46,17 +46,18 @@ def tool(name: str) -> str:
     return str(found) if found.exists() else shutil.which(name) or pytest.fail(f"{name} is not installed: ./run.sh test")
 
 
-def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> launch.Loaded:
+def parsed(arguments: list[str], gpus: int, environ: dict[str, str], tmp_path: Path) -> Args:
     """Parse a training command line in the environment `environ` alone, and check that it has no problems and takes a batch of
     256. Problems about data and volumes, which this machine lacks, are ignored.
     """
     machine = Devices("gpu", "NVIDIA H200", gpus, 140.0, "described", 90)
     with mock.patch.dict(os.environ, environ, clear=True), contextlib.chdir(REPO):
-        loaded = read_line(parser(), arguments).loaded
-        problems = [*loaded.problems, *validate(loaded.run, machine, tmp_path / "run")]
+        args = read_line(parser(), arguments)
+        problems = [*args.problems, *validate(args.loaded.run, machine, tmp_path / "run")]
     assert not [str(p) for p in problems if not re.search("no such file|is not writable", p.rule)]
-    assert loaded.run.train.global_batch == 256 == gpus * loaded.run.train.grad_accum
-    return loaded
+    run = args.loaded.run
+    assert run.train.global_batch == 256 == gpus * run.train.grad_accum
+    return args
 
 
 def process_of(environ: dict[str, str]) -> tuple[int, int, str]:
@@ -207,10 +208,11 @@ def test_pods_find_each_other_and_run_what_jaxtrain_understands(tmp_path: Path):
         environ = told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(index)}
         assert process_of(environ) == (index, nodes, f"{pod_zero}:{port}")
     image = dict(rest.split("=", 1) for name, rest in instructions(DOCKERFILE) if name == "ENV")
-    loaded = parsed(container["args"], nodes * container["resources"]["limits"]["nvidia.com/gpu"], image | told, tmp_path)
+    args = parsed(container["args"], nodes * container["resources"]["limits"]["nvidia.com/gpu"], image | told, tmp_path)
     # Every place of state is on its own volume, and every place that is written is on a writable volume.
     mounts = mounts_of(POD)
-    places = {loaded.run.data.source: "/data", loaded.options["workdir"]: "/runs", loaded.run.paths.cache: "/scratch"}
+    run = args.loaded.run
+    places = {run.data.source: "/data", args.workdir: "/runs", run.paths.cache: "/scratch"}
     assert [place for place, mount in places.items() if not place.startswith(f"{mount}/")] == []
     assert [path for path, mount in mounts.items() if mount.get("readOnly")] == ["/data"]
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
@@ -241,8 +243,8 @@ def test_the_nodes_of_a_skypilot_task(rank: int, tmp_path: Path):
     subprocess.run(["bash", "-c", SKYPILOT["run"]], cwd=tmp_path, env=environ, check=True)
     given = environment_of(tmp_path / "environment")
     assert process_of(given) == (rank, nodes, "10.0.0.7:12321")
-    loaded = parsed((tmp_path / "arguments").read_text().splitlines(), nodes * gpus, given, tmp_path)
-    places = (loaded.run.data.source, loaded.options["workdir"])
+    args = parsed((tmp_path / "arguments").read_text().splitlines(), nodes * gpus, given, tmp_path)
+    places = (args.loaded.run.data.source, args.workdir)
     assert [place.rpartition("/")[0] for place in places] == list(SKYPILOT["volumes"])
     recovery = SKYPILOT["resources"]["job_recovery"]
     assert (tuple(recovery["recover_on_exit_codes"]), recovery["max_restarts_on_errors"]) == (AGAIN, 0)
@@ -413,10 +415,10 @@ def test_what_the_nodes_of_a_job_are_told(job: Job, tmp_path: Path):
         own = {name for name in environ if not name.startswith("SLURM_")} - {"PWD", "OLDPWD", "SHLVL", "_"}
         assert own == {"PATH", "HOME", "LANG", "JAXTRAIN_CUDA"} and Path(environ["HOME"]).is_dir()
         assert process_of(environ)[:2] == (i, 2)
-        loaded = parsed(job.words(f"arguments-{i}"), 16, environ, tmp_path)
-        run, folder = loaded.run, str(job.folder)
+        args = parsed(job.words(f"arguments-{i}"), 16, environ, tmp_path)
+        run, folder = args.loaded.run, str(job.folder)
         assert (run.train.steps, run.log.every_steps, run.train.max_minutes) == (3000, 2, "auto")
         # Three places: shared data, shared checkpoints, and the node's own disk.
-        assert loaded.options["workdir"] == f"{folder}/runs/llama3_8b"
+        assert args.workdir == f"{folder}/runs/llama3_8b"
         assert run.paths.data == f"{folder}/data" and run.data.source.startswith(run.paths.data)
         assert run.paths.cache == "/tmp/ada/jaxtrain/compile"

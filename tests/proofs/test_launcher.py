@@ -98,7 +98,7 @@ def test_the_exit_code_and_the_arguments_are_the_commands_own(machine: Machine):
         words = ("prepare", "a b", "", "*", "$HOME")
         done = machine.run("data", *words, launcher=launcher, FAKE_EXIT=str(code), PYTHONPATH="/theirs")
         assert done.returncode == code
-        expected = "python <-m> <jaxtrain.data> <prepare> <a b> <> <*> <$HOME>"
+        expected = "python <-m> <jaxtrain> <data> <prepare> <a b> <> <*> <$HOME>"
         assert done.stdout.splitlines()[:3] == [expected, f"cwd {machine.cwd}", f"path {machine.repo}:/theirs"]
     assert machine.installed() == [DEFAULT], "once for all three"
 
