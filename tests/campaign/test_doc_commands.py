@@ -35,7 +35,7 @@ RUN = """#!/usr/bin/env bash
 case "${1-}" in
   '' | -*) exec python -m jaxtrain.main "$@" ;;
   test) shift; exec python -m pytest "$@" -k {quick} ;;
-  *) module=$1; shift; exec python -m "jaxtrain.$module" "$@" ;;
+  *) module=$1; shift; exec python -m jaxtrain "$module" "$@" ;;
 esac
 """
 
