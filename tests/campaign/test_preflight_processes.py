@@ -50,7 +50,7 @@ command.check_node = hang
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | ENVIRON)
-    assert done.returncode == 3 and "__main__.py" in done.stderr
+    assert done.returncode == 3 and "preflight.py" in done.stderr
     assert gone(int(pid.read_text()))
 
 
