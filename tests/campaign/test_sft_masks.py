@@ -49,7 +49,7 @@ def prepared(folder: Path, rows: str, to: Path) -> list[tuple[list[int], list[bo
     command += [f"--eot={end_of_text(folder)}", f"--input={folder}/{rows}.jsonl", f"--output={to}", "--force", "--processes=1"]
     code, out = token_files.command(to.parent, *command, "--skip-bad-lines")
     assert code == 0, out
-    refused = {int(number) - 1 for number in re.findall(rf"{rows}\.jsonl:(\d+): ", out)}
+    refused = {int(number) - 1 for told in re.findall(rf"{rows}\.jsonl:([\d, ]+): ", out) for number in told.split(", ")}
     file = TokenFile.open(to)
     made = [
         (file.tokens[a:b].tolist(), file.loss_flags(a, b).tolist()) for a, b in itertools.pairwise(file.doc_offsets[:].tolist())
