@@ -26,7 +26,6 @@ from jaxtrain.config.schema import (
     ConfigError,
     Problem,
     RunConfig,
-    assigned,
     default_config,
     flatten,
     resolve,
@@ -181,10 +180,9 @@ def read(line: Line) -> Typed:
 
 
 def stated_keys(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
-    """Return the keys that a config file sets; of a config without a record of assignments, those that are not the default."""
+    """Return the keys that a config file sets: those that are not the default."""
     defaults = dict(flatten(default_config()))
-    changed = {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
-    return changed | set(assigned(config) if isinstance(config, ml_collections.ConfigDict) else ())
+    return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:

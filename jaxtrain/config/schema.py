@@ -1022,61 +1022,12 @@ def public_name(field_name: str) -> str:
     return field_name.rstrip("_")
 
 
-class RecordingDict(ml_collections.ConfigDict):
-    """A ConfigDict that records which of its keys were assigned after it was made."""
-
-    assigned: set[str]
-
-    def __init__(self, initial: Mapping[str, Any] | None = None, **options: Any):
-        object.__setattr__(self, "assigned", set())  # ConfigDict takes plain attributes for keys
-        super().__init__({}, **options)
-        for name, value in (initial or {}).items():
-            super().__setitem__(name, RecordingDict(value) if isinstance(value, Mapping) else value)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self.assigned.add(name)
-
-    def __setstate__(self, state: Any) -> None:
-        """Restore a copy or a pickle, without a record. `launch.load` then compares its values with the defaults."""
-        super().__setstate__(state)
-        self.assigned.clear()
-
-    def copy_and_resolve_references(self, visit_map: Any = None) -> Any:
-        """Return a copy with the same record."""
-        made = super().copy_and_resolve_references(visit_map)
-        object.__setattr__(made, "assigned", set(self.assigned))
-        return made
-
-    def get_ref(self, key: str) -> Any:
-        """Return a reference to a key. ConfigDict stores it by an assignment, which is not recorded."""
-        before = key in self.assigned
-        reference = super().get_ref(key)
-        if not before:
-            self.assigned.discard(key)
-        return reference
-
-
-def assigned(config: ml_collections.ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys that were assigned since `default_config`. A section assigned as a whole yields all its keys.
-
-    Yield nothing for a copy by `copy.deepcopy`, or for a ConfigDict that is no RecordingDict: neither has a record.
-    """
-    names = config.assigned if isinstance(config, RecordingDict) else set()
-    for name, value in config.items():
-        if isinstance(value, ml_collections.ConfigDict):
-            inside = (key for key, _ in flatten(value, f"{prefix}{name}."))
-            yield from inside if name in names else assigned(value, f"{prefix}{name}.")
-        elif name in names:
-            yield f"{prefix}{name}"
-
-
 def default_config() -> Any:
     """Return a fresh ConfigDict with every key at its default. Config files start here.
 
     Typed Any, because no type checker knows the keys of a ConfigDict.
     """
-    return RecordingDict(to_dict(RunConfig()))
+    return ml_collections.ConfigDict(to_dict(RunConfig()))
 
 
 def to_dict(run: Any) -> dict[str, Any]:

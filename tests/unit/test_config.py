@@ -128,7 +128,8 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     expected = {
         "train.steps": "77 command line",
-        "model.d_model": "128 file",  # the file sets it to its default
+        "model.d_model": "128 default",  # the file sets it to its default
+        "optimizer.lr": "0.004 file",
         "model.head_dim": "0 -> 32 derived",
         "optimizer.warmup_steps": "50 -> 5 derived",
         "optimizer.decay_steps": "0 -> 72 default",
@@ -148,15 +149,11 @@ def test_explain_says_who_set_each_key(capsys, monkeypatch, tmp_path):
 
 
 def test_a_value_that_a_file_sets_is_the_files(tmp_path):
-    """A value equal to the default is the file's too, and of a copied config only those that differ."""
-    body = "config.optimizer.weight_decay = 0.1; config.log = dict(config.log); config.model.get_ref('d_model')"
+    """A value equal to the default is the default's."""
+    body = "config.optimizer.weight_decay = 0.2; config.model.norm_eps = 1e-5; config.log = dict(config.log, every_steps=7)"
     origins = loading.load([config_file(tmp_path, body), "--config.train.steps=1000"]).origins
-    of_log = {f"log.{key}" for key in schema.default_config().log}
-    assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay"} | of_log
+    assert {key for key, who in origins.items() if who == "file"} == {"optimizer.weight_decay", "log.every_steps"}
     assert origins["train.steps"] == "command line"
-    for copied in ("copy.deepcopy(config)", "config.copy_and_resolve_references()", "type(config)(config)"):
-        file = config_file(tmp_path, f"import copy; config.train.steps = 9; config = {copied}")
-        assert {key for key, who in loading.load([file]).origins.items() if who == "file"} == {"train.steps"}, copied
 
 
 @pytest.mark.parametrize(
@@ -190,8 +187,8 @@ def test_the_schedule_of_a_file_is_fitted_to_a_shorter_run(settings, fitted, not
         *((f"train.steps = {n}", 20, {"warmup_steps": 2}, 1) for n in (99, 100, 101, 150)),
         *(("train.steps = 100", n, {"warmup_steps": n // 10}, 1) for n in (99, 100, 101, 150)),
         ("train.steps = 500", 1000, {"warmup_steps": 100}, 0),
-        ("train.steps = 500; config.optimizer.warmup_steps = 100", 60, {"warmup_steps": 12}, 1),  # the file's own
-        ("train.steps = 500; config.optimizer.warmup_steps = 100", 800, {"warmup_steps": 100}, 0),
+        ("train.steps = 500; config.optimizer.warmup_steps = 90", 60, {"warmup_steps": 10}, 1),  # the file's own
+        ("train.steps = 500; config.optimizer.warmup_steps = 90", 800, {"warmup_steps": 90}, 0),
         ("optimizer.warmup_steps = 50", 60, {"warmup_steps": 3}, 1),  # of the 1000 steps that a run of the file has
         ("optimizer.warmup_steps = 0", 60, {"warmup_steps": 0}, 0),
         ("optimizer.schedule = 'wsd'; config.optimizer.decay_steps = 200", 500, {"warmup_steps": 50, "decay_steps": 100}, 2),
