@@ -26,6 +26,7 @@ from jaxtrain.config.schema import (
     ConfigError,
     Problem,
     RunConfig,
+    declared,
     default_config,
     flatten,
     resolve,
@@ -92,14 +93,19 @@ class Launch:
 class Loaded:
     """The config of a command line.
 
-    `run` has the defaults of keys with problems. `file_read` is False if the config file could not be read. `asked` has the
-    values of file and command line, before derivation.
+    Attributes:
+        run: the config. Keys with problems have their defaults.
+        origins: dotted key -> default, file, command line, or derived.
+        asked: dotted key -> the value of file and command line, before derivation.
+        file: the config of the file without the overrides; the defaults if it could not be read.
+        file_read: whether the config file could be read.
     """
 
     run: RunConfig
     problems: list[Problem]
     origins: dict[str, str]
     asked: dict[str, Any]
+    file: RunConfig
     launch: Launch
     file_read: bool
 
@@ -137,52 +143,28 @@ def split(argv: Sequence[str]) -> Line:
     return Line(tuple(argv), file, tuple(overrides), words, problems)
 
 
-@dataclasses.dataclass(frozen=True)
-class Typed:
-    """A command line as it was read, before anything is derived from it.
-
-    Attributes:
-        config: the config of the file with the overrides; the defaults if the file could not be read.
-        of_file: the config of the file without the overrides.
-        stated: dotted keys that the file sets.
-        chosen: dotted keys that the command line sets.
-        gpus: see Launch.
-        problems, launch, file_read: see Loaded.
-    """
-
-    config: ml_collections.ConfigDict
-    of_file: RunConfig
-    stated: set[str]
-    chosen: set[str]
-    gpus: int
-    problems: list[Problem]
-    launch: Launch
-    file_read: bool
-
-
-def read(line: Line) -> Typed:
-    """Read the file of a command line, and apply its overrides. Uses no jax and no device; nothing is raised."""
+def read(line: Line) -> Loaded:
+    """Return the config of a command line, without the steps of its epochs. Uses no jax and no device; nothing is raised."""
     path, variant = _file_and_variant(_relative(DEFAULT_CONFIG) if line.file is None else line.file)
-    overrides = tuple((key, "true" if text == BARE else text) for key, text in line.overrides)
-    launch = Launch(path, variant, overrides, line.argv)
-    config, gpus, wrong = read_file(path, variant or None)
-    problems = [*line.problems, *wrong]
+    config, gpus, problems = read_file(path, variant or None)
     file_read = config is not None
     config = config if config is not None else default_config()
-    stated, of_file = stated_keys(config), resolved(config)[0]
-    chosen: set[str] = set()
+    file, origins = resolved(config)[0], origins_of(config)
     for key, text in line.overrides:
         wrong = apply(config, key, text)
         problems += wrong
-        if not wrong:
-            chosen.add(key)
-    return Typed(config, of_file, stated, chosen, gpus, problems, launch, file_read)
+        origins |= {} if wrong else {key: "command line"}
+    run, wrong = resolved(config)
+    overrides = tuple((key, "true" if text == BARE else text) for key, text in line.overrides)
+    given = Launch(path, variant, overrides, line.argv, gpus=gpus)
+    return Loaded(run, [*line.problems, *problems, *wrong], origins, dict(flatten(config)), file, given, file_read)
 
 
-def stated_keys(config: ml_collections.ConfigDict | Mapping[str, Any]) -> set[str]:
-    """Return the keys that a config file sets: those that are not the default."""
+def origins_of(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, str]:
+    """Return dotted key -> "file" if its value is not the default, else "default"."""
     defaults = dict(flatten(default_config()))
-    return {key for key, value in flatten(config) if key not in defaults or value != defaults[key]}
+    changed = (key for key, value in flatten(config) if key not in defaults or value != defaults[key])
+    return dict.fromkeys(declared(), "default") | dict.fromkeys(changed, "file")
 
 
 def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:

@@ -34,19 +34,12 @@ def load(argv: Sequence[str]) -> Loaded:
 
 
 def load_line(line: launch.Line) -> Loaded:
-    """Return the config of a command line. Nothing is raised.
-
-    `Loaded.origins` has the origin of each dotted key: default, file, command line, or derived (by `config.resolve` and by
-    `fit_schedule`).
-    """
-    typed = launch.read(line)
-    problems, chosen, config = list(typed.problems), typed.chosen, typed.config
-    run, wrong = launch.resolved(config)
-    problems += wrong
-    authors = dict.fromkeys(declared(), "default") | dict.fromkeys(typed.stated, "file") | dict.fromkeys(chosen, "command line")
+    """Return the config of a command line, with the steps of its epochs and a schedule that fits them. Nothing is raised."""
+    loaded = launch.read(line)
+    run, problems, authors = loaded.run, list(loaded.problems), dict(loaded.origins)
     notes: list[str] = []
-    if run.train.epochs and "train.steps" in chosen:
-        if "train.epochs" in chosen:
+    if run.train.epochs and authors["train.steps"] == "command line":
+        if authors["train.epochs"] == "command line":
             rule = f"train.steps={run.train.steps} is given too, and only one of them can decide"
             problems.append(Problem("train.epochs", run.train.epochs, rule, "Set train.epochs=0, or leave out train.steps."))
         else:
@@ -57,16 +50,15 @@ def load_line(line: launch.Line) -> Loaded:
     run, wrong, known = resolve_epochs(run)
     problems += wrong
     authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
-    run, fitted = fit_schedule(run, authors, typed.of_file, _steps_of_file(run, typed.of_file, typed.stated))
-    notes += [*known, *fitted]
-    asked = dict(flatten(config))
+    run, fitted = fit_schedule(run, authors, loaded.file)
+    asked = loaded.asked
     origins = {
         key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
         for key, value in flatten(to_dict(run))
     }
     problems = launch.with_own_settings(problems, run)
-    given = dataclasses.replace(typed.launch, notes=tuple(notes), gpus=typed.gpus)
-    return Loaded(run, problems, origins, asked, given, typed.file_read)
+    given = dataclasses.replace(loaded.launch, notes=(*notes, *known, *fitted))
+    return dataclasses.replace(loaded, run=run, problems=problems, origins=origins, launch=given)
 
 
 def length(o: Optimizer, steps: int) -> int:
@@ -112,13 +104,11 @@ def resolve_with_epochs(
     asked, problems = launch.resolved(config)
     run, wrong, notes = resolve_epochs(asked)
     if run.train.steps != asked.train.steps:
-        stated = launch.stated_keys(config)
-        authors = dict.fromkeys(declared(), "default") | dict.fromkeys(stated, "file") | {"train.steps": BY_EPOCHS}
-        run, notes = fit_schedule(run, authors, asked, _steps_of_file(run, asked, stated))
+        run, notes = fit_schedule(run, launch.origins_of(config) | {"train.steps": BY_EPOCHS}, asked)
     return run, launch.with_own_settings(problems + wrong, run), notes
 
 
-def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[int, str]:
+def _steps_of_file(run: RunConfig, file: RunConfig) -> tuple[int, str]:
     """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
 
     Epochs of the command line count in place of those of a file that has none.
@@ -126,19 +116,15 @@ def _steps_of_file(run: RunConfig, file: RunConfig, stated: set[str]) -> tuple[i
     Args:
         run: the config with the command line's overrides.
         file: the config without them.
-        stated: keys that the file sets.
     """
+    if file.train.steps != RunConfig().train.steps:
+        return file.train.steps, "file"
     epochs = file.train.epochs or run.train.epochs
-    if "train.steps" not in stated and epochs > 0:
-        whole, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
-        if not wrong and not unknown:
-            return whole.train.steps, BY_EPOCHS
-    return file.train.steps, "file" if "train.steps" in stated else "default"
+    known, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
+    return (file.train.steps, "default") if not epochs > 0 or wrong or unknown else (known.train.steps, BY_EPOCHS)
 
 
-def fit_schedule(
-    run: RunConfig, authors: Mapping[str, str], file: RunConfig, steps_of_file: tuple[int, str]
-) -> tuple[RunConfig, list[str]]:
+def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) -> tuple[RunConfig, list[str]]:
     """Shorten warm-up and decay with train.steps, lower optimizer.lr_min to fit optimizer.lr, and leave out empty samples.
 
     With `--config.train.steps=60`, a file that warms up for 50 of 700 steps warms up for 4: the same fraction of the run. A
@@ -152,7 +138,6 @@ def fit_schedule(
         run: the resolved config.
         authors: dotted key -> its origin, one of AUTHORS; only that of train.steps may be BY_EPOCHS.
         file: the config of the file, without overrides.
-        steps_of_file: result of `_steps_of_file`.
 
     Returns:
         the config, and one line for each value that changed.
@@ -167,7 +152,7 @@ def fit_schedule(
     decays = o.schedule != "constant"
     lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
     movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-    usual = RunConfig()
+    usual, steps_of_file = RunConfig(), _steps_of_file(run, file)
 
     def whole(name: str) -> tuple[int, str]:
         """Return (steps, their origin) of the run of which a length is a fraction."""
