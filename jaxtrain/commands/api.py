@@ -362,25 +362,20 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     import jax
 
     from jaxtrain.train import parity_layouts as named
-    from jaxtrain.train import parity_report
-    from jaxtrain.train.parity_runs import compare_layouts, devices_text
+    from jaxtrain.train.parity_runs import compare_layouts
 
     meshes = meshes or named.default(load(config, **overrides))
-    asked, problems = named.parse(meshes)
-    most, here = max((layout.devices for layout in asked), default=1), jax.device_count()
+    layouts, problems = named.parse(meshes)
+    most, here = max((layout.devices for layout in layouts), default=1), jax.device_count()
     if most > here:
         remedy = f"Set JAX_NUM_CPU_DEVICES={most} before JAX starts."
         problems = [Problem("meshes", meshes, f"needs {most} devices, and this process has {here}", remedy)]
-    found = [] if problems else [(layout, *named.load(layout, _argv(config, overrides))) for layout in asked]
-    problems += named.together([(layout.name, wrong) for layout, _, wrong in found])
-    if problems:
-        raise ConfigError(launch.with_config(problems, loading.load(_argv(config, overrides)).launch))
-    runs = [(layout, run) for layout, run, _ in found]
-    rows, yardstick, types, failed = compare_layouts(runs, steps, rich.console.Console(quiet=True))
-    if failed:
-        raise ValueError(failed)
+    argv = _argv(config, overrides)
+    runs, _, wrong = named.load_all([] if problems else layouts, argv)
+    if problems := problems + wrong:
+        raise ConfigError(launch.with_config(problems, loading.load(argv).launch))
     shown = tuple(f"{key}={value}" for key, value in flatten(overrides))
-    return parity_report.Result(os.fspath(config), shown, steps, types, devices_text(runs), tuple(rows), yardstick)
+    return compare_layouts(runs, steps, rich.console.Console(quiet=True), os.fspath(config), shown)
 
 
 def _argv(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> list[str]:

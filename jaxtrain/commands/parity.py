@@ -1,21 +1,16 @@
 """Check that all layouts take the same steps: `python -m jaxtrain parity --config=FILE --meshes=...`."""
 
-import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
-from typing import Any
-
-import rich.console
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import FAILED, Args, Parser, make_console, output_file, whole
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.files import write_output
+from jaxtrain.train import parity_known_issues
 from jaxtrain.train import parity_layouts as named
-from jaxtrain.train.parity_layouts import Layout
-from jaxtrain.train.parity_runs import Runs, compare_layouts, devices_text, start_devices
+from jaxtrain.train.parity_runs import FirstLayoutFailed, Runs, compare_layouts, devices_text, start_devices
 
 DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
 
@@ -78,33 +73,22 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    found: list[Any] = []
+    runs: Runs = []
+    left_out: list[str] = []
 
     def check(args: Args) -> list[Problem]:
         layouts, wrong = named.parse(meshes_of(args))
-        runs, left_out, problems = load_runs(args, layouts)
-        found[:] = [runs, left_out]
+        more = named.FLOAT32 if args.mode else DTYPES.get(args.dtype, ())
+        runs[:], left_out[:], problems = named.load_all(layouts, config_argv(args), more, leave_out=not args.meshes)
         known = {str(p) for p in args.problems}  # problems of the config, which each layout has too
         return [*find_problems(args), *wrong, *(p for p in problems if str(p) not in known)]
 
-    def act(args: Args) -> int:
-        runs, left_out = found
-        start_devices(runs)
-        console = make_console()
-        for line in left_out:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        return run_known_issues(args, runs, console) if args.mode else run(args, runs, console)
-
-    return run_command(parser(), argv, act, check=check)
+    return run_command(parser(), argv, lambda args: run(args, runs, left_out), check=check)
 
 
 def meshes_of(args: Args) -> str:
     """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
-    if args.mode:
-        from jaxtrain.train import parity_known_issues
-
-        return parity_known_issues.COMBINED
-    return args.meshes or named.default(args.loaded.run)
+    return parity_known_issues.COMBINED if args.mode else args.meshes or named.default(args.loaded.run)
 
 
 def find_problems(args: Args) -> list[Problem]:
@@ -129,72 +113,28 @@ def config_argv(args: Args) -> list[str]:
     return [argv[0], *(f"--config.{o}" for o in small), *argv[1:]]
 
 
-def load_runs(args: Args, layouts: list[Layout]) -> tuple[Runs, list[str], list[Problem]]:
-    """Return (layout, config) of each layout; a line for each default layout left out as invalid; problems of the others."""
-    argv = config_argv(args)
-    more = named.FLOAT32 if args.mode else DTYPES.get(args.dtype, ())
-    found = [(layout, *named.load(layout, argv, *more)) for layout in layouts]
-    left_out = []
-    if not args.meshes:
-        fine = [item for item in found if not item[2]]
-        if len(fine) > 1:
-            left_out = [f"left out: {layout.name}: {wrong[0]}" for layout, _, wrong in found if wrong]
-            found = fine
-    problems = named.together([(layout.name, wrong) for layout, _, wrong in found])
-    if found and not problems:
-        problems = named.find_problems([run for _, run, _ in found], [layout for layout, _, _ in found])
-    return [(layout, run) for layout, run, _ in found], left_out, problems
-
-
-def run(args: Args, runs: Runs, console: rich.console.Console) -> int:
-    """Train on every layout, and print a comparison with the first. Return 0 if all agree, else 1. JAX must be started."""
+def run(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
+    """Train on every layout, and print the comparison with the first, or the known issues. Return 0 if all agree, else 1."""
+    start_devices(runs)
     from jaxtrain.train import parity_report
 
-    rows, yardstick, types, failed = compare_layouts(runs, args.steps, console)
-    if failed:
-        print(f"error: {failed}", file=sys.stderr)
-        return 1
-    name, *overrides = config_argv(args)
-    overrides = tuple(o.removeprefix("--config.") for o in overrides)
-    steps, config = args.steps, name.removeprefix("--config=")
-    result = parity_report.Result(config, overrides, steps, types, devices_text(runs), tuple(rows), yardstick)
-    parity_report.show(result, console)
-    write_json(args, parity_report.to_json(result))
-    return 0 if result.agrees else 1
-
-
-def run_known_issues(args: Args, runs: Runs, console: rich.console.Console) -> int:
-    """Run the checks of parity_known_issues.py, and print each verdict. Return 0 if all are ok, else 1. JAX must be started."""
-    from jaxtrain.train import parity_known_issues, parity_report
-
-    def print_line(text: str, style: str = "") -> None:
-        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    def gradients() -> parity_known_issues.Check:
-        rows, _, _, failed = compare_layouts(runs, 2, console)
-        if failed:
-            raise ValueError(failed)
-        return parity_known_issues.check_gradients(rows)
-
-    straddling = [(layout, run) for layout, run in runs if layout.name in parity_known_issues.STRADDLING.split(",")]
-    checks = {
-        "attention stays within a packed document": lambda: parity_known_issues.check_documents(straddling),
-        "gradients of combined layouts equal those of one device": gradients,
-        "training does not depend on the number of processes": lambda: parity_known_issues.check_processes(config_argv(args)),
-    }
-    done = []
-    for claim, act in checks.items():
-        began = time.perf_counter()
-        found = act()
-        print_line(f"{'ok' if found.ok else 'WRONG'}: {claim}", "green" if found.ok else "bold red")
-        print_line(f"    {found.where}: relative difference {found.figure:.1e}, bound {found.bound:.0e}")
-        facts = {"claim": claim, **dataclasses.asdict(found), "ok": found.ok, "seconds": round(time.perf_counter() - began, 1)}
-        done.append(facts | {"figure": found.figure if found.figure == found.figure else None})  # JSON has no NaN
-    write_json(args, {"format": parity_report.FORMAT, "devices": devices_text(runs), "known_issues": done})
-    return 0 if all(c["ok"] for c in done) else 1
-
-
-def write_json(args: Args, tree: dict[str, Any]) -> None:
-    """Write the results `tree` to the file of --json, if that is given."""
+    console = make_console()
+    for line in left_out:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    config, *overrides = config_argv(args)
+    try:
+        if args.mode:
+            checks = parity_known_issues.run_checks(runs, [config, *overrides], console)
+            tree = {"format": parity_report.FORMAT, "devices": devices_text(runs), "known_issues": checks}
+            agree = all(check["ok"] for check in checks)
+        else:
+            names = config.removeprefix("--config="), [o.removeprefix("--config.") for o in overrides]
+            result = compare_layouts(runs, args.steps, console, *names)
+            parity_report.show(result, console)
+            tree, agree = parity_report.to_json(result), result.agrees
+    except FirstLayoutFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
     if args.json:
         write_output(args.json, json.dumps(tree, indent=1) + "\n")
+    return 0 if agree else FAILED

@@ -13,16 +13,19 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.train import parity_layouts
 from jaxtrain.train.child import jaxtrain_command, last_lines, run_program
 from jaxtrain.train.parity_layouts import Layout
+from jaxtrain.train.parity_runs import Runs, compare_layouts
 
 COMBINED = (
     "one,fsdp2xtensor2xseq2,data2xfsdp2xtensor2/train.grad_accum=2/sharding.zero=1,"
@@ -87,9 +90,8 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
     packed = rows.batch(0)
     apart = separate_documents(packed)
     if not (packed["segments"] > 1).any():
-        raise ValueError(
-            "the first batch has fewer than two documents a sequence. Fix: data.packing=documents, shorter documents"
-        )
+        rule = "the first batch has fewer than two documents a sequence"
+        raise ConfigError([Problem("data.source", run.data.source, rule, "Set data.packing=documents, or synthetic data.")])
     reference = step(pipeline.with_documents(run, rows), apart, 1)
     found = []
     for layout, run in runs:
@@ -98,6 +100,39 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
         named = {"loss": result.loss, "gradient norm": result.grad_norm, "gradient": result.gradient}
         found += [Check("documents", m.value, m.bound, f"{layout.name}: {name}") for name, m in named.items()]
     return worst(found)
+
+
+def run_checks(runs: Runs, argv: Sequence[str], console: Console) -> list[dict[str, Any]]:
+    """Run all checks, and print each verdict. Return the results as plain data. JAX must be started.
+
+    Args:
+        runs: the layouts of COMBINED.
+        argv: config file and overrides of the command line.
+
+    Raises:
+        ConfigError: the data has too few documents to show a bug.
+        FirstLayoutFailed: the first layout could not be run.
+    """
+    from jaxtrain.train.parity_report import finite, say
+
+    straddling = [(layout, run) for layout, run in runs if layout.name in STRADDLING.split(",")]
+    checks = {
+        "attention stays within a packed document": lambda: check_documents(straddling),
+        "gradients of combined layouts equal those of one device": lambda: check_gradients(
+            compare_layouts(runs, 2, console).rows
+        ),
+        "training does not depend on the number of processes": lambda: check_processes(argv),
+    }
+    results = []
+    for claim, act in checks.items():
+        began = time.perf_counter()
+        found = act()
+        style = "green" if found.ok else "bold red"
+        say(console, f"{'ok' if found.ok else 'WRONG'}: {claim}", style)
+        say(console, f"    {found.where}: relative difference {found.figure:.1e}, bound {found.bound:.0e}")
+        facts = {"claim": claim, **dataclasses.asdict(found), "ok": found.ok, "seconds": round(time.perf_counter() - began, 1)}
+        results.append(facts | {"figure": finite(found.figure)})
+    return results
 
 
 def check_gradients(rows: Sequence[Any]) -> Check:

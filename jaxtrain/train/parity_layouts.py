@@ -120,6 +120,27 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
     return loaded.run, [*loaded.problems, *validate_step(loaded.run, devices(layout.devices, f"--meshes={layout.name}"))]
 
 
+def load_all(
+    layouts: Sequence[Layout], argv: Sequence[str], more: Sequence[str] = (), leave_out: bool = False
+) -> tuple[list[tuple[Layout, RunConfig]], list[str], list[Problem]]:
+    """Return (layout, config) of each layout; a line for each layout that was left out; the problems of the others.
+
+    Args:
+      argv, more: as for `load`.
+      leave_out: whether layouts with problems are left out, if there are two without.
+    """
+    found = [(layout, *load(layout, argv, *more)) for layout in layouts]
+    fine = [item for item in found if not item[2]]
+    lines = []
+    if leave_out and len(fine) > 1:
+        lines = [f"left out: {layout.name}: {wrong[0]}" for layout, _, wrong in found if wrong]
+        found = fine
+    problems = together([(layout.name, wrong) for layout, _, wrong in found])
+    if found and not problems:
+        problems = find_problems([run for _, run, _ in found], [layout for layout, _, _ in found])
+    return [(layout, run) for layout, run, _ in found], lines, problems
+
+
 def devices(count: int, source: str = "") -> Devices:
     """Return `count` devices: GPUs if this machine has enough, else CPU devices, of which JAX makes any number.
 

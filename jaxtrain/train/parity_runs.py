@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 
@@ -15,6 +16,9 @@ from jaxtrain.runtime.startup import set_environment, start_jax
 from jaxtrain.runtime.words import first_line
 from jaxtrain.train import parity_layouts as named
 from jaxtrain.train.parity_layouts import Layout
+
+if TYPE_CHECKING:
+    from jaxtrain.train.parity_report import Result
 
 Runs = list[tuple[Layout, RunConfig]]
 
@@ -36,12 +40,20 @@ def start_devices(runs: Runs) -> None:
     start_jax(found)
 
 
-def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tuple[list[Any], Any, str, str]:
-    """Train `steps` steps on every layout, and compare them with the first.
+class FirstLayoutFailed(ValueError):
+    """The layout that the others are compared with could not be run."""
 
-    Returns:
-      The rows of the report; the comparison of the first layout with its own steps in float32 (None if all runs are float32);
-      the precision; and the reason why the first layout could not run, or "".
+
+def compare_layouts(
+    runs: Runs, steps: int, console: rich.console.Console, config: str = "", overrides: Sequence[str] = ()
+) -> "Result":
+    """Train `steps` steps on every layout, and compare them with the first. JAX must be started.
+
+    Args:
+      config, overrides: the config file and overrides, for the result.
+
+    Raises:
+      FirstLayoutFailed: the first layout could not be run.
     """
     import jax
 
@@ -78,7 +90,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
     if base and not in_float32:
         exact, failed, _ = attempt(f"{reference.name} in float32", reference, named.in_float32(first))
     if failed or not base:
-        return [], None, types, f"the first layout, {reference.name}, could not be run: {failed}"
+        raise FirstLayoutFailed(f"the first layout, {reference.name}, could not be run: {failed}")
     tokens = first.train.global_batch * first.data.seq_len
     if exact:
         yardstick = parity.compare(exact, base, parity.bounds(base, exact, 1, tokens))
@@ -92,7 +104,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console) -> tu
         comparison = parity.compare(trained, base, allowed)
         curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the other fields are large
         rows.append(parity_report.Row(layout, curves, comparison, allowed, seconds=seconds))
-    return rows, yardstick, types, ""
+    return parity_report.Result(config, tuple(overrides), steps, types, devices_text(runs), tuple(rows), yardstick)
 
 
 def devices_text(runs: Runs) -> str:
