@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,15 +14,14 @@ import ml_collections
 from jaxtrain.commands.command import add_process_options, process_options, read_line
 from jaxtrain.config import environment, explain, hardware, launch, own_parts
 from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser, place
-from jaxtrain.config.schema import ConfigError, RunConfig, flatten, to_dict
+from jaxtrain.config.schema import ConfigError, RunConfig, to_dict
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.startup import choose_cpu, set_environment, start_jax
+from jaxtrain.runtime.startup import set_environment, start_processes
 from jaxtrain.step.validate import validate
-from jaxtrain.step.validate_layout import mesh_sizes
-from jaxtrain.step.validate_places import check_lock, check_resume, remote
+from jaxtrain.step.validate_layout import in_use
+from jaxtrain.step.validate_places import check_lock, check_resume, check_settings_given, remote
 
 AGAIN = 75  # exit code: start again
-TELL_S = 30  # for a process with problems to connect to the others, and tell them
 
 
 def parser() -> Parser:
@@ -108,7 +105,9 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     try:
         start_processes(devices, cluster, problems)
         if bundle:
-            return replay_bundle(Path(bundle), loaded.run)
+            from jaxtrain.train import replay
+
+            return replay.report(Path(bundle), loaded.run)
         from jaxtrain.train import run as train
 
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
@@ -134,51 +133,6 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     return code
 
 
-def start_processes(devices: hardware.Devices, cluster: distributed.Cluster | None, problems: list[launch.Problem]) -> None:
-    """Start JAX, with the other processes of the run.
-
-    A process with problems first tells the others, which would wait for it. Raises ConfigError if one process has any, or if
-    the processes have different devices.
-    """
-
-    def check() -> None:
-        if refused := distributed.agree(devices, problems):
-            raise ConfigError(refused)
-
-    if not problems:
-        start_jax(devices, cluster, check)
-        return
-    choose_cpu()  # to import JAX: no device is started
-    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
-    try:
-        start_jax(devices, cluster, check, TELL_S)
-    except ConfigError:
-        raise
-    except Exception as error:  # the others cannot be told
-        raise ConfigError(problems) from error
-
-
-def check_settings_given(loaded: launch.Loaded, workdir: Path) -> list[launch.Problem]:
-    """Return a problem if a command without --config would resume a run with another config than the run has.
-
-    Such a command reads the default config. The command is refused if a key that it does not set differs from the run's config.
-    """
-    if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
-        return []
-    try:
-        receipt = json.loads((workdir / "receipt.json").read_text(encoding="utf-8"))
-        words, stored = shlex.split(receipt["command"]), dict(flatten(receipt["resolved"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    settings = [word for word in words if word.startswith("--config")]
-    own = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
-    now = dict(flatten(to_dict(loaded.run)))
-    if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - own):
-        return []
-    rule = "the folder has a run with other settings, and this command has no --config"
-    return [launch.Problem("--workdir", str(workdir), rule, f"Add those of the run: {shlex.join(settings)}")]
-
-
 def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> list[launch.Problem]:
     """Return the problems for which the start of this run would refuse it, although `validate` finds none. For --explain.
 
@@ -188,38 +142,17 @@ def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> lis
     """
     own = [run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source]
     named = any(":" in value for value in own) or run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
-    named = named or run.compiler.options
-    if not named:
+    if not (named or run.compiler.options):
         return []
-    asked = {"config": to_dict(run), "workdir": str(workdir), "gpus": devices.kind == "gpu"}
+    from jaxtrain.train import child
+
     path = os.pathsep.join(filter(None, sys.path))  # the child finds the modules that this process finds
-    child = subprocess.run(
-        [sys.executable, "-P", "-m", "jaxtrain.train.setup"],
-        input=json.dumps(asked),
-        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices.count)},
-        encoding="utf-8",
-        capture_output=True,
-    )
-    if child.returncode:
-        print(child.stderr, file=sys.stderr, end="")
-        return [launch.Problem("cannot start", None, "its check ended with the error above", "Report it.")]
-    return [launch.Problem(*each) for each in json.loads(child.stdout.splitlines()[-1])]
-
-
-def in_use(run: RunConfig, devices: hardware.Devices, workdir: Path) -> dict[str, object]:
-    """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
-    sizes, _ = mesh_sizes(run, devices)
-    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
-    if run.optimizer.schedule != "constant" and run.train.steps > 0:
-        found["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
-    if run.model.sliding_window:
-        found["model.local_rope_base"] = run.model.local_rope_base or run.model.rope_base
-    gpu = hardware.lookup(devices.name) if devices.kind == "gpu" else None
-    if gpu and not run.log.peak_tflops and run.compute in ("f32", "bf16"):
-        found["log.peak_tflops"] = gpu.peak(run.compute)
-    if run.train.accumulate == "auto":
-        found["train.accumulate"] = "microbatch" if run.parallel.scan_layers else "layer"
-    return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
+    environ = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices.count)}
+    request = {"config": to_dict(run), "workdir": str(workdir), "gpus": devices.kind == "gpu"}
+    answer = child.run_case("jaxtrain.train.setup:check_start", request, environ=environ)
+    if answer["verdict"] in (child.OK, child.REFUSED):
+        return [launch.Problem(**problem) for problem in answer.get("problems", ())]
+    return [launch.Problem("cannot start", None, f"its check ended: {answer['why']}", "Report it.")]
 
 
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
@@ -236,20 +169,6 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
     problems = [p for key, text in loaded.launch.overrides for p in launch.apply(config, key, text)]
     run, wrong = launch.resolved(config)
     return dataclasses.replace(loaded, run=run, problems=[*problems, *wrong], file_read=True)
-
-
-def replay_bundle(bundle: Path, run: RunConfig) -> int:
-    """Repeat the step of a bundle. Return 0 if it fails in the same way again, 1 if not, 2 if it cannot be repeated."""
-    from jaxtrain import checkpoint
-    from jaxtrain.train import replay
-    from jaxtrain.train import run as train
-
-    train.set_compile_cache(run)
-    try:
-        return 0 if replay.replay(bundle, run, print) else FAILED
-    except (replay.ReplayError, checkpoint.CheckpointError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
 
 
 def start(argv: Sequence[str]) -> int:

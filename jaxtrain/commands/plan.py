@@ -1,30 +1,17 @@
 """The command line of plans: `python -m jaxtrain plan --config=FILE --topology=h200:8`."""
 
-import contextlib
-import dataclasses
-import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args, Invalid, Parser, make_console, output_file, whole
-from jaxtrain.config.launch import Loaded
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig
-from jaxtrain.metrics.files import write_output
+from jaxtrain.config.command_line import FAILED, Args, Invalid, Parser, make_console, output_file, whole
+from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.plan import FOLDER, MOST, cudnn_library
 from jaxtrain.runtime.startup import start_jax
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from jaxtrain.plan.search_cache import Cache
-    from jaxtrain.plan.search_space import Check
-    from jaxtrain.plan.topology import Topology
 
 
 def _load(text: str) -> float:
@@ -179,44 +166,6 @@ def _check(args: Args) -> list[Problem]:
     return problems
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A parsed command line of a plan, and the machine to plan for.
-
-    Attributes:
-        check: function of a config that returns the problems of training it on the machine.
-        jobs: number of compiles that run at the same time; 0: the number of cores.
-        budget_s: seconds for all compiles of --search, --why, or the search for settings that fit; 0: no limit.
-    """
-
-    args: Args
-    topology: "Topology"
-    check: "Check"
-    cache: "Cache | None"
-    jobs: int
-    budget_s: float
-    console: "Console"
-
-    @property
-    def loaded(self) -> Loaded:
-        return self.args.loaded
-
-    @property
-    def name(self) -> str:
-        """Return the config file, and its variant if there is one, as on the command line."""
-        at = self.loaded.launch
-        return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        return tuple(f"{key}={value}" for key, value in self.loaded.launch.overrides)
-
-    def write_json(self, tree: dict[str, Any]) -> None:
-        """Write `tree` to the file of --json, if one is given."""
-        if self.args.json:
-            write_output(self.args.json, json.dumps(tree, indent=1) + "\n")
-
-
 def _act(args: Args) -> int:
     """Start JAX, run the parsed command, and return its exit code."""
     here = not args.topology
@@ -264,30 +213,27 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search_cache import Cache
     from jaxtrain.plan.search_space import training_check
+    from jaxtrain.report import planning
+    from jaxtrain.report.shardings import print_shardings
 
-    run = args.loaded.run
+    run, given = args.loaded.run, args.loaded.launch
     topology = machines.parse(args.topology) if args.topology else machines.here()
-    if other_size := args.loaded.launch.other_size(topology.total):
-        print(other_size, file=sys.stderr)
-    for note in args.loaded.launch.notes:
-        if note.startswith("train.epochs"):
-            print(note, file=sys.stderr)
+    notes = [given.other_size(topology.total), *(note for note in given.notes if note.startswith("train.epochs"))]
+    for note in filter(None, notes):
+        print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
-    cache = Cache(args.cache) if args.cache else None
-    job = Job(args, topology, check, cache, args.jobs, args.budget, make_console())
-    if not args.mode and _refused(job):
+    job = planning.Job(args, topology, check, Cache(args.cache) if args.cache else None, make_console())
+    if not args.mode and planning.refused(job):
         return 0
     if problems := check(run):
         raise ConfigError(list(problems))
     if args.mode == "shardings":
-        from jaxtrain.report.shardings import print_shardings
-
         print_shardings(run, topology, "" if args.shardings == "all" else args.shardings, job.console)
         return 0
     if args.mode == "search":
         machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
-        return _search(job)
-    return _plan(job, cudnn)
+        return planning.search_layouts(job)
+    return planning.plan(job, cudnn)
 
 
 def _load_cudnn(source: str) -> cudnn_library.Library | None:
@@ -308,151 +254,3 @@ def _load_cudnn(source: str) -> cudnn_library.Library | None:
 def _fail(why: str) -> int:
     print(f"error: {why}", file=sys.stderr)
     return FAILED
-
-
-def _plan(job: Job, cudnn: cudnn_library.Library | None) -> int:
-    """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code.
-
-    If the plan does not fit, search for settings that fit, unless --no-fit is given or the chip has no file in specs/.
-    """
-    from jaxtrain.plan.compile import compile_step
-    from jaxtrain.plan.make import read_plan
-    from jaxtrain.plan.program import traffic
-    from jaxtrain.plan.result import to_json
-    from jaxtrain.plan.search import search
-    from jaxtrain.plan.topology import CHIPS
-    from jaxtrain.report import layer_schedule, plan_page, plan_sections, search_page
-    from jaxtrain.report.plan import print_plan
-    from jaxtrain.report.sections import print_sections
-
-    run, args, topology, console = job.loaded.run, job.args, job.topology, job.console
-    busy = console.status(f"compiling the train step for {topology.name} ...")
-    with busy if console.is_terminal else contextlib.nullcontext():
-        compiled = compile_step(run, topology, cudnn)
-        how = {"name": job.name, "overrides": job.overrides}
-        plan = even = read_plan(compiled, run, topology, **how)
-        if args.experts_load > 1:  # the searches below assume an even load
-            plan = read_plan(compiled, run, topology, **how, experts_load=args.experts_load)
-    if args.hlo:
-        write_output(args.hlo, compiled.text)
-    moved = traffic.parts(compiled.run, compiled.program, plan.kernels) if args.traffic else ()
-    passes = run.train.grad_accum * run.model.num_layers / plan.mesh.get("stage", 1)  # of a device through a layer, per step
-    lanes = layer_schedule.read(compiled.module, plan.mesh, topology, plan.rates, passes) if args.html else {}
-    del compiled
-    length: dict[str, Any] = {"steps": run.train.steps, "epochs": _epochs(run)}
-    print_plan(plan, console, **length)
-    if moved:
-        print_sections([plan_sections.traffic_section(moved)], console)
-
-    interrupted = False
-    if topology.chip not in CHIPS:
-        if (not plan.fits and not args.no_fit) or args.why:
-            console.print(
-                f"\nnothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs", markup=False
-            )
-    elif not plan.fits and not args.no_fit:
-        settings = {"check": job.check, "cache": job.cache, "jobs": job.jobs, "budget_s": job.budget_s, "own": even}
-        with search_page.watch(console) as progress:
-            found = search(
-                run,
-                job.name,
-                topology,
-                "fit",
-                **settings,
-                on_ranked=lambda ranked: search_page.show_ranked(ranked, console),
-                on_progress=progress,
-            )
-        search_page.show(found, console)
-        plan = dataclasses.replace(plan, hints=(*plan.hints, *search_page.hints(found)))
-        interrupted = found.ended == "interrupted"
-    elif args.why and plan.fits:
-        lines, interrupted = _why(job, even)
-        plan = dataclasses.replace(plan, hints=(*plan.hints, *lines))
-    if args.why and not plan.fits:
-        console.print("\n--why needs a plan that fits. This one does not.")
-    job.write_json(to_json(plan))
-    if args.html:
-        write_output(args.html, plan_page.html(plan, **length, lanes=lanes))
-    if written := [*filter(None, (args.json, args.html, args.hlo))]:
-        console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
-    return INTERRUPTED if interrupted else 0
-
-
-def _epochs(run: RunConfig) -> str:
-    """Return the epochs of the config's steps in words, as '3 epochs of data/chat.tok'; "" if the data is not here."""
-    from jaxtrain.data import pipeline
-
-    number = pipeline.epochs(run)
-    return "" if number is None else f"{pipeline.epochs_in_words(number)} of {run.data.source}"
-
-
-def _refused(job: Job) -> bool:
-    """Return whether the config cannot fit by formula. If so, print the refusal, and settings that probably fit.
-
-    With --hlo, --html, --traffic or --no-fit, which need the compiled program, return False.
-    """
-    from jaxtrain.plan.search import refuse
-    from jaxtrain.report import search_page
-
-    if any((job.args.no_fit, job.args.hlo, job.args.html, job.args.traffic)):
-        return False
-    why = refuse(job.loaded.run, job.topology)
-    if why is None:
-        return False
-    lines = search_page.show_refusal(why, job.name, job.overrides, job.topology, job.console)
-    tree = {"config": job.name, "topology": job.topology.name, "fits": False, "compiled": False}
-    tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
-    job.write_json(tree)
-    return True
-
-
-def _why(job: Job, plan: Any) -> tuple[tuple[str, ...], bool]:
-    """For each setting of the config that saves memory (`savings`), plan the config without the setting.
-
-    Return a hint for each setting, and whether Ctrl-C interrupted the planning. plan: the plan of the config itself.
-    """
-    from jaxtrain.plan.search import savings
-    from jaxtrain.plan.search_parallel import Outcome, Request, plan_many
-    from jaxtrain.plan.search_space import changes, with_overrides
-    from jaxtrain.report import search_page
-
-    run = job.loaded.run
-    found, outcomes, interrupted = savings(run, job.check), {}, False
-    requests = {
-        choice: Request(with_overrides(run, o), job.topology, job.name, changes(run, o), plan.rates)
-        for choice, o in found.items()
-    }
-    try:
-        plan_many(requests, jobs=job.jobs, budget_s=job.budget_s, cache=job.cache, on_done=outcomes.__setitem__)
-    except KeyboardInterrupt:
-        interrupted = True
-        outcomes = dict.fromkeys(found, Outcome(None, "stopped", "interrupted")) | outcomes
-    return search_page.show_savings(plan, found, outcomes, run, job.console), interrupted
-
-
-def _search(job: Job) -> int:
-    """Search for the fastest layout that fits, print and write the result, and return the exit code."""
-    from jaxtrain.plan.search import refuse, search
-    from jaxtrain.report import search_page
-
-    with search_page.watch(job.console) as progress:
-        found = search(
-            job.loaded.run,
-            job.name,
-            job.topology,
-            budget_s=job.budget_s,
-            most=job.args.most,
-            check=job.check,
-            cache=job.cache,
-            jobs=job.jobs,
-            on_ranked=lambda ranked: search_page.show_ranked(ranked, job.console),
-            on_progress=progress,
-        )
-    search_page.show(found, job.console)
-    if found.best is None and (why := refuse(job.loaded.run, job.topology)):
-        search_page.show_refusal(why, job.name, job.overrides, job.topology, job.console)
-    job.write_json(search_page.to_json(found))
-    if found.ended == "interrupted":
-        return INTERRUPTED
-    failed = bool(found.tried) and all(c.verdict == "failed" for c in found.tried)
-    return FAILED if failed or found.best is None else 0

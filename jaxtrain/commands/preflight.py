@@ -1,44 +1,18 @@
 """The command line of preflight: checks this node and, with several processes, the other nodes of the run."""
 
-import contextlib
-import json
 import os
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import add_process_options, process_options, run_command
-from jaxtrain.config import launch
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
 from jaxtrain.config.schema import Problem, nearest
-from jaxtrain.metrics.files import write_atomic
-from jaxtrain.node import inspection
-from jaxtrain.node.multi_node import Preflight
-from jaxtrain.node.node import (
-    ANSWER_S,
-    COMMAND_S,
-    LocalNode,
-    Node,
-    RecordedNode,
-    RecordingError,
-    Unanswered,
-    call_with_timeout,
-    not_of_a_recording,
-)
-from jaxtrain.node.table import Context
-from jaxtrain.report import preflight as report
-from jaxtrain.report.preflight import NodeReport
+from jaxtrain.node import inspection, preflight
+from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout, not_of_a_recording
 from jaxtrain.runtime import distributed
-from jaxtrain.runtime.distributed import Cluster
 from jaxtrain.step.validate_places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
-LATE_S = 10.0  # after --limit, this process is ended; usually the own limit of each step ends it before
-SAVE_S = 5.0  # time limit for writing a file or a recording
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def json_file(text: str) -> str:
@@ -98,133 +72,13 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> int:
-    """Run the command and return its exit code.
+    """Run the command and return its exit code. own_process: see preflight.run."""
 
-    Args:
-        own_process: whether this process only runs preflight, so that any thread may end the process.
-    """
-    began = time.monotonic()
-    return run_command(parser(), argv, lambda args: run(args, began, own_process), check=check_options)
+    def act(args: Args) -> int:
+        options = process_options(args)
+        return preflight.run(args, options, distributed.detect(options, os.environ)[0], allowed(args)[1], own_process)
 
-
-def run(args: Args, began: float, own_process: bool) -> int:
-    """Check the node, print the report, and return the exit code."""
-    nodes: list[Node] = []
-    cluster, _ = distributed.detect(process_options(args), os.environ)
-    total_s = args.limit + (args.meet if cluster else 0.0) + LATE_S
-    with end_after(total_s, nodes) if own_process else contextlib.nullcontext():
-        try:
-            nodes.append(make_node(args))
-            of_run, problems = distributed.detect(process_options(args), nodes[0].environ) if args.recorded else (cluster, [])
-            if problems:
-                return launch.report(problems)
-            has_config = any(arg.startswith("--config") for arg in args.loaded.launch.argv)
-            context = Context(nodes[0], args.loaded.run, run_paths(args), of_run, has_config)
-            code = check_node(context, cluster, args, began, own_process)
-        except RecordingError as error:
-            return launch.report([Problem("--recorded", args.recorded, str(error), "Name a folder that --record made.")])
-        finally:
-            for node in nodes:
-                node.close()
-    if cluster is not None and own_process:
-        distributed.leave(code)  # Python's own exit would wait for the other processes
-    return code
-
-
-def check_node(context: Context, cluster: Cluster | None, args: Args, began: float, own_process: bool) -> int:
-    """Check a node together with the processes of its run, print the report, and return the exit code."""
-    node = context.node
-
-    def finish(reports: list[NodeReport]) -> int:
-        report.allow(reports, allowed(args)[1])
-        saved, file = True, args.json
-        if cluster is None or cluster.process_id == 0:
-            text = json.dumps(report.as_json(reports, time.monotonic() - began), indent=1)
-            if file == "-":
-                print(text)
-                print(report.last_line(reports), file=sys.stderr)
-            else:
-                report.show(reports)
-                saved = not file or save("--json", file, lambda path: write_atomic(path, text + "\n"))
-        elif report.is_incomplete(reports):  # process 0, which usually reports, may be lost
-            report.show(reports)
-        return report.exit_code(reports) or int(not saved)
-
-    def end(reports: list[NodeReport]) -> None:
-        code = finish(reports)
-        node.close()
-        distributed.leave(code)
-
-    skip_reason = "--no-measure" if args.no_measure else "the recording has no figure" if args.recorded else ""
-    left_s = args.limit - (time.monotonic() - began)
-    preflight = Preflight(context, cluster, left_s, args.meet, skip_reason, end if own_process else None)
-    try:
-        reports = preflight.run()
-        code = finish(reports)
-        if args.record and isinstance(node, LocalNode):
-            own = next((each for each in reports if each.host == node.facts["hostname"]), reports[0])
-            saved = save("--record", args.record, lambda path: node.save(path, own.measured))
-            code = code or int(not saved)
-        preflight.close("a process is lost" if report.is_incomplete(reports) else "")
-        return code
-    except BaseException as error:
-        preflight.close(str(error) or type(error).__name__)
-        raise
-
-
-@contextlib.contextmanager
-def end_after(limit_s: float, nodes: Sequence[Node]) -> Iterator[None]:
-    """End this process with exit code 3 if the block takes longer than `limit_s`. Print the function that was running.
-
-    Args:
-        nodes: the nodes that the block uses. Their commands are killed at the limit.
-    """
-    waiting = threading.get_ident()
-
-    def end() -> None:
-        frames = traceback.extract_stack(sys._current_frames().get(waiting))
-        own = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
-        where = f"{own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else "no code of jaxtrain"
-        print(f"FAULT: preflight did not end within {limit_s:.0f} s; it was in {where}", file=sys.stderr)
-        for node in nodes:
-            node.close()
-        distributed.leave(report.EXIT_CODES[report.FAULTY])
-
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def save(option: str, value: str, write: Callable[[Path], object]) -> bool:
-    """Call `write` with the path `value` of an option, print an error if it fails, and return whether it succeeded."""
-    try:
-        call_with_timeout(SAVE_S, value, lambda: write(Path(value).expanduser()))
-    except (OSError, Unanswered) as error:
-        print(f"error: {option} = {value!r}: {error}. Fix: Name another place.", file=sys.stderr)
-        return False
-    return True
-
-
-def make_node(args: Args) -> Node:
-    """Return the node to check: this node, or the recording of --recorded. Raises RecordingError."""
-    if recorded := args.recorded:
-        return RecordedNode(Path(recorded).expanduser())
-    return LocalNode(run_paths(args), min(COMMAND_S, args.limit / 2))
-
-
-def run_paths(args: Args) -> dict[str, str]:
-    """Return name ("data", "checkpoints", "cache") -> folder or bucket of the run; "" if there is none."""
-    run = args.loaded.run
-    folder = Path(args.workdir or Path("runs") / args.loaded.launch.name)
-    checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
-    return {"data": run.paths.data, "checkpoints": checkpoints, "cache": run.paths.cache}
-
-
-# ---- the command line
+    return run_command(parser(), argv, act, check=check_options)
 
 
 def check_options(args: Args) -> list[Problem]:

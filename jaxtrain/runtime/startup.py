@@ -21,9 +21,10 @@ from jaxtrain.config.environment import EXPORTED, Overlay
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.runtime import interrupt
-from jaxtrain.runtime.distributed import Cluster, start
+from jaxtrain.runtime.distributed import Cluster, agree, start
 
 CONNECT_S = 300  # for all processes of a run to connect
+TELL_S = 30  # for a process with problems to connect to the others, and tell them
 THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
@@ -131,6 +132,30 @@ def start_jax(
         return
     with ending_at_once():
         _start_gpus(devices, alone=cluster is None)
+
+
+def start_processes(devices: Devices, cluster: Cluster | None, problems: list[Problem]) -> None:
+    """Start JAX, with the other processes of the run.
+
+    A process with problems first tells the others, which would wait for it. Raises ConfigError if one process has any, or if
+    the processes have different devices.
+    """
+
+    def check() -> None:
+        if refused := agree(devices, problems):
+            raise ConfigError(refused)
+
+    if not problems:
+        start_jax(devices, cluster, check)
+        return
+    choose_cpu()  # to import JAX: no device is started
+    os.environ.pop("JAX_NUM_CPU_DEVICES", None)
+    try:
+        start_jax(devices, cluster, check, TELL_S)
+    except ConfigError:
+        raise
+    except Exception as error:  # the others cannot be told
+        raise ConfigError(problems) from error
 
 
 def _start_gpus(devices: Devices, alone: bool) -> None:

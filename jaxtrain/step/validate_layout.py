@@ -3,8 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
-from jaxtrain.config import schema
+from jaxtrain.config import hardware, schema
 from jaxtrain.config.context import make_context, ulysses_problem
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rules_in_use, wrong_rules
@@ -72,6 +73,22 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from _moments(run, sizes, table, bad)
     yield from check_pipeline(run, sizes["stage"], table, bad)
     yield from check_experts(run, devices, sizes, table, bad)
+
+
+def in_use(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:
+    """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
+    sizes, _ = mesh_sizes(run, devices)
+    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
+    if run.optimizer.schedule != "constant" and run.train.steps > 0:
+        found["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
+    if run.model.sliding_window:
+        found["model.local_rope_base"] = run.model.local_rope_base or run.model.rope_base
+    gpu = hardware.lookup(devices.name) if devices.kind == "gpu" else None
+    if gpu and not run.log.peak_tflops and run.compute in ("f32", "bf16"):
+        found["log.peak_tflops"] = gpu.peak(run.compute)
+    if run.train.accumulate == "auto":
+        found["train.accumulate"] = "microbatch" if run.parallel.scan_layers else "layer"
+    return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
 def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:

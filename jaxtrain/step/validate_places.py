@@ -3,11 +3,13 @@
 import fcntl
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.config.schema import Problem, RunConfig, to_dict
+from jaxtrain.config.launch import Loaded
+from jaxtrain.config.schema import Problem, RunConfig, flatten, to_dict
 from jaxtrain.config.stores import is_bucket, refused
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.step import resume
@@ -86,6 +88,27 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     from jaxtrain.data import tokenizer
 
     return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]
+
+
+def check_settings_given(loaded: Loaded, workdir: Path) -> list[Problem]:
+    """Return a problem if a command without --config would resume a run with another config than the run has.
+
+    Such a command reads the default config. The command is refused if a key that it does not set differs from the run's config.
+    """
+    if any(word.partition("=")[0] == "--config" for word in loaded.launch.argv):
+        return []
+    try:
+        receipt = json.loads((workdir / "receipt.json").read_text(encoding="utf-8"))
+        words, stored = shlex.split(receipt["command"]), dict(flatten(receipt["resolved"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    settings = [word for word in words if word.startswith("--config")]
+    own = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
+    now = dict(flatten(to_dict(loaded.run)))
+    if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - own):
+        return []
+    rule = "the folder has a run with other settings, and this command has no --config"
+    return [Problem("--workdir", str(workdir), rule, f"Add those of the run: {shlex.join(settings)}")]
 
 
 def check_lock(workdir: Path) -> list[Problem]:

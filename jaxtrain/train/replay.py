@@ -24,13 +24,15 @@ import numpy as np
 
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, digests, files
 from jaxtrain.config import schema
+from jaxtrain.config.command_line import FAILED
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.receipt_machine import device_facts
 from jaxtrain.models.module import part
 from jaxtrain.runtime.distributed import Peers
+from jaxtrain.runtime.startup import set_compile_cache
 from jaxtrain.step import compiler, guard, state
 from jaxtrain.step.batch import place_batch, rows_here
 from jaxtrain.step.program import Program, build
@@ -109,6 +111,18 @@ def read(folder: Path) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         raise ReplayError(f"{path}: format {record.get('format')}, and this jaxtrain reads {FORMAT}.")
     return record
+
+
+def report(folder: Path, run: RunConfig) -> int:
+    """Repeat the step of a bundle, and print the result. Return 0 if it fails in the same way again, 1 if not.
+
+    Raises ConfigError if the step cannot be repeated.
+    """
+    set_compile_cache(run)
+    try:
+        return 0 if replay(folder, run, print) else FAILED
+    except (ReplayError, CheckpointError) as error:
+        raise ConfigError([Problem("--replay", str(folder), str(error).rstrip("."), "")]) from error
 
 
 def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:

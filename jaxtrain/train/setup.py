@@ -1,10 +1,8 @@
 """Check an attempt before any file is written, and compile its steps before device memory is allocated."""
 
 import dataclasses
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +40,7 @@ from jaxtrain.step.memory import (
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.program import Program, build
 from jaxtrain.train import generation
+from jaxtrain.train.child import OK
 from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
 from jaxtrain.train.services import Services
 
@@ -251,17 +250,15 @@ def refusal_of(error: Exception) -> Problem | None:
     return own_parts.problem_of(error) or refused
 
 
-def explain_start() -> None:
-    """Read a config from stdin, as `main.check_start` writes it, and write its problems as the last line of stdout."""
-    asked = json.load(sys.stdin)
-    run, _ = resolve(asked["config"])
-    if asked["gpus"]:  # kernels that these CPUs do not have
+def check_start(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the program of a config as its start would, abstractly: a case of child.run_case. Raises ConfigError.
+
+    request: "config", "workdir", and "gpus": whether the devices are GPUs.
+    """
+    run, _ = resolve(request["config"])
+    if request["gpus"]:  # kernels that these CPUs do not have
         attention, moe = dataclasses.replace(run.attention, impl="auto"), dataclasses.replace(run.moe, impl="auto")
         run = dataclasses.replace(run, attention=attention, moe=moe)
-    found = start_problems(run, Path(asked["workdir"]))
-    print(f"\n{json.dumps([dataclasses.astuple(problem) for problem in found])}", flush=True)
-    os._exit(0)  # a user's module may print at its end
-
-
-if __name__ == "__main__":
-    explain_start()
+    if problems := start_problems(run, Path(request["workdir"])):
+        raise ConfigError(problems)
+    return {"verdict": OK}

@@ -42,11 +42,12 @@ def test_what_was_overlooked_ends_too(tmp_path):
     script = f"""
 import sys, time
 from jaxtrain.commands import preflight as command
-command.LATE_S = 9
+from jaxtrain.node import preflight
+preflight.LATE_S = 9
 def hang(context, *_):
     context.node.start(["sh -c 'echo $$ > {pid}; exec sleep 300'"])
     time.sleep(300)
-command.check_node = hang
+preflight.check_node = hang
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | ENVIRON)

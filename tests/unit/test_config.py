@@ -285,7 +285,7 @@ def test_a_right_command_starts_training_with_the_budget_set(monkeypatch, tmp_pa
     monkeypatch.setitem(sys.modules, "jaxtrain.train.run", train)
     monkeypatch.setattr("jaxtrain.train.run", train, raising=False)
     monkeypatch.setattr(hardware, "probe", lambda: EIGHT_H200)
-    monkeypatch.setattr(main, "start_jax", lambda *_: None)
+    monkeypatch.setattr(main, "start_processes", lambda *_: None)
     assert main.main([TINY, "--config.train.memory_fraction=0.9"]) == 75
     assert seen == {"seq_len": 128, "workdir": Path("runs/tiny"), "name": "tiny", "fraction": "0.9"}
     assert listing(tmp_path) == []

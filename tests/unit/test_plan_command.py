@@ -75,7 +75,7 @@ def test_a_compile_that_fails_is_told(monkeypatch, capsys):
     def broken(run, topology, cudnn):
         raise RuntimeError("INTERNAL: out of registers")
 
-    monkeypatch.setattr("jaxtrain.plan.compile.compile_step", broken)
+    monkeypatch.setattr("jaxtrain.report.planning.compile_step", broken)
     assert command.main([*SMALL, ON]) == 1
     assert "INTERNAL: out of registers" in capsys.readouterr().err
 

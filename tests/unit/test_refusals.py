@@ -220,7 +220,8 @@ def no_jax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def start(*_: object) -> None:
         raise AssertionError("JAX was started")
 
-    for module in (main, sample, hf):
+    monkeypatch.setattr(main, "start_processes", start)
+    for module in (sample, hf):
         monkeypatch.setattr(module, "start_jax", start)
     monkeypatch.chdir(tmp_path)
 
