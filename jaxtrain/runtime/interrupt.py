@@ -1,16 +1,11 @@
-"""Ctrl-C: what a command does before it handles it itself, and while the main thread is in C code. Standard library alone."""
+"""Ctrl-C ends a command with one line and exit code 130, also during its imports. Standard library alone."""
 
 import contextlib
 import os
-import select
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from typing import NoReturn
 
-CLOSE = 0  # no signal has this number
-GRACE_S = 0.5  # if no handler has run by then, the main thread is in C code
 is_command = sys.argv[:1] == ["-m"]  # this process was started as `python -m jaxtrain COMMAND`; Python's mark until that runs
 
 
@@ -31,46 +26,12 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at Ctrl-C. Print a line if the main thread cannot handle it yet.
-
-    Python runs no signal handler during a compile, which can take minutes. A thread reads the signals then, prints that the
-    command waits, and ends the process at the second Ctrl-C.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    ours = handler in (signal.default_int_handler, end_interrupted)
-    if not ours or threading.current_thread() is not threading.main_thread():
+    """Raise KeyboardInterrupt at Ctrl-C, not `end_interrupted`. During a compile, Python raises it after the compile."""
+    if signal.getsignal(signal.SIGINT) is not end_interrupted:
         yield
         return
-    handled = waiting = False
-
-    def handle(number: int, frame: object) -> NoReturn:
-        nonlocal handled
-        handled = True
-        raise KeyboardInterrupt
-
-    def listen() -> None:
-        nonlocal waiting
-        while CLOSE not in (numbers := os.read(reading, 64)):
-            if signal.SIGINT not in numbers:
-                continue
-            if waiting and not handled:
-                end_interrupted(signal.SIGINT, None)
-            if not select.select([reading], [], [], GRACE_S)[0] and not handled:
-                waiting = True
-                os.write(2, b"Ctrl-C: waiting for the computation that is running; press again to stop at once\n")
-
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    thread = threading.Thread(target=listen, name="Ctrl-C", daemon=True)
-    thread.start()
-    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        signal.set_wakeup_fd(before)
-        os.write(writing, bytes([CLOSE]))
-        thread.join()
-        os.close(reading)
-        os.close(writing)
+        signal.signal(signal.SIGINT, end_interrupted)

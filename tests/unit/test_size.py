@@ -9,7 +9,7 @@ from test_imports import PACKAGE, modules
 
 BUDGETS = {
     "config": 3690,
-    "runtime": 3060,
+    "runtime": 3020,
     "metrics": 2760,
     "data": 5770,
     "kernels": 4270,
