@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, progress_bar, whole
+from jaxtrain.config.command_line import Args, Parser, whole
+from jaxtrain.metrics.progress import progress_bar
 
 DAMAGED = 1
 

@@ -1,14 +1,13 @@
 """Command lines on argparse: all mistakes of a line at once, each with its remedy; --help; exit codes. Imports no jax."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
+import functools
 import os
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,26 +39,40 @@ class Invalid(argparse.ArgumentTypeError):
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option or argument of a Parser, for its help and for the remedies of mistakes. Fields are those of Parser.option."""
+    """An option or argument of a command.
+
+    Attributes:
+        metavar: its value in the help. Without metavar an option is a switch: True if it is given, else False.
+        const: its text if it is given without "=VALUE"; "": a value is required.
+        type: function of the text. It raises Invalid or ValueError for a value that breaks a rule.
+        example: a valid value, for the remedy of a wrong one.
+        repeat: whether it may be given several times; its value is the list.
+        modes: the modes that use it; "" is the command's usual action. (): all modes.
+        positional: whether it is an argument, without dashes.
+        several: whether it is one argument or more; its value is the list.
+    """
 
     name: str
     help: str
     metavar: str = ""
     default: Any = ""
+    _: dataclasses.KW_ONLY
     const: str = ""
-    example: str = ""
+    type: Callable[[str], Any] = str
     choices: Sequence[str] = ()
-    least: str = ""
     required: bool = False
     repeat: bool = False
+    example: str = ""
+    may_be_empty: bool = False
     modes: Sequence[str] = ()
     positional: bool = False
+    several: bool = False
 
     @property
     def usage(self) -> str:
         """Return the option as --help shows it."""
         if self.positional:
-            return self.metavar
+            return self.metavar + "..." * self.several
         value = f"[={self.metavar}]" if self.const else f"={self.metavar}" if self.metavar else ""
         return f"--{self.name}{value}"
 
@@ -71,7 +84,7 @@ class Option:
     @property
     def key(self) -> str:
         """Return the name in problems."""
-        return self.metavar.rstrip(".") if self.positional else f"--{self.name}"
+        return self.metavar if self.positional else f"--{self.name}"
 
     @property
     def needed(self) -> bool:
@@ -82,7 +95,7 @@ class Option:
         """Return the remedy for a wrong or a missing value: what an argument is, or an example of the option."""
         if self.positional:
             return f"Name {self.help}."
-        example = self.example or str(self.default) or next(iter(self.choices), "") or self.least
+        example = self.example or str(self.default) or next(iter(self.choices), "") or getattr(self.type, "least", "")
         if example:
             return f"For example --{self.name}={example}."
         return f"Write {self.usage}{'' if self.usage.endswith('.') else '.'}"
@@ -118,81 +131,42 @@ class Parser(argparse.ArgumentParser):
         self.examples, self.notes, self.passes_on = examples, notes, passes_on
         self.options: list[Option] = []
         self.commands: dict[str, Parser] = {}
-        self._types: dict[str, Callable[[str], Any]] = {}  # of arguments
         self.problems: list[Problem] = []  # of the options and values of the line that is parsed
 
-    def option(
-        self,
-        name: str,
-        help: str,  # noqa: A002
-        metavar: str = "",
-        default: Any = "",
-        *,
-        const: str = "",
-        type: Callable[[str], Any] = str,  # noqa: A002
-        choices: Sequence[str] = (),
-        required: bool = False,
-        repeat: bool = False,
-        example: str = "",
-        may_be_empty: bool = False,
-        modes: Sequence[str] = (),
-    ) -> None:
-        """Declare an option. Without metavar it is a switch: True if it is given, else False.
-
-        Args:
-            const: its text if it is given without "=VALUE"; "": a value is required.
-            type: function of the text. It raises Invalid or ValueError for a value that breaks a rule.
-            repeat: whether it may be given several times; its value is the list.
-            example: a valid value, for the remedy of a wrong one.
-            modes: the modes that use it; "" is the command's usual action. (): all modes.
-        """
-        least = getattr(type, "least", "")
-        option = Option(name, help, metavar, default, const, example, choices, least, required, repeat, modes)
+    def option(self, name: str, help: str, metavar: str = "", default: Any = "", **more: Any) -> None:  # noqa: A002
+        """Declare an option. more: further fields of Option."""
+        option = Option(name, help, metavar, default, **more)
         self.options.append(option)
         if not metavar:
             self.add_argument(f"--{name}", action="store_true")
-            return
-        action = "append" if repeat else "store"
-        self.add_argument(f"--{name}", type=self._checked(option, type, may_be_empty), action=action)
+        else:
+            action = "append" if option.repeat else "store"
+            self.add_argument(f"--{name}", type=functools.partial(self._value, option), action=action)
 
-    def argument(
-        self,
-        name: str,
-        help: str,  # noqa: A002
-        metavar: str,
-        *,
-        several: bool = False,
-        type: Callable[[str], Any] = str,  # noqa: A002
-    ) -> None:
-        """Declare an argument without dashes. several: one or more; its value is the list."""
-        option = Option(name, help, f"{metavar}..." if several else metavar, positional=True)
-        self.options.append(option)
-        self._types[name] = self._checked(option, type, False)
+    def argument(self, name: str, help: str, metavar: str, **more: Any) -> None:  # noqa: A002
+        """Declare an argument without dashes. more: further fields of Option."""
+        self.options.append(Option(name, help, metavar, positional=True, **more))
 
     def command(self, name: str, purpose: str, **more: Any) -> "Parser":
         """Declare a subcommand and return its parser."""
         self.commands[name] = Parser(f"{self.prog} {name}", purpose, **more)
         return self.commands[name]
 
-    def _checked(self, option: Option, kind: Callable[[str], Any], may_be_empty: bool) -> Callable[[str], Any]:
-        """Return a function of an option's text that collects the problem of a wrong value, and returns the value."""
-
-        def value(text: str) -> Any:
-            try:
-                if not text and not may_be_empty:
-                    fix = f"{option.fix[:-1]}, or leave it out." if option.default != "" else option.fix
-                    raise Invalid("is empty" if option.positional else "has no value", fix)
-                if option.choices and text not in option.choices:
-                    raise Invalid(f"must be one of {', '.join(option.choices)}")
-                return kind(text)
-            except ValueError:
-                rule = "must be a whole number" if kind is int else "must be a number"
-                self.problems.append(Problem(option.key, text, rule, option.fix))
-            except Invalid as error:
-                self.problems.append(Problem(option.key, text, str(error), error.fix or option.fix))
-            return option.default
-
-        return value
+    def _value(self, option: Option, text: str) -> Any:
+        """Return the value of an option's text. If it is wrong, collect the problem, and return the default."""
+        try:
+            if not text and not option.may_be_empty:
+                fix = f"{option.fix[:-1]}, or leave it out." if option.default != "" else option.fix
+                raise Invalid("is empty" if option.positional else "has no value", fix)
+            if option.choices and text not in option.choices:
+                raise Invalid(f"must be one of {', '.join(option.choices)}")
+            return option.type(text)
+        except ValueError:
+            rule = "must be a whole number" if option.type is int else "must be a number"
+            self.problems.append(Problem(option.key, text, rule, option.fix))
+        except Invalid as error:
+            self.problems.append(Problem(option.key, text, str(error), error.fix or option.fix))
+        return option.default
 
     def parse(self, argv: Sequence[str]) -> "Args":
         """Read a command line. Every mistake is in `Args.problems`; nothing is raised.
@@ -213,11 +187,11 @@ class Parser(argparse.ArgumentParser):
         args.given = {key.removeprefix("--") for key in given}
         positional = [o for o in self.options if o.positional]
         for o in positional:
-            own, texts = (texts, []) if o.metavar.endswith("...") else (texts[:1], texts[1:])
-            values = [self._types[o.name](text) for text in own]
+            own, texts = (texts, []) if o.several else (texts[:1], texts[1:])
+            values = [self._value(o, text) for text in own]
             if values:
                 args.given.add(o.name)
-                setattr(args, o.dest, values if o.metavar.endswith("...") else values[0])
+                setattr(args, o.dest, values if o.several else values[0])
         args.strays = [] if self.passes_on else strays(args.rest, self._names, self.config)
         args.strays += [_left_over(text, positional) for text in texts]
         for o in self.options:
@@ -309,7 +283,7 @@ class Parser(argparse.ArgumentParser):
     @property
     def usage_line(self) -> str:
         """Return the usage line of the help."""
-        words = [self.typed, *(o.metavar for o in self.options if o.positional), *(["COMMAND"] if self.commands else [])]
+        words = [self.typed, *(o.usage for o in self.options if o.positional), *(["COMMAND"] if self.commands else [])]
         words += [o.usage for o in self.options if o.required]
         if self.config:
             words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
@@ -463,7 +437,14 @@ def place(text: str) -> str:
 
 def output_file(text: str) -> str:
     """Return the path of a file that a command writes. Raises Invalid if it cannot be written."""
-    if rule := check_output_file(text):
+    try:
+        path = Path(text).expanduser().absolute()
+        rule = "is a folder" if path.is_dir() else "" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        if not rule and not os.access(path if path.exists() else path.parent, os.W_OK):
+            rule = "may not be written"
+    except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
+        rule = f"cannot be a file ({error})"
+    if rule:
         raise Invalid(rule, "Name another file.")
     return text
 
@@ -476,38 +457,10 @@ def make_console(width: int = WIDTH) -> "Console":
     return console if console.is_terminal else Console(width=width)
 
 
-@contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
-    """Yield a function to call with (name, bytes) of each finished part of `total` bytes. On a terminal, show a bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-    lines = sys.stdout.isatty()  # rich writes lines of stdout to its console, above the bar
-    with Progress(*columns, console=console, transient=True, redirect_stdout=lines, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda name, size: bar.update(task, advance=size, description=name)
-
-
-def check_output_file(text: str) -> str:
-    """Return why a file cannot be written, or "". Commands call this function before their work."""
-    try:
-        path = Path(text).expanduser().absolute()
-        if path.is_dir():
-            return "is a folder"
-        if not path.parent.is_dir():
-            return f"there is no folder {path.parent}"
-    except (OSError, RuntimeError) as error:  # the name is too long, or ~USER does not exist
-        return f"cannot be a file ({error})"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "may not be written"
-
-
 def _row(usage: str, doc: str) -> str:
-    """Return one option and its description, wrapped."""
-    space = " " * INDENT
-    lines = textwrap.wrap(doc, HELP_WIDTH - INDENT, break_on_hyphens=False) or [""]
-    first = f"  {usage}".ljust(INDENT)
-    if len(first) > INDENT or not first.endswith(" "):
-        return "\n".join([first.rstrip(), *(space + line for line in lines)])
-    return "\n".join([first + lines[0], *(space + line for line in lines[1:])])
+    """Return one option and its description, wrapped. A usage that is too long has a line of its own."""
+    space, head = " " * INDENT, f"  {usage} "
+    first = [] if len(head) <= INDENT else [head.rstrip()]
+    begin = space if first else head.ljust(INDENT)
+    text = textwrap.fill(doc, HELP_WIDTH, initial_indent=begin, subsequent_indent=space, break_on_hyphens=False)
+    return "\n".join([*first, text or head.rstrip()])

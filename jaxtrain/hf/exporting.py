@@ -17,7 +17,6 @@ import safetensors.numpy
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
-from jaxtrain.config.command_line import progress_bar
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.config.shapes import is_vector
@@ -29,6 +28,7 @@ from jaxtrain.hf.importing import check_space, counted, open_origin, rate
 from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models import family, windows
 from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
 

@@ -27,7 +27,6 @@ from rich.filesize import decimal
 from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.config import schema
-from jaxtrain.config.command_line import progress_bar
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import text_format
@@ -37,6 +36,7 @@ from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, ope
 from jaxtrain.hf.names import TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
+from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step.state import Tensors
 

@@ -7,11 +7,12 @@ a plain line. Warnings of other libraries, and the traceback of an error that en
 """
 
 import collections
+import contextlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -241,3 +242,17 @@ def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float |
     if seconds_left is not None:
         parts.append(f"left {duration(seconds_left)}")
     return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Yield a function to call with (name, bytes) of each finished part of `total` bytes. On a terminal, show a bar."""
+    import rich.console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = rich.console.Console(stderr=True)
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    lines = sys.stdout.isatty()  # rich writes lines of stdout to its console, above the bar
+    with Progress(*columns, console=console, transient=True, redirect_stdout=lines, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name, size: bar.update(task, advance=size, description=name)
