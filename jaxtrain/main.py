@@ -39,13 +39,7 @@ def parser() -> Parser:
     p.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=place)
     p.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
     add_process_options(p)
-    p.option(
-        "explain",
-        "print every key, its value and who set it, check the config, and stop. --explain=markdown prints docs/config.md",
-        "STYLE",
-        const="text",
-        choices=("text", "markdown"),
-    )
+    p.option("explain", "print every key, its value and who set it, check the config, and stop")
     return p
 
 
@@ -56,7 +50,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         print(text, end="")
         return 0
     args = read_line(command, argv)
-    loaded, problems, style, bundle = args.loaded, args.problems, args.explain, args.replay
+    loaded, problems, bundle = args.loaded, args.problems, args.replay
     cluster, wrong = distributed.detect(process_options(args), os.environ)
     problems += wrong
     if bundle:
@@ -76,9 +70,9 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         reported = {p.key for p in problems}
         wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)
         problems += [p for p in wrong if p.key not in reported]
-        if not style and (cluster is None or cluster.process_id == 0):
+        if not args.explain and (cluster is None or cluster.process_id == 0):
             problems += check_lock(workdir)
-    if style == "text" and not problems and not bundle:
+    if args.explain and not problems and not bundle:
         problems += check_start(loaded.run, workdir, devices)
 
     def refuse(found: Sequence[launch.Problem]) -> int:
@@ -86,12 +80,9 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
             print(other_size, file=sys.stderr)
         return launch.report(found, loaded.launch)
 
-    if problems and (style or cluster is None or not own_process):
+    if problems and (args.explain or cluster is None or not own_process):
         return refuse(problems)
-    if style == "markdown":
-        print(explain.markdown(), end="")
-        return 0
-    if style:
+    if args.explain:
         explain.text(loaded, in_use(loaded.run, devices, workdir))
         print(explain.not_checked(loaded, devices.kind == "gpu"), file=sys.stderr)
         return 0

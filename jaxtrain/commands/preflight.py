@@ -67,7 +67,7 @@ def parser() -> Parser:
     p.option("recorded", "check such a folder instead of this node", "DIR", type=place)
     add_process_options(p)
     p.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
-    p.option("explain", "accepted, as jaxtrain.main has it; without effect", "FORM", const="text")
+    p.option("explain", "accepted, as jaxtrain.main has it; without effect")
     return p
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command_reference, file_tree, gpu_items
+from benchmarks import command_reference, config_reference, file_tree, gpu_items
 from jaxtrain import main
 from jaxtrain.checkpoint import arrays
 from jaxtrain.commands.api import load
 from jaxtrain.commands.command import read_line
-from jaxtrain.config import environment, explain, hardware
+from jaxtrain.config import environment, hardware
 from jaxtrain.config.command_line import Parser
 from jaxtrain.config.hardware import Devices
 from jaxtrain.data import loading
@@ -159,7 +159,7 @@ def test_links_and_names_of_files_lead_somewhere(page: Path):
     ("page", "text"),
     [
         (file_tree.PAGE, file_tree.page),  # written by: python -m benchmarks.file_tree --write
-        (REPO / "docs" / "config.md", explain.markdown),  # python -m jaxtrain.main --explain=markdown
+        (config_reference.PAGE, config_reference.page),  # python -m benchmarks.config_reference --write
         (command_reference.PAGE, command_reference.page),  # python -m benchmarks.command_reference --write
     ],
     ids=["list_of_modules", "list_of_keys", "list_of_commands"],

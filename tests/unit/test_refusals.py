@@ -247,7 +247,7 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_written(no_jax, tmp_path, 
     assert {*told(capsys)} == expected | {"model.num_heads", "argument 'config.model.num_layers=9'"}
     assert main.main(["--config=configs/lama3_8b.py", "--config.model.dpeth=2", "stray", "--steps=3"]) == 2
     assert {*told(capsys)} == {"--config", "model.dpeth", "argument 'stray'", "--steps"}
-    assert main.main([TINY, "--explain=html"]) == 2
+    assert main.main([TINY, "--explain=markdown"]) == 2 and told(capsys) == ["--explain"]
     assert listing(tmp_path, REPO / "configs") == before
 
 

@@ -99,7 +99,7 @@ def test_options_of_the_supervisor_are_taken_out_of_the_trainers():
 
 
 def test_questions_are_told_from_training():
-    for word in ("--help", "-h", "--explain", "--explain=markdown", "--replay=DIR"):
+    for word in ("--help", "-h", "--explain", "--replay=DIR"):
         assert Options(["--config=x.py", word]).answers, word
     assert not Options(["--config=x.py", "-host", "--config.log.explain=1"]).answers
 

@@ -353,8 +353,8 @@ BUGS = (
     Bug(
         "explain: a config with errors is printed",
         "jaxtrain/main.py",
-        "    if problems and (style or cluster is None or not own_process):",
-        "    if problems and not style and (cluster is None or not own_process):",
+        "    if problems and (args.explain or cluster is None or not own_process):",
+        "    if problems and not args.explain and (cluster is None or not own_process):",
         "unit/test_config.py -k explain",
     ),
     Bug(
