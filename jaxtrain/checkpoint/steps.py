@@ -1,9 +1,10 @@
 """The steps in a folder of checkpoints: read their meta.json, and restore their arrays on any mesh. Writes nothing."""
 
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.checkpoint import files
@@ -134,6 +135,16 @@ class Steps:
     def stored(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
         """Return name -> shape and dtype of every tensor of a step, without reading the tensors."""
         return stored_in(self.meta(step))
+
+    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> files.Verdict:
+        """Check meta.json of a complete step, and compare every file with its digest. progress: called with bytes read."""
+        try:
+            self.meta(step)
+            problems = []
+        except CheckpointError as error:
+            problems = [str(error)]
+        verdict = files.check(self.directory / str(step), progress)
+        return dataclasses.replace(verdict, problems=(*problems, *verdict.problems))
 
     def listing(self) -> str:
         """Return the numbers of the complete steps as text, for messages."""

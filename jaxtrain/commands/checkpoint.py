@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
 from jaxtrain.commands.command import run_command
@@ -74,27 +74,17 @@ def _verify(args: Args) -> int:
     steps = [step for step in sorted(states) if step == args.step or "step" not in args.given]
     sizes = [found.storage.files(found.directory / str(step)) for step in steps]
     total = sum(size for of_step in sizes for name, size in of_step.items() if name != files.NAME)
-    damaged = 0
+    damaged = False
     with progress_bar(total) as progress:
         for step in steps:
-            problems, note = _problems(found, step, states[step], lambda n, step=step: progress(f"step {step}", n))
-            damaged += bool(problems)
+            if states[step] == "unfinished":
+                print(f"step {step}: unfinished: its save was cut off, and it is never restored")
+                continue
+            verdict = found.verify(step, lambda n, step=step: progress(f"step {step}", n))
+            problems, note = verdict.problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"
+            if not verdict.proved:
+                what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
+                problems, note = (*problems, what) if problems else (), f"complete, but {what}"
+            damaged |= bool(problems)
             print(f"step {step}: {'DAMAGED' if problems else note}", *(f"  {problem}" for problem in problems), sep="\n")
     return DAMAGED if damaged else 0
-
-
-def _problems(found: Checkpoints, step: int, state: str, progress: Callable[[int], None]) -> tuple[list[str], str]:
-    """Return (the problems of a step's files, the text to print if there are no problems)."""
-    if state == "unfinished":
-        return [], "unfinished: its save was cut off, and it is never restored"
-    problems = []
-    try:
-        found.meta(step)
-    except CheckpointError as error:
-        problems.append(str(error))
-    verdict = files.check(found.directory / str(step), progress)
-    problems += verdict.problems
-    if not verdict.proved:
-        what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
-        return ([*problems, what] if problems else []), f"complete, but {what}"
-    return problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, Args, Invalid, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import FAILED, Args, Invalid, Parser, make_console, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.plan import FOLDER, MOST, cudnn_library
 from jaxtrain.runtime.startup import start_jax
+from jaxtrain.step.validate_places import writable
 
 
 def _load(text: str) -> float:
@@ -22,18 +23,6 @@ def _load(text: str) -> float:
     except ValueError:
         pass
     raise Invalid("must be a number from 1, which is an even load")
-
-
-def _folder(text: str) -> str:
-    """Return the folder of --cache, after a check that it can be written."""
-    try:
-        folder = Path(text).expanduser().absolute()
-        above = next(p for p in (folder, *folder.parents) if p.exists())
-    except (OSError, RuntimeError) as error:  # the path is too long, or its ~user does not exist
-        raise Invalid(f"cannot be a folder ({error})") from error
-    if text and not (above.is_dir() and os.access(above, os.W_OK)):
-        raise Invalid(f"{above} is {'not writable' if above.is_dir() else 'not a folder'}")
-    return text
 
 
 ONE = ("",)  # the plan of one layout
@@ -124,7 +113,7 @@ def parser() -> Parser:
         f"folder of earlier plans; default {FOLDER}; '' keeps none",
         "DIR",
         FOLDER,
-        type=_folder,
+        type=place,
         may_be_empty=True,
         modes=("", "search"),
     )
@@ -146,6 +135,8 @@ def _check(args: Args) -> list[Problem]:
         if given:
             problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([found.problem] if found.problem else [])]
+    if args.cache and "cache" in args.given:
+        problems += writable("--cache", Path(args.cache).expanduser())
     written: dict[Path, str] = {}
     for name in ("json", "html", "hlo"):
         file = getattr(args, name)

@@ -8,9 +8,8 @@ from jaxtrain.commands.command import add_process_options, process_options, run_
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
 from jaxtrain.config.schema import Problem, nearest
 from jaxtrain.node import inspection, preflight
-from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout, not_of_a_recording
+from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.runtime import distributed
-from jaxtrain.step.validate_places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 
@@ -88,7 +87,7 @@ def check_options(args: Args) -> list[Problem]:
     if args.record and args.recorded:
         problems.append(Problem("--record", args.record, "does not apply to --recorded", "Leave one of them out."))
     elif args.record:
-        problems += refused_folder(Path(args.record).expanduser())
+        problems += preflight.refused_folder(Path(args.record).expanduser())
     return problems
 
 
@@ -107,21 +106,6 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     return [
         Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(inspection.CHECKS))) for n, near in unknown
     ]
-
-
-def refused_folder(folder: Path) -> list[Problem]:
-    """Return the problems of a folder for a recording: other files in it, no write permission, or a hanging file system."""
-
-    def look() -> list[Problem]:
-        if others := not_of_a_recording(folder):
-            rule = f"holds {', '.join(others[:3])}, which is no part of a recording"
-            return [Problem("--record", str(folder), rule, f"Name a new folder, for example --record={folder / 'node'}.")]
-        return writable("--record", folder)
-
-    try:
-        return call_with_timeout(ANSWER_S, str(folder), look)
-    except (OSError, Unanswered) as error:
-        return [Problem("--record", str(folder), str(error), "Name another folder.")]
 
 
 def start(argv: Sequence[str]) -> int:

@@ -1,9 +1,6 @@
 """`python -m jaxtrain profile RUN`: the time of a step, from a trace."""
 
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -70,7 +67,7 @@ def act(args: Args) -> int:
         )
     path = traces[number - 1]
     if args.mode == "xprof":
-        return open_xprof(path)
+        return profile_trace.open_xprof(path)
     run = profile.run_around(target)
     found, diff = profile.profile(path, run), None
     if args.diff:
@@ -87,21 +84,3 @@ def act(args: Args) -> int:
 def _write(file: str, text: str) -> None:
     if file:
         write_output(file, text)
-
-
-def open_xprof(path: Path) -> int:
-    """Serve xprof's web pages of a trace until Ctrl-C, and return the exit code.
-
-    Raises:
-        ValueError: xprof is not installed.
-    """
-    beside = Path(sys.executable).with_name("xprof")
-    command = str(beside) if beside.exists() else shutil.which("xprof")
-    if command is None:
-        raise ValueError(
-            "--xprof: xprof is not installed. It brings many packages. Fix: install it in an environment of its own, "
-            "python -m venv xprof-env && xprof-env/bin/pip install xprof, and put xprof-env/bin on PATH."
-        )
-    # xprof reads LOGDIR/plugins/profile/*/*.xplane.pb.
-    above = (p.parent.parent for p in path.resolve().parents if (p.parent.name, p.name) == ("plugins", "profile"))
-    return 1 if subprocess.call([command, "--logdir", str(next(above, path.parent))]) else 0

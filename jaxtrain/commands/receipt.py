@@ -3,11 +3,10 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, place
-from jaxtrain.metrics.receipt_format import ReceiptError, Run, find_runs, open_run
+from jaxtrain.metrics.receipt_format import ReceiptError, find_runs, open_run
 from jaxtrain.report.receipt import show, show_diff, show_list
 from jaxtrain.train.receipt_diff import compare
 
@@ -34,9 +33,7 @@ def act(args: Args) -> int:
     """Run the subcommand and return its exit code. Raises ReceiptError."""
     console = make_console()
     if args.command == "list":
-        runs_or_errors = [_open(path) for path in find_runs(args.runs)]
-        show_list(runs_or_errors, console)
-        return 0 if any(isinstance(run, Run) for run in runs_or_errors) else REFUSED
+        return 0 if show_list(find_runs(args.runs), console) else REFUSED
     if args.command == "show":
         show(open_run(args.run), console)
         return 0
@@ -46,16 +43,6 @@ def act(args: Args) -> int:
     else:
         show_diff(found, console)
     return 1 if found.differences else 0
-
-
-def _open(path: Path) -> Run | tuple[str, str]:
-    """Return a run, or (name, error) if its receipt cannot be read: `list` then shows the error and continues."""
-    try:
-        run = open_run(path)
-        _ = run.figures, run.goodput, run.losses
-        return run
-    except ReceiptError as error:
-        return path.name, str(error)
 
 
 def main(argv: Sequence[str]) -> int:

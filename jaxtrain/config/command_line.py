@@ -227,7 +227,7 @@ class Parser(argparse.ArgumentParser):
         """Return (key -> --NAME or --NAME=VALUE, arguments, unknown words) of a command line.
 
         argparse would end at the first missing value, take `-x` for an option, and reads some lines in another way in each
-        version of Python. Of an option that is given twice, the last value counts.
+        version of Python. Of an option that is given twice, the last value counts, as of a key of the config.
         """
         known = {o.key: o for o in self.options if not o.positional}
         given: dict[str, list[str]] = {}

@@ -13,12 +13,23 @@ from jaxtrain.config.command_line import Args
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.node.multi_node import Preflight
-from jaxtrain.node.node import COMMAND_S, LocalNode, Node, RecordedNode, RecordingError, Unanswered, call_with_timeout
+from jaxtrain.node.node import (
+    ANSWER_S,
+    COMMAND_S,
+    LocalNode,
+    Node,
+    RecordedNode,
+    RecordingError,
+    Unanswered,
+    call_with_timeout,
+    not_of_a_recording,
+)
 from jaxtrain.node.table import Context
 from jaxtrain.report import preflight as report
 from jaxtrain.report.preflight import NodeReport
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.distributed import Cluster
+from jaxtrain.step.validate_places import writable
 
 LATE_S = 10.0  # after --limit, this process is ended; usually the own limit of each step ends it before
 SAVE_S = 5.0  # time limit for writing a file or a recording
@@ -152,3 +163,18 @@ def run_paths(args: Args) -> dict[str, str]:
     folder = Path(args.workdir or Path("runs") / args.loaded.launch.name)
     checkpoints = run.checkpoint.dir or str(folder / "checkpoints")
     return {"data": run.paths.data, "checkpoints": checkpoints, "cache": run.paths.cache}
+
+
+def refused_folder(folder: Path) -> list[Problem]:
+    """Return the problems of a folder for a recording: other files in it, no write permission, or a hanging file system."""
+
+    def look() -> list[Problem]:
+        if others := not_of_a_recording(folder):
+            rule = f"holds {', '.join(others[:3])}, which is no part of a recording"
+            return [Problem("--record", str(folder), rule, f"Name a new folder, for example --record={folder / 'node'}.")]
+        return writable("--record", folder)
+
+    try:
+        return call_with_timeout(ANSWER_S, str(folder), look)
+    except (OSError, Unanswered) as error:
+        return [Problem("--record", str(folder), str(error), "Name another folder.")]

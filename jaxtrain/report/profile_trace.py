@@ -12,6 +12,9 @@
 import dataclasses
 import functools
 import re
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,3 +130,21 @@ def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
         later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
         devices[device].append(event._replace(end=min(later)) if later else event)
     return {device: tuple(sorted(events)) for device, events in sorted(devices.items())}
+
+
+def open_xprof(path: Path) -> int:
+    """Serve xprof's web pages of a trace until Ctrl-C, and return the exit code.
+
+    Raises:
+        TraceError: xprof is not installed.
+    """
+    beside = Path(sys.executable).with_name("xprof")
+    command = str(beside) if beside.exists() else shutil.which("xprof")
+    if command is None:
+        raise TraceError(
+            "--xprof: xprof is not installed. It brings many packages. Fix: install it in an environment of its own, "
+            "python -m venv xprof-env && xprof-env/bin/pip install xprof, and put xprof-env/bin on PATH."
+        )
+    # xprof reads LOGDIR/plugins/profile/*/*.xplane.pb.
+    above = (p.parent.parent for p in path.resolve().parents if (p.parent.name, p.name) == ("plugins", "profile"))
+    return 1 if subprocess.call([command, "--logdir", str(next(above, path.parent))]) else 0

@@ -1,12 +1,13 @@
 """Receipts on a terminal: one, a list, and the differences between two."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.metrics.receipt_format import Run, flatten, rows
+from jaxtrain.metrics.receipt_format import ReceiptError, Run, flatten, open_run, rows
 from jaxtrain.train.receipt_diff import GROUPS, Comparison
 
 COLUMNS = {  # heading of the list -> (path in the flattened receipt, format)
@@ -45,21 +46,26 @@ def show_attempts(run: Run, console: Console) -> None:
     console.print(table, highlight=False)
 
 
-def show_list(runs: Sequence[Run | tuple[str, str]], console: Console) -> None:
-    """Print a table with a row for each run. A run given as (name, error) has a row with the error."""
+def show_list(paths: Sequence[Path], console: Console) -> bool:
+    """Print a table with a row for each run, or its error. Return whether the receipt of a run could be read."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "attempts", "end", "step", "loss", *COLUMNS):
         table.add_column(name, justify="left" if name in ("run", "end") else "right", overflow="fold")
-    for run in runs:
-        if not isinstance(run, Run):
-            table.add_row(escape(run[0]), "", escape(run[1]))
+    readable = False
+    for path in paths:
+        try:
+            run = open_run(path)
+            values, losses = dict(flatten(run.figures | {"goodput": run.goodput})), run.losses
+        except ReceiptError as error:
+            table.add_row(escape(path.name), "", escape(str(error)))
             continue
-        values = dict(flatten(run.figures | {"goodput": run.goodput}))
-        last = max(run.losses, default=None)
-        cells = ["-", "-"] if last is None else [str(last), f"{run.losses[last]:.4f}"]
+        readable = True
+        last = max(losses, default=None)
+        cells = ["-", "-"] if last is None else [str(last), f"{losses[last]:.4f}"]
         cells += [f"{values[path]:{form}}" if path in values else "-" for path, form in COLUMNS.values()]
         table.add_row(escape(run.name), str(len(run.attempts)), escape(run.end), *cells)
     console.print(table, highlight=False)
+    return readable
 
 
 def show_diff(found: Comparison, console: Console) -> None:

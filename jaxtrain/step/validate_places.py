@@ -14,6 +14,8 @@ from jaxtrain.config.stores import is_bucket, refused
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.step import resume
 
+LONGEST = 255  # bytes of the name of a file or folder, in the file systems of Linux
+
 
 def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     written = {"--workdir": str(workdir)}
@@ -160,6 +162,8 @@ def writable(key: str, place: Path) -> list[Problem]:
     place = Path(os.path.abspath(place))
     if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(place))):
         return [Problem(key, str(place), *unsaved)]
+    if any(len(os.fsencode(part)) > LONGEST for part in place.parts):
+        return [Problem(key, str(place), f"has a name of more than {LONGEST} bytes", "Name another place.")]
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
     if not nearest_parent.is_dir():
         return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]

@@ -53,6 +53,7 @@ ON = "--topology=h200:8"
         ([ON, "--config.model.num_experts=8", "--experts-load=4.1"], "--experts-load"),
         ([ON, "--shardings=nosuch"], "--shardings"),
         ([ON, "--cache=pyproject.toml/plans"], "pyproject.toml"),
+        ([ON, f"--cache={'x' * 256}"], "--cache"),
         ([ON, "--search", "--calibrate"], "--calibrate"),
         ([ON, "--json=plan", "--html=./plan"], "--html"),
         ([ON, "--toplogy=h200:8"], "--topology?"),

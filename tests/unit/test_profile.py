@@ -159,8 +159,8 @@ def test_targets_that_cannot_be_read(content, arguments, tmp_path, capsys, monke
 def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
     given: list[str] = []
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(command.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(command.subprocess, "call", given.extend)
+    monkeypatch.setattr(profile_trace.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(profile_trace.subprocess, "call", given.extend)
     folder = gpu_run(tmp_path, gpu_space(steps=1)[0])
     assert command.main([str(folder), "--xprof"]) == 0
     assert given == ["/bin/xprof", "--logdir", str(folder / "profile")]

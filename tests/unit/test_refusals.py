@@ -126,6 +126,7 @@ REFUSED = [
     ("paths.cache=/proc/cache", "paths.cache", "paths.cache="),
     ("--workdir=/proc/jaxtrain", "--workdir", "--workdir=runs/test"),
     ("--workdir=runs/[x]", "--workdir", "--workdir=runs/test"),
+    (f"--workdir=runs/{'x' * 256}/y", "--workdir", "--workdir=runs/test"),
     ("checkpoint.step=-5", "checkpoint.step", ""),
     ("data.seq_len=0", "data.seq_len", ""),
     ("init.what=weights+optimizer", "init.what", ""),
