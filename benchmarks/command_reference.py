@@ -44,19 +44,20 @@ def _section(name: str) -> Iterator[str]:
     yield from _parsed(module.parser())
 
 
-def _parsed(parser: Parser) -> Iterator[str]:
-    """Yield the paragraphs of a parser and of its subcommands."""
+def _parsed(parser: Parser, child: bool = False) -> Iterator[str]:
+    """Yield the paragraphs of a parser and of its subcommands. Those of a subcommand are without the notes of its command."""
     yield _text(parser.purpose[:1].upper() + parser.purpose[1:].removesuffix(".") + ".")
     yield _block("console", commands.spelled(parser.usage_line))
     defaults = {o.usage: o.default for o in parser.options}
     rows = [row for row in parser.rows if row[0] not in parser.commands]
     if rows:
         yield _table(("option", "meaning"), [(f"`{usage}`", _meaning(text, defaults.get(usage))) for usage, text in rows])
-    yield from _examples([commands.spelled(line) for line in parser.command_lines])
-    yield from map(_text, filter(None, parser.notes.split("\n\n")))
-    for child in parser.commands.values():
-        yield f"### {child.prog}"
-        yield from _parsed(child)
+    if not child:
+        yield from _examples([commands.spelled(line) for line in parser.command_lines])
+        yield from map(_text, filter(None, parser.notes.split("\n\n")))
+    for subcommand in parser.commands.values():
+        yield f"### {subcommand.prog}"
+        yield from _parsed(subcommand, child=True)
 
 
 def _meaning(text: str, default: object) -> str:

@@ -21,7 +21,8 @@ EXAMPLES = (
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    top = Parser("data", "Make, check and show token files.", examples=EXAMPLES)
+    codes = "Exit codes: 0 done; 1 a file is damaged, or the disk or a process failed; 2 the command or its input is wrong."
+    top = Parser("data", "Make, check and show token files.", examples=EXAMPLES, notes=codes)
     p = top.command(
         "prepare",
         "Write a token file from text, JSON lines or Parquet. The file gets its name only when it is complete. After an "
@@ -88,7 +89,7 @@ def parser() -> Parser:
         type=float,
         example=str(SHARD_MB),
     )
-    p = top.command("verify", "Read token files completely and check them. Exit code 0: all files are intact.")
+    p = top.command("verify", "Read token files completely and check them.")
     p.argument("files", "a token file", "FILE", several=True, type=path)
     p = top.command("show", "figures and the first documents of a token file")
     p.argument("file", "a token file", "FILE", type=path)
@@ -134,10 +135,7 @@ ACTS = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line and return its exit code.
-
-    0: success. 1: a file is damaged, or the disk or a process failed. 2: the command or its input is wrong. 130: Ctrl-C.
-    """
+    """Run the command line and return its exit code."""
 
     def act(args: Args) -> int:
         try:

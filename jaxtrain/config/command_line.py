@@ -148,8 +148,9 @@ class Parser(argparse.ArgumentParser):
         self.options.append(Option(name, help, metavar, positional=True, **more))
 
     def command(self, name: str, purpose: str, **more: Any) -> "Parser":
-        """Declare a subcommand and return its parser."""
-        self.commands[name] = Parser(f"{self.prog} {name}", purpose, **more)
+        """Declare a subcommand and return its parser. Its help has the notes of this command, and its own of the examples."""
+        examples = [line.removeprefix(f"{name} ") for line in self.examples if line.startswith(f"{name} ")]
+        self.commands[name] = Parser(f"{self.prog} {name}", purpose, examples=examples, notes=self.notes, **more)
         return self.commands[name]
 
     def _value(self, option: Option, text: str) -> Any:

@@ -264,17 +264,14 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
     try:
         section[last] = True if text == BARE else parse(text, type(old))
     except (ValueError, KeyError):
-        return [Problem(key, text, f"must be {KIND.get(type(old), type(old).__name__)}", f"Write {_example(text, type(old))}.")]
+        kind, example = KIND.get(type(old), (type(old).__name__, ""))
+        exact = type(old) is int and re.fullmatch(r"[\d.]+e\+?\d{1,2}", text.lower()) and float(text).is_integer()
+        return [Problem(key, text, f"must be {kind}", f"Write {int(float(text)) if exact else kind + example}.")]
     return []
 
 
-KIND = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _example(text: str, kind: type) -> str:
-    if kind is int and re.fullmatch(r"[\d.]+e\+?\d{1,2}", text.lower()) and float(text).is_integer():
-        return str(int(float(text)))
-    return {int: "a whole number such as 8", float: "a number such as 3e-4", bool: "true or false"}[kind]
+# Type -> (the rule for a text of that type, an example).
+KIND = {int: ("a whole number", " such as 8"), float: ("a number", " such as 3e-4"), bool: ("true or false", "")}
 
 
 def parse(text: str, kind: type) -> Any:
