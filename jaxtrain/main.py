@@ -131,9 +131,10 @@ def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> lis
     init.from. A run without any of these needs no check. Otherwise another process builds the program, abstractly and on as
     many CPUs as there are devices. It writes nothing, and takes some seconds. This process imports no jax.
     """
-    own = [run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source]
-    named = any(":" in value for value in own) or run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
-    if not (named or run.compiler.options):
+    parts = (run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source)
+    modules = [name for name in parts if ":" in name]
+    named = run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
+    if not (modules or named or run.compiler.options):
         return []
     from jaxtrain.train import child
 
@@ -143,7 +144,8 @@ def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> lis
     answer = child.run_case("jaxtrain.train.setup:check_start", request, environ=environ)
     if answer["verdict"] in (child.OK, child.REFUSED):
         return [launch.Problem(**problem) for problem in answer.get("problems", ())]
-    return [launch.Problem("cannot start", None, f"its check ended: {answer['why']}", "Report it.")]
+    fix = f"Correct {', '.join(modules)}." if modules else "Report it."
+    return [launch.Problem("cannot start", None, f"its check ended: {answer['why']}", fix)]
 
 
 def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:

@@ -370,6 +370,8 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     if most > here:
         remedy = f"Set JAX_NUM_CPU_DEVICES={most} before JAX starts."
         problems = [Problem("meshes", meshes, f"needs {most} devices, and this process has {here}", remedy)]
+    if steps < 1:
+        problems.append(Problem("steps", steps, "must be at least 1", "Set 3."))
     argv = _argv(config, overrides)
     runs, _, wrong = named.load_all([] if problems else layouts, argv)
     if problems := problems + wrong:

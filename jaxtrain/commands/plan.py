@@ -143,7 +143,7 @@ def _check(args: Args) -> list[Problem]:
         if file and (other := written.setdefault(Path(file).expanduser().absolute(), name)) != name:
             problems.append(Problem(f"--{name}", file, f"--{other} writes this file", "Name another file."))
     m, load = args.loaded.run.model, args.experts_load
-    if "experts-load" in args.given and args.loaded.file_read and load:
+    if args.loaded.file_read and load > 1:
         if not m.num_experts:
             problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
         elif load > (most := m.num_experts / m.experts_per_token):

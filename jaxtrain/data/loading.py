@@ -108,20 +108,12 @@ def resolve_with_epochs(
     return run, launch.with_own_settings(problems + wrong, run), notes
 
 
-def _steps_of_file(run: RunConfig, file: RunConfig) -> tuple[int, str]:
-    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs.
-
-    Epochs of the command line count in place of those of a file that has none.
-
-    Args:
-        run: the config with the command line's overrides.
-        file: the config without them.
-    """
+def _steps_of_file(file: RunConfig) -> tuple[int, str]:
+    """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs."""
     if file.train.steps != RunConfig().train.steps:
         return file.train.steps, "file"
-    epochs = file.train.epochs or run.train.epochs
-    known, wrong, unknown = resolve_epochs(dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=epochs)))
-    return (file.train.steps, "default") if not epochs > 0 or wrong or unknown else (known.train.steps, BY_EPOCHS)
+    of_epochs, wrong, unknown = resolve_epochs(file)
+    return (file.train.steps, "default") if not file.train.epochs or wrong or unknown else (of_epochs.train.steps, BY_EPOCHS)
 
 
 def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -152,7 +144,7 @@ def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) ->
     decays = o.schedule != "constant"
     lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
     movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-    usual, steps_of_file = RunConfig(), _steps_of_file(run, file)
+    usual, steps_of_file = RunConfig(), _steps_of_file(file)
 
     def whole(name: str) -> tuple[int, str]:
         """Return (steps, their origin) of the run of which a length is a fraction."""

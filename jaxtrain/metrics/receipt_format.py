@@ -34,10 +34,12 @@ def load(path: Path) -> dict[str, Any]:
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
         version, attempts = receipt["format"], receipt["attempts"]
+        if version == FORMAT and not isinstance(attempts, list):
+            raise TypeError("attempts is no list")
     except (OSError, ValueError, KeyError, TypeError) as error:
         fix = "Fix: move it away, and the run writes a new one." if path.name == NAME else FIX
         raise ReceiptError(f"{path}: not a receipt ({error!r}). {fix}") from error
-    if version != FORMAT or not isinstance(attempts, list):
+    if version != FORMAT:
         fix = "Fix: use the version that wrote it"
         fix += ", or move the file away: the run continues, and writes a new one." if path.name == NAME else "."
         raise ReceiptError(f"{path}: format {version!r}, this jaxtrain reads {FORMAT}. {fix}")

@@ -14,7 +14,7 @@ from jaxtrain.config.stores import is_bucket, refused
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.step import resume
 
-LONGEST = 255  # bytes of the name of a file or folder, in the file systems of Linux
+LONGEST_NAME, LONGEST_PATH = 255, 3000  # bytes of a folder's name on Linux, and of its path, with room for the files inside
 
 
 def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
@@ -36,7 +36,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         gone = remote(key, place, checkpoints=True)
         yield from gone
         elsewhere = place.startswith("hf:") or is_bucket(place) or (key == "init.from" and resumes)
-        if place and not gone and not elsewhere and not Path(place).expanduser().is_dir():
+        if place and not gone and not elsewhere and not os.path.isdir(Path(place).expanduser()):
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
             yield Problem(key, place, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
@@ -51,7 +51,7 @@ def _folder(run: RunConfig, workdir: Path) -> Path:
 def _steps(run: RunConfig, workdir: Path) -> list[int] | None:
     """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
     folder = _folder(run, workdir)
-    if is_bucket(str(run.checkpoint.dir or workdir)) or not folder.is_dir():
+    if is_bucket(str(run.checkpoint.dir or workdir)) or not os.path.isdir(folder):
         return None
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
 
@@ -115,7 +115,7 @@ def check_settings_given(loaded: Loaded, workdir: Path) -> list[Problem]:
 
 def check_lock(workdir: Path) -> list[Problem]:
     """Return a problem if another run has the lock of `workdir`. This check keeps no lock: the run takes its own lock later."""
-    if is_bucket(str(workdir)) or not workdir.is_dir():
+    if is_bucket(str(workdir)) or not os.path.isdir(workdir):
         return []
     handle = os.open(workdir, os.O_RDONLY)
     try:
@@ -162,8 +162,8 @@ def writable(key: str, place: Path) -> list[Problem]:
     place = Path(os.path.abspath(place))
     if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(place))):
         return [Problem(key, str(place), *unsaved)]
-    if any(len(os.fsencode(part)) > LONGEST for part in place.parts):
-        return [Problem(key, str(place), f"has a name of more than {LONGEST} bytes", "Name another place.")]
+    if len(os.fsencode(place)) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in place.parts):
+        return [Problem(key, str(place), "is longer than a path or a name may be", "Name another place.")]
     nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
     if not nearest_parent.is_dir():
         return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]

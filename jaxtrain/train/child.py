@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
@@ -180,5 +181,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def run(argv: list[str]) -> NoReturn:
+    """Run a case, and end this process at once: threads and exit handlers of a user's module must not delay the answer."""
+    code = 1
+    try:
+        code = main(argv)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError, ValueError):  # the module closed them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

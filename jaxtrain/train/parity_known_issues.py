@@ -91,7 +91,8 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
     apart = separate_documents(packed)
     if not (packed["segments"] > 1).any():
         rule = "the first batch has fewer than two documents a sequence"
-        raise ConfigError([Problem("data.source", run.data.source, rule, "Set data.packing=documents, or synthetic data.")])
+        packed = "" if run.data.packing == "documents" else "data.packing=documents, or "
+        raise ConfigError([Problem("data.source", run.data.source, rule, f"Set {packed}data.source=synthetic.")])
     reference = step(pipeline.with_documents(run, rows), apart, 1)
     found = []
     for layout, run in runs:

@@ -1,6 +1,9 @@
 """--explain refuses what the start of a run refuses, with the same words, and writes nothing."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,14 @@ def test_explain_takes_what_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFi
     settings = {"optimizer__groups": "head:lr=0.5", "loss__name": "helpers:half_loss", "train__freeze": "embed.*"}
     argv = runs.arguments(runs.small(), tmp_path / "run", settings)
     assert main.main([*argv, "--explain"]) == 0 and told(capsys) == []
+
+
+def test_explain_ends_beside_a_thread_of_the_users_module(tmp_path: Path) -> None:
+    (tmp_path / "lingering.py").write_text(
+        "import threading\nfrom helpers import half_loss\nthreading.Thread(target=threading.Event().wait).start()\n",
+        encoding="utf-8",
+    )
+    argv = runs.arguments(runs.small(), tmp_path / "run", {"loss__name": "lingering:half_loss"})
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(runs.REPO), str(tmp_path), *sys.path))}
+    done = subprocess.run([sys.executable, "-m", "jaxtrain.main", *argv, "--explain"], env=environ, timeout=300)
+    assert done.returncode == 0

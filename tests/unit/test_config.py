@@ -229,6 +229,15 @@ def test_a_warmup_of_a_file_with_epochs(tmp_path, body, typed, warmup, origins):
         assert made is not None and loading.resolve_with_epochs(made)[0] == loaded.run
 
 
+@pytest.mark.parametrize("body", ["optimizer.warmup_steps = 200", "train.steps = 1000; config.optimizer.warmup_steps = 200"])
+def test_epochs_of_the_command_line_shorten_the_warmup_of_a_file(tmp_path, body):
+    """The file's run has 1000 steps, stated or by default, and one epoch has 26."""
+    text = write_file(tmp_path / "text.tok", [[1] * 64] * 25)
+    data = f"data.seq_len = 16; config.train.global_batch = 4; config.data.source = {str(text)!r}"
+    loaded = loading.load([config_file(tmp_path, f"config.{data}; config.{body}"), "--config.train.epochs=1"])
+    assert (loaded.run.train.steps, loaded.run.optimizer.warmup_steps) == (26, 5) and len(loaded.launch.notes) == 1
+
+
 def test_a_mistake_in_the_steps_of_a_file_is_a_problem(tmp_path):
     body = "type(config).unlock(config); config.train = dict(config.train, steps='many')"
     assert [p.key for p in loading.load([config_file(tmp_path, body)]).problems] == ["train.steps"]

@@ -54,6 +54,7 @@ ON = "--topology=h200:8"
         ([ON, "--shardings=nosuch"], "--shardings"),
         ([ON, "--cache=pyproject.toml/plans"], "pyproject.toml"),
         ([ON, f"--cache={'x' * 256}"], "--cache"),
+        ([ON, "--experts-load=0"], "--experts-load"),
         ([ON, "--search", "--calibrate"], "--calibrate"),
         ([ON, "--json=plan", "--html=./plan"], "--html"),
         ([ON, "--toplogy=h200:8"], "--topology?"),

@@ -127,6 +127,7 @@ REFUSED = [
     ("--workdir=/proc/jaxtrain", "--workdir", "--workdir=runs/test"),
     ("--workdir=runs/[x]", "--workdir", "--workdir=runs/test"),
     (f"--workdir=runs/{'x' * 256}/y", "--workdir", "--workdir=runs/test"),
+    (f"--workdir={'/x' * 3000}", "--workdir", "--workdir=runs/test"),
     ("checkpoint.step=-5", "checkpoint.step", ""),
     ("data.seq_len=0", "data.seq_len", ""),
     ("init.what=weights+optimizer", "init.what", ""),

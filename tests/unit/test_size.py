@@ -19,7 +19,7 @@ BUDGETS = {
     "step": 4760,
     "hf": 2380,
     "plan": 6170,
-    "train": 6130,
+    "train": 6140,
     "report": 5030,
     "node": 5080,
     "commands": 2230,
