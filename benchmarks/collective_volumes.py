@@ -145,7 +145,7 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
     """
     m, accum = run.model, run.train.grad_accum
     sizes = dict.fromkeys(MESH_AXES, 1) | dict(mesh)
-    rules = rules_in_use(run, sizes)
+    rules = rules_in_use(run.sharding, m.num_experts, sizes)
     shards = [a for a in rules["embed"] if sizes[a] > 1]
     replicas = [a for a in (*rules["batch"], *rules["sequence"]) if sizes[a] > 1 and a not in shards]
     count, tensor = flops.parameters(m), sizes["tensor"]

@@ -33,9 +33,9 @@ from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Kernel, Plan
-from jaxtrain.plan.search_bound import Layout, least_remat, memory_bound_s, mesh_sizes
+from jaxtrain.plan.search_bound import Sizes, least_remat, memory_bound_s
 from jaxtrain.plan.search_parallel import Request
-from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.report.plan_sections import span
 from jaxtrain.report.sections import markdown_table
 
@@ -178,8 +178,8 @@ class Row:
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
-        layout = Layout(run, mesh_sizes(run, machine), machine.gpus)
-        even = dataclasses.replace(layout, run=dataclasses.replace(run, moe=dataclasses.replace(run.moe, buffer=1.0)))
+        sizes = Sizes(run, layout_of(run, machine), machine.gpus)
+        even = dataclasses.replace(sizes, run=dataclasses.replace(run, moe=dataclasses.replace(run.moe, buffer=1.0)))
         return {
             "model": best_s(model_work(run, machine.total)),
             "memory": memory_bound_s(even, rates.datasheet(machine.gpu, run.precision)),

@@ -220,7 +220,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     }
     losses = []
     if request["train"]:
-        run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+        program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = state.to_host(current, PREFIX)
         theirs: dict[str, Any] = {

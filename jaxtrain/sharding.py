@@ -22,16 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import (
-    EXPERT_AXIS,
-    MESH_AXES,
-    OPTIONAL_AXES,
-    ConfigError,
-    RunConfig,
-    mesh_sizes,
-    rules_in_use,
-    wrong_rules,
-)
+from jaxtrain.config.layout import Layout, resolve_layout
+from jaxtrain.config.schema import EXPERT_AXIS, RunConfig
 
 Axes = tuple[str | None, ...]
 TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations
@@ -39,22 +31,6 @@ TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations
 
 class LayoutError(ValueError):
     """The mesh or the rules ask for an invalid layout."""
-
-
-def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int]:
-    """Return the size of each mesh axis with every -1 filled in, without stage and expert if their size is 1.
-
-    Args:
-      node: devices in a node; 0: all of them.
-
-    Raises:
-      LayoutError: a size is invalid, or the product is not num_devices.
-    """
-    try:
-        sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
-    except ConfigError as error:
-        raise LayoutError(str(error)) from None
-    return {axis: sizes[axis] for axis in MESH_AXES if axis not in OPTIONAL_AXES or sizes[axis] > 1}
 
 
 def node_of(device: Any) -> int:
@@ -67,30 +43,23 @@ def node_of(device: Any) -> int:
     return device.process_index
 
 
-def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
-    """Return the mesh of a config, with the devices in the order of their nodes.
+def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of a layout, with the devices in the order of their nodes.
 
     `data` is the outermost axis and crosses nodes first. Neighbours in a node are on the right-most axes, which communicate
     most.
-
-    Raises:
-      LayoutError: the nodes hold different numbers of devices.
     """
     ordered = sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id))
-    counts = collections.Counter(map(node_of, ordered))
-    if len({*counts.values()}) > 1:
-        held = ", ".join(str(count) for count in counts.values())
-        raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
-    shape = mesh_shape(run, len(ordered), counts[node_of(ordered[0])])
+    shape = layout.used_mesh
     return Mesh(np.asarray(ordered).reshape(*shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A mesh and the rules that map logical axes onto it. Hashable, so that modules can hold it as a static field."""
+    """A layout on the mesh of its devices. Hashable, so that modules can hold it as a static field."""
 
     mesh: Mesh
-    rules: tuple[tuple[str, tuple[str, ...]], ...]
+    layout: Layout
     tokens_replicated: bool = False  # every device has all tokens, as in sampling; weights stay sharded by the rules
 
     # ---- Mesh axes of a logical axis; all of size above 1
@@ -113,7 +82,7 @@ class Placement:
 
     @functools.cached_property
     def _table(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.rules)
+        return dict(self.layout.rules)
 
     def _rule(self, axis: str) -> tuple[str, ...]:
         table = self._table
@@ -338,18 +307,18 @@ redirect.defvjp(_redirect_fwd, _redirect_bwd)
 
 
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
-    """Return the placement of a config on these devices.
+    """Return the placement of a run on these devices.
 
     Raises:
-      LayoutError: the mesh or a rule asks for an impossible layout.
+      LayoutError: the nodes hold different numbers of devices.
+      ConfigError: as from `resolve_layout`.
     """
-    mesh = make_mesh(run, devices)
-    rules = rules_in_use(run, mesh.shape)
-    placement = Placement(mesh, tuple(rules.items()))
-    table = {axis: list(placement.mesh_axes(axis)) for axis in rules}
-    for axis, rule, remedy in wrong_rules(table):
-        raise LayoutError(f"sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r}: {rule}. {remedy}")
-    return placement
+    counts = collections.Counter(map(node_of, devices))
+    if len({*counts.values()}) > 1:
+        held = ", ".join(str(count) for count in counts.values())
+        raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
+    layout = resolve_layout(run, len(devices), counts[node_of(devices[0])])
+    return Placement(make_mesh(layout, devices), layout)
 
 
 def replicated(placement: Placement) -> NamedSharding:

@@ -27,6 +27,7 @@ from jaxtrain.config.synonyms import nearest_key
 # mesh only if their size is above 1.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
+LOCAL, GLOBAL = "l", "g"  # kinds of layers: with a sliding window, with full attention
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 # Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
@@ -314,6 +315,18 @@ class Model:
         queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
         keys = ("wkv_down", "wkv_up") if self.kv_lora_rank else ("wk", "wv")
         return (*queries, *keys, "wo", *(() if self.num_experts else ("gate", "up", "down")))
+
+    @property
+    def kinds(self) -> str:
+        """Return a letter for each layer, LOCAL (sliding window) or GLOBAL (full attention).
+
+        The letters are `attention_pattern`, repeated and cut to `num_layers`. Without a pattern all layers are LOCAL, and
+        without `sliding_window` all are GLOBAL.
+        """
+        if not self.sliding_window:
+            return GLOBAL * self.num_layers
+        pattern = self.attention_pattern or LOCAL
+        return (pattern * -(-self.num_layers // len(pattern)))[: self.num_layers]
 
     @property
     def step_layers(self) -> int:
@@ -946,68 +959,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         super().__init__("\n".join(str(p) for p in problems))
-
-
-def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
-
-    With sharding.zero = 0, weights, gradients and moments are replicated over mesh axes that shard the batch and the sequence.
-
-    Of sharding.rules.experts, `expert` shards the experts, and so does each further axis as long as the product of the sizes
-    divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
-    """
-    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
-    # Shards of whole experts are contiguous in memory for the all-gather.
-    whole: list[str] = []
-    for axis in rules["experts"]:
-        parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
-        if axis == EXPERT_AXIS or (run.model.num_experts > 0 and run.model.num_experts % parts == 0):
-            whole.append(axis)
-    of_experts = tuple(a for a in rules["expert_embed"] if a not in whole) if run.model.num_experts else ()
-    rules |= {"experts": tuple(whole), "expert_embed": of_experts}
-    if run.sharding.zero > 0:
-        return rules
-    batch = {*rules["batch"], *rules["sequence"]}
-    # Experts stay sharded over the expert axis, because tokens are sent to them.
-    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}
-    return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
-
-
-def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
-    """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
-
-    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices divided by all given sizes,
-    and the devices of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data
-    has the size that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the
-    devices.
-    """
-    asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
-    rule = "must be a positive number, or -1 for the devices that are left"
-    wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
-    if wrong:
-        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
-    free = [axis for axis, size in asked.items() if size == -1]
-    if len(free) > 1 and free != ["data", "fsdp"]:
-        others = " or ".join(f"mesh.{axis}" for axis in free)
-        rule = "only data and fsdp may both be -1, otherwise the sizes are not determined"
-        raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
-    fixed = math.prod(size for size in asked.values() if size != -1)
-    if devices % fixed or (not free and fixed != devices):
-        rule = f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has "
-        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices}"
-        remedy += "." if free else ", or one of them to -1."
-        raise ConfigError([Problem("mesh", shown, rule + (what or f"{devices} devices"), remedy)])
-    rest = devices // fixed
-    if len(free) < 2:
-        return {axis: rest if size == -1 else size for axis, size in asked.items()}
-    inner = fixed // asked["stage"]
-    if node % inner and inner % node:
-        within = [axis for axis in asked if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or asked[axis] > 1)]
-        rule = f"groups of {' x '.join(within)} = {inner} devices neither divide the {node} of a node nor fill nodes"
-        raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
-    fsdp = math.gcd(rest, max(1, node // inner))
-    return asked | {"data": rest // fsdp, "fsdp": fsdp}
 
 
 def spelled_value(value: Any) -> str:

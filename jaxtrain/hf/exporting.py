@@ -18,7 +18,7 @@ import safetensors.numpy
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import LOCAL, RunConfig
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
@@ -29,7 +29,7 @@ from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.progress import progress_bar
-from jaxtrain.models import family, windows
+from jaxtrain.models import family
 from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
 
 SHOWN = 8  # tensors named one by one
@@ -97,8 +97,8 @@ def in_force(m: schema.Model) -> schema.Model:
 
     Settings of 0 or "" that stand for a computed value have that value.
     """
-    default, local = schema.Model(), windows.LOCAL in windows.kinds(m)
-    changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": windows.kinds(m)}
+    default, local = schema.Model(), LOCAL in m.kinds
+    changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": m.kinds}
     scale = m.attn_logit_scale or m.head_dim**-0.5
     changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}

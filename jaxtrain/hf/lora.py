@@ -16,12 +16,12 @@ import numpy as np
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params, is_stacked
 from jaxtrain.step import stored_form
-from jaxtrain.step.stages import Arrangement
 from jaxtrain.step.state import Tensors
 
 

@@ -21,9 +21,10 @@ from jaxtrain.models import FAMILIES
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.step.definition import for_inference, make_definition
-from jaxtrain.step.kernel import choose_kernel, context_of
+from jaxtrain.step.kernel import choose_kernel
 from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
 
 SHOWN = 6  # tensors named one by one
@@ -110,8 +111,8 @@ def placed(run: RunConfig) -> tuple[Definition, Placement]:
     spread = alone(run, devices)
     placement = make_placement(spread, devices[: spread.mesh.fsdp])
     placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
-    kernel, _ = choose_kernel(spread, context_of(spread, placement), devices[0])
-    return make_definition(spread, placement, kernel), placement
+    kernel, _ = choose_kernel(spread, placement.layout.context, devices[0])
+    return make_definition(spread, make_zero(spread.sharding, placement), kernel), placement
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.layout import StepDtypes
+
 DTYPES = {"f32": jnp.dtype("float32"), "bf16": jnp.dtype("bfloat16")}
 
 
@@ -16,6 +18,13 @@ class Numerics:
     reduce: jnp.dtype  # weight gradients in their reduction over devices
     params: jnp.dtype  # master weights
     vectors: jnp.dtype = DTYPES["f32"]  # master weights that are scales of norms or biases
+    sums: jnp.dtype = DTYPES["f32"]  # weight gradients summed over microbatches
+    adapters: jnp.dtype = DTYPES["f32"]  # master weights of adapters
+
+    @classmethod
+    def of(cls, dtypes: StepDtypes) -> "Numerics":
+        """Return the dtypes of a layout."""
+        return cls(**{f.name: DTYPES[getattr(dtypes, f.name)] for f in dataclasses.fields(cls)})
 
     @property
     def precision(self) -> jax.lax.Precision:

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import LOCAL, Model
 from jaxtrain.kernels import context_parallel, rope
 from jaxtrain.kernels.attention import Rows, Spec
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.fp8 import Float8
-from jaxtrain.models import windows
 from jaxtrain.models.layers import Context, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
@@ -39,7 +38,7 @@ def kind_shares(model: Model) -> tuple[float, ...]:
 
 def layer_kinds(model: Model) -> tuple[int, ...]:
     """Return the kind of each layer of the stack, an index into `Kernel.specs`. Dense layers before the stack have kind 0."""
-    letters = windows.kinds(model)[model.dense_layers :]
+    letters = model.kinds[model.dense_layers :]
     known = list(dict.fromkeys(letters))
     return tuple(known.index(letter) for letter in letters)
 
@@ -224,7 +223,7 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
     if not model.local_rope_base:
         return (scaled,)
     local = rope.tables(positions_BT, rope.frequencies(model.head_dim, model.local_rope_base))
-    return tuple(local if kind == windows.LOCAL else scaled for kind in dict.fromkeys(windows.kinds(model)))
+    return tuple(local if kind == LOCAL else scaled for kind in dict.fromkeys(model.kinds))
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:

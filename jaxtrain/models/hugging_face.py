@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import GLOBAL, LOCAL, Model
 from jaxtrain.models import FAMILIES, family, windows
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
@@ -554,11 +554,11 @@ ROPE_BY_KIND = Part(_read_rope_by_kind, _write_rope_by_kind)
 
 
 def _layer_types(s: Settings, layers: int) -> str | None:
-    """Return a letter for each layer (`windows.LOCAL`, `windows.GLOBAL`) from `layer_types`; None without that key."""
+    """Return a letter for each layer (`LOCAL`, `GLOBAL`) from `layer_types`; None without that key."""
     kinds = s.take("layer_types", None)
     if kinds is None:
         return None
-    letters = {SLIDING: windows.LOCAL, FULL: windows.GLOBAL}
+    letters = {SLIDING: LOCAL, FULL: GLOBAL}
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
     unknown = [kind for kind in kinds if kind not in letters]
@@ -570,17 +570,17 @@ def _layer_types(s: Settings, layers: int) -> str | None:
 
 def _window(letters: str, window: int | None, path: str) -> dict[str, Any]:
     """Return `sliding_window` and `attention_pattern` of config.Model from a letter for each layer."""
-    if windows.LOCAL not in letters:
+    if LOCAL not in letters:
         return {"sliding_window": 0, "attention_pattern": ""}
     if not isinstance(window, int) or window < 1:
         rule = "must be a whole number above 0, since some layers see a sliding window"
         raise HuggingFaceError(f"{path}: sliding_window = {window!r}: {rule}.")
     pattern = windows.pattern_of(letters)
-    return {"sliding_window": window, "attention_pattern": "" if pattern == windows.LOCAL else pattern}
+    return {"sliding_window": window, "attention_pattern": "" if pattern == LOCAL else pattern}
 
 
 def _write_layer_types(model: Model) -> list[str]:
-    return [SLIDING if kind == windows.LOCAL else FULL for kind in windows.kinds(model)]
+    return [SLIDING if kind == LOCAL else FULL for kind in model.kinds]
 
 
 def window_by_layer(pattern: str) -> Part:
@@ -605,7 +605,7 @@ def window_of_all_layers(read: Callable[[Settings], int | None]) -> Part:
 
     def of(s: Settings, layers: int) -> dict[str, Any]:
         window = read(s)
-        return _window((windows.LOCAL if window else windows.GLOBAL) * layers, window, s.path)
+        return _window((LOCAL if window else GLOBAL) * layers, window, s.path)
 
     return Part(of, lambda model: {"sliding_window": model.sliding_window or None})
 
@@ -619,15 +619,15 @@ def _read_qwen_windows(s: Settings, layers: int) -> dict[str, Any]:
         s.take("max_window_layers", None)
     else:
         window, first = s.take("sliding_window", None), s.take("max_window_layers", layers)
-    by_number = "".join(windows.LOCAL if in_use and window and i >= first else windows.GLOBAL for i in range(layers))
+    by_number = "".join(LOCAL if in_use and window and i >= first else GLOBAL for i in range(layers))
     return _window(letters or by_number, window if in_use else None, s.path)
 
 
 def _write_qwen_windows(model: Model) -> dict[str, Any]:
-    letters = windows.kinds(model)
-    first = letters.find(windows.LOCAL)
+    letters = model.kinds
+    first = letters.find(LOCAL)
     return {
-        "use_sliding_window": windows.LOCAL in letters,
+        "use_sliding_window": LOCAL in letters,
         "sliding_window": model.sliding_window or None,
         "max_window_layers": first if first >= 0 else model.num_layers,
         "layer_types": _write_layer_types(model),

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jaxtrain.config import schema
-from jaxtrain.config.schema import FIT, Model, Problem, spelled_value, with_fits
-from jaxtrain.models import windows
+from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Problem, spelled_value, with_fits
 
 # Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -56,7 +55,7 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
-    if letters - {windows.LOCAL, windows.GLOBAL}:
+    if letters - {LOCAL, GLOBAL}:
         rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
     elif letters and not m.sliding_window:

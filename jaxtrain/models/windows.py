@@ -2,20 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config.schema import Model
-
-LOCAL, GLOBAL = "l", "g"
-
-
-def kinds(model: Model) -> str:
-    """Return a letter for each layer, LOCAL or GLOBAL: model.attention_pattern, repeated and cut to model.num_layers.
-
-    Without a pattern all layers are LOCAL, and without model.sliding_window all are GLOBAL.
-    """
-    if not model.sliding_window:
-        return GLOBAL * model.num_layers
-    pattern = model.attention_pattern or LOCAL
-    return (pattern * -(-model.num_layers // len(pattern)))[: model.num_layers]
+from jaxtrain.config.schema import LOCAL, Model
 
 
 def window(model: Model, kind: str) -> int:
@@ -24,13 +11,13 @@ def window(model: Model, kind: str) -> int:
 
 
 def pattern_of(kinds: str) -> str:
-    """Return the shortest pattern that repeats to these letters; the inverse of `kinds`."""
+    """Return the shortest pattern that repeats to these letters; the inverse of `Model.kinds`."""
     return next(kinds[:n] for n in range(1, len(kinds) + 1) if (kinds[:n] * len(kinds))[: len(kinds)] == kinds)
 
 
 def layers_by_kind(model: Model) -> list[tuple[str, int]]:
     """Return (kind, number of layers) of each kind of layer that the model has."""
-    letters = kinds(model)
+    letters = model.kinds
     return [(kind, letters.count(kind)) for kind in dict.fromkeys(letters)]
 
 

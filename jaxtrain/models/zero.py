@@ -29,9 +29,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import Sharding
 from jaxtrain.kernels.fp8 import E4M3, Float8, encode, from_bits, to_bits
-from jaxtrain.kernels.numerics import DTYPES, Numerics
+from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.module import Definition, Params, filled, part
 from jaxtrain.sharding import (
     Axes,
@@ -117,7 +117,6 @@ class Zero:
     reduce_once: bool  # gradients are reduced once a step; weights are gathered once, too
     gather_once: bool  # weights are gathered once a step
     sums_once: bool  # gradients are summed over replicas once a step
-    grad_dtype: jnp.dtype  # of gradients summed over microbatches
 
     # ---- In a layer
 
@@ -228,17 +227,19 @@ class Zero:
     def zero_sums(self, learnt: Params) -> Params:
         """Return arrays of zeros for the sums of these weights' gradients over microbatches."""
         leaves, tree = jax.tree.flatten(learnt)
-        return jax.tree.unflatten(tree, zeros([jax.ShapeDtypeStruct(w.shape, self.grad_dtype) for w in leaves])[0])
+        return jax.tree.unflatten(tree, zeros([jax.ShapeDtypeStruct(w.shape, self.numerics.sums) for w in leaves])[0])
 
     def reduce_gradients(self, grads: Params, axes: Params) -> Params:
         """Return the step's gradients, reduced over all devices and sharded like the master weights."""
 
         def reduced(g: jax.Array, spec: GatherSpec) -> jax.Array:
-            return reduce_gradient(g, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(self.grad_dtype)
+            return reduce_gradient(g, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(
+                self.numerics.sums
+            )
 
         def settled(g: jax.Array, axes: Axes) -> jax.Array:
             deferred = self.reduce_once or (self.sums_once and self.placement.replica_axes(axes))
-            return self._by_layer(reduced, g, axes, g.dtype) if deferred else g.astype(self.grad_dtype)
+            return self._by_layer(reduced, g, axes, g.dtype) if deferred else g.astype(self.numerics.sums)
 
         return jax.tree.map(settled, grads, axes)
 
@@ -273,11 +274,11 @@ def _is_compute_copy(x: Any) -> bool:
     return isinstance(x, ComputeCopy)
 
 
-def make_zero(run: RunConfig, placement: Placement, numerics: Numerics) -> Zero:
-    """Return the `Zero` of `sharding.zero` and `sharding.gather`."""
-    s = run.sharding
-    once = s.zero == 1 or s.gather == "step"
+def make_zero(sharding: Sharding, placement: Placement) -> Zero:
+    """Return the `Zero` of a `sharding` section on this placement."""
+    layout = placement.layout
+    once = sharding.zero == 1 or sharding.gather == "step"
     # A pipeline accumulates over any number of microbatches.
-    several = run.train.grad_accum > 1 or placement.size("stage") > 1
+    several = layout.batch[0] > 1 or placement.size("stage") > 1
     sums_once = several or placement.crosses_nodes(placement.gather_axes("embed"))
-    return Zero(placement, numerics, once, once or s.zero == 2, sums_once, DTYPES[run.dtypes.grads])
+    return Zero(placement, Numerics.of(layout.dtypes), once, once or sharding.zero == 2, sums_once)

@@ -16,13 +16,12 @@ from jaxtrain.config import hardware
 from jaxtrain.kernels import attention as attention_table
 from jaxtrain.kernels.experts import grouped
 from jaxtrain.kernels.norm import rms_norm
-from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
 from jaxtrain.node.microbenchmarks import ATTENTION_BACKWARD, attention_loop, chain, normal
 from jaxtrain.node.train_step import one_device
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.sharding import make_placement
-from jaxtrain.step.definition import numerics_of
 from jaxtrain.step.loss import LossSpec, cross_entropy
 
 NO_SCORES = 1024  # tokens; for longer sequences the reference attention is not timed, since it stores all scores
@@ -114,8 +113,9 @@ def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the loss of the train step: the head's matmul, cross entropy, and the gradients of hidden states and head."""
     T, D, V = sizes.loss
     run = one_device()
-    placement, numerics = make_placement(run, [device]), numerics_of(run)
-    spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, 0.0)
+    placement = make_placement(run, [device])
+    zero = make_zero(run.sharding, placement)
+    spec = LossSpec(zero.numerics, placement, zero, run.loss.chunk, 0.0)
 
     def body(constants: Any, hidden_BTD: jax.Array) -> jax.Array:
         head_VD, batch = constants
@@ -198,7 +198,7 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
 
     For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
     """
-    n = numerics_of(one_device())
+    n = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
     impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
 
     def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:

@@ -211,7 +211,7 @@ def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
     from jaxtrain.train.parity import compile_step, open_rows
 
     rows = open_rows(run)
-    run, program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+    program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     for i in range(2):  # two steps, so that no moment is zero
         current, _ = train(current, place_batch(rows.batch(i), program.batch, program.context))

@@ -178,7 +178,8 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     rows = open_rows(run)
     compiling = time.perf_counter()
     traced = bool(request.get("trace"))
-    run, program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print, traced)
+    program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print, traced)
+    run = program.run
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
@@ -244,12 +245,12 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         if not all(map(math.isfinite, losses)):
             out |= {"verdict": FAILED, "why": f"a loss is not finite: {losses}", "loss": None}
         save_partial(request, out)
-        out |= _plan(run, program, train, devices)
+        out |= _plan(program, train, devices)
         save_partial(request, out)
         if traced:
             out["trace"] = folder = request["trace"]
             try:
-                _trace(Path(folder), run, program, train, current, batches, out["step_s"]["median"])
+                _trace(Path(folder), program, train, current, batches, out["step_s"]["median"])
             except Exception as error:  # the timings are returned even if the profiler fails
                 traceback.print_exc()
                 out["trace"] = f"failed: {error_line(error)}"
@@ -257,7 +258,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         feed.close()
 
 
-def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
+def _plan(program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
     """Return {"planned": plan of this executable or None, "not_planned": reason for None}."""
     from jaxtrain.plan.expect import expect
 
@@ -268,14 +269,14 @@ def _plan(run: RunConfig, program: Any, executable: Any, devices: Sequence[Any])
         why = f"{devices[0].device_kind!r} is not in the table of GPUs (jaxtrain/config/hardware.py)"
     else:
         try:
-            planned = dataclasses.asdict(expect(run, program, executable, gpu, len(devices)))
+            planned = dataclasses.asdict(expect(program, executable, gpu, len(devices)))
         except Exception as error:  # the timings are returned even if the plan fails
             traceback.print_exc()
             why = error_line(error)
     return {"planned": planned, "not_planned": why}
 
 
-def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
+def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterator[Any], step_s: float) -> None:
     """Trace TRACED_STEPS further steps. Write the trace to a folder with the files of a run, for `jaxtrain profile`.
 
     step_s: the step time without the profiler.
@@ -290,11 +291,13 @@ def _trace(folder: Path, run: RunConfig, program: Any, train: Any, current: Any,
     mesh = program.placement.mesh
     receipt = Receipt(folder)
     receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
-    files.write_atomic(folder / "config.json", json.dumps(schema.to_dict(run), indent=1) + "\n")
+    files.write_atomic(folder / "config.json", json.dumps(schema.to_dict(program.run), indent=1) + "\n")
     known = {name for name in files.TRAIN_KEYS if name not in ("kind", "time_unix")}
     with files.Writers(folder) as writers:
         writers.train(**dict.fromkeys(known) | {"step": 1, "step_time_s": step_s})
-    tracer = profiling.Tracer(dataclasses.replace(run.profile, start=1, steps=TRACED_STEPS), folder, print, program=train)
+    tracer = profiling.Tracer(
+        dataclasses.replace(program.run.profile, start=1, steps=TRACED_STEPS), folder, print, program=train
+    )
     values = None
     try:
         for number in range(1, TRACED_STEPS + 1):

@@ -37,14 +37,13 @@ NO_TUNING: dict[str, str | bool] = {
 class Compiled:
     """A train step that is compiled for a topology, with everything that a plan reads from it."""
 
-    program: Program
+    program: Program  # its run has the policy that remat.policy=auto chose
     executable: jax.stages.Compiled
     text: str  # the scheduled program of one device, as HLO
     module: hlo.Module  # the parsed `text`
     buffers: bytes  # XLA's HloProto, with the buffer assignment
     chosen: compiler.Chosen  # the compiler options that training would use
     card: compiler.Card
-    run: RunConfig  # with the policy that remat.policy=auto chose
     seconds: float
 
 
@@ -97,10 +96,10 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
             return assignment.read(buffers, workspace.missing).allocated / 2**30
 
         extra = NO_TUNING | asked | dump
-        run, program, executable = compile_to_fit(run, program, chosen.options, card.usable_gib, extra=extra, taken=taken)
+        program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=taken)
         text, module, buffers = read(executable)
     seconds = time.perf_counter() - began
-    return Compiled(program, executable, text, module, buffers, chosen, card, run, seconds)
+    return Compiled(program, executable, text, module, buffers, chosen, card, seconds)
 
 
 def _newest_dump(folder: str) -> bytes:

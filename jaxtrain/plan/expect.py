@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxtrain.config import hardware
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
 from jaxtrain.step.auto_remat import expert_fill
@@ -49,11 +48,12 @@ class Expected:
         return apart < -APART or (apart > APART and self.longest_s is not None)
 
 
-def expect(run: RunConfig, program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
+def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
     """Return the planned time and memory of a step that is compiled for the GPUs of this process.
 
     Raises HloError for a program that cannot be read and ValueError for a GPU whose rates are not known.
     """
+    run = program.run
     rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 
 from jaxtrain.config import installed
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.models.attention import kind_shares
 from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
@@ -15,6 +16,7 @@ from jaxtrain.plan.topology import Topology
 from jaxtrain.step import auto_remat
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.program import Program
+from jaxtrain.step.stages import schedule_of
 
 
 def make_plan(
@@ -56,10 +58,10 @@ def read_plan(
 
     run: the config that was compiled, in which remat.policy may still be auto.
     """
-    kept = auto_remat.words(compiled.run) if run.remat.policy == "auto" else ""
-    run = compiled.run
-    rates = rates or rates_for(topology.gpu, run.precision)
     program = compiled.program
+    kept = auto_remat.words(program.run) if run.remat.policy == "auto" else ""
+    run = program.run
+    rates = rates or rates_for(topology.gpu, run.precision)
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1, kind_shares=kind_shares(run.model))
@@ -84,9 +86,9 @@ def read_plan(
         attention=program.kernel.name,
         fits=memory.taken_gib <= memory.usable_gib,
         memory=memory,
-        flops=_flops(run, topology, program, timed),
+        flops=_flops(program, topology, timed),
         collectives=moved,
-        time=_time(run, topology, program, tokens, timed, rates),
+        time=_time(program, topology, tokens, timed, rates),
         kernels=timed.kernels,
         rates=rates,
         tokens_per_step=tokens,
@@ -97,41 +99,40 @@ def read_plan(
         warnings=(
             *compiled.chosen.warnings(),
             *filter(None, [model_flops(run).note]),
-            *warnings.config_warnings(run, program.placement.mesh, moved, memory, timed, rates),
-            *warnings.program_warnings(run, program, module, found.values(), moved, timed.step_ms),
-            *warnings.fp8_warnings(run, program, matmuls),
+            *warnings.config_warnings(program, moved, memory, timed, rates),
+            *warnings.program_warnings(program, module, found.values(), moved, timed.step_ms),
+            *warnings.fp8_warnings(program, matmuls),
         ),
         versions=installed.versions(),
         options=compiled.chosen.options,
         kept=kept,
         matmuls=matmuls,
-        pipeline=pipeline_moe.pipeline(run, program.placement, moved, memory),
+        pipeline=pipeline_moe.pipeline(program.layout, moved, memory),
         experts=pipeline_moe.experts(run, program.placement, moved, experts_load),
         kind=kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
 
-def _flops(run: RunConfig, topology: Topology, program: Program, timed: roofline.Roofline) -> Flops:
-    found = model_flops(run)
+def _flops(program: Program, topology: Topology, timed: roofline.Roofline) -> Flops:
+    found = model_flops(program.run)
     per_token = found.training
-    how = run, topology.total, program.kernel.name, program.context
     by_rank = program.context.size > 1 and found.by_formula
     return Flops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timed.flops,
-        expected_per_step=roofline.expected_flops(*how, stages=program.placement.size(pipeline_moe.STAGE)),
+        expected_per_step=roofline.expected_flops(program.run, program.layout, program.kernel.name),
         attention_per_step=timed.flops - timed.gemm_flops,
-        attention_by_rank=roofline.attention_by_rank(*how) if by_rank else (),
+        attention_by_rank=roofline.attention_by_rank(program.run, program.layout, program.kernel.name) if by_rank else (),
     )
 
 
-def _time(run: RunConfig, topology: Topology, program: Program, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
+def _time(program: Program, topology: Topology, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # In the bubble a stage runs the same kernels, and their results are discarded.
-    how = run, topology.total, program.kernel.name, program.context
-    stages = program.placement.size(pipeline_moe.STAGE)
-    with_bubble = roofline.expected_flops(*how, stages=stages)
-    useful = roofline.expected_flops(*how) / with_bubble if with_bubble else 1 - pipeline_moe.schedule_of(run, stages).bubble
+    run, layout, kernel = program.run, program.layout, program.kernel.name
+    with_bubble = roofline.expected_flops(run, layout, kernel)
+    without = roofline.expected_flops(run, dataclasses.replace(layout, stages=Arrangement(layout.stages.layers)), kernel)
+    useful = without / with_bubble if with_bubble else 1 - schedule_of(layout).bubble
     step_s = timed.step_ms / 1e3
     per_token = model_flops(run).training
     # FLOPs of one GPU at its peak during a step. Under fp8 the peak is that of bfloat16, since its steps have matmuls in both.

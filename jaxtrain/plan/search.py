@@ -19,7 +19,7 @@ from jaxtrain.plan import MOST
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search_bound import ABOVE, Bound, bound, least_state_gib, mesh_sizes, no_formula
+from jaxtrain.plan.search_bound import ABOVE, Bound, bound, least_state_gib, no_formula
 from jaxtrain.plan.search_cache import Cache
 from jaxtrain.plan.search_parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_each
 from jaxtrain.plan.search_space import (
@@ -32,7 +32,7 @@ from jaxtrain.plan.search_space import (
     training_check,
     with_overrides,
 )
-from jaxtrain.plan.topology import CHIPS, Topology
+from jaxtrain.plan.topology import CHIPS, Topology, layout_of
 
 Objective = Literal["speed", "fit"]
 SHOWN = 10  # number of best settings by formula in the report
@@ -117,7 +117,7 @@ class SearchResult:
             if self.objective == "fit":
                 return likely > self.usable_gib, c.rank, len(c.changes), c.bound.step_s
             slower = math.log(max(1.0, c.bound.step_s / fastest)) // math.log(1 + ERROR)
-            axes = sum(size > 1 for size in mesh_sizes(c.run, self.topology).values())
+            axes = sum(size > 1 for size in layout_of(c.run, self.topology).sizes.values())
             return likely > self.usable_gib, slower, axes, c.bound.step_s, likely, len(c.changes)
 
         some.sort(key=key)
@@ -353,7 +353,7 @@ def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
     """Yield a run's own setting, then weights sharded over all GPUs, with a global batch that the shards divide."""
     yield ()
     try:
-        sizes = mesh_sizes(run, machine)
+        sizes = layout_of(run, machine).sizes
     except ConfigError:
         return
     shared = machine.total // (sizes["stage"] * sizes["expert"] * sizes["seq"])

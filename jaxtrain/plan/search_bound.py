@@ -24,14 +24,14 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain.config import schema
-from jaxtrain.config.context import make_context
+from jaxtrain.config.layout import Layout, resolve_layout
 from jaxtrain.config.schema import MESH_AXES, Remat, RunConfig
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.models.activations import kept, parse_tensors
@@ -40,10 +40,10 @@ from jaxtrain.optim.moments import INT8
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.rates import fastest_attention, fp8_attention
 from jaxtrain.plan.result import Rates
-from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.sharding import Placement
 from jaxtrain.step import auto_remat
-from jaxtrain.step.stages import Schedule
+from jaxtrain.step.stages import Schedule, schedule_of
 
 BYTES = {"f32": 4, "bf16": 2}
 SIMPLIFIED = 0.99  # XLA simplifies about 1% of the FLOPs of GEMMs away
@@ -83,11 +83,6 @@ class Bound:
     likely_gib: float = 0.0
 
 
-def mesh_sizes(run: RunConfig, topology: Topology) -> dict[str, int]:
-    """Return the size of each mesh axis, with -1 replaced. The mesh must be legal on this machine."""
-    return schema.mesh_sizes(run.mesh, topology.total, topology.gpus)
-
-
 def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """Return step time and memory of a run on a machine, by formula.
 
@@ -96,24 +91,24 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     """
     if no_formula(run):
         return Bound(0.0, 0.0)
-    layout = least = Layout(run, mesh_sizes(run, topology), topology.gpus)
-    state = _state_bytes(layout)
+    sizes = least = Sizes(run, layout_of(run, topology), topology.gpus)
+    state = _state_bytes(sizes)
     if run.remat.policy == "auto":
-        least = layout.with_remat(Remat("full"))
+        least = sizes.with_remat(Remat("full"))
         room = (topology.usable_gib(run.train.memory_fraction) * 2**30 - state) / ABOVE + state
         room -= _memory_bytes(least)
-        layout = layout.with_remat(auto_remat.least_recompute(run, room, least.shards) or Remat("full"))
-    memory = _memory_bytes(layout)
-    smallest = memory if least is layout else _memory_bytes(least)
-    return Bound(_step_s(layout, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
+        sizes = sizes.with_remat(auto_remat.least_recompute(run, room, least.shards) or Remat("full"))
+    memory = _memory_bytes(sizes)
+    smallest = memory if least is sizes else _memory_bytes(least)
+    return Bound(_step_s(sizes, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
 
 
 def least_remat(run: RunConfig, topology: Topology) -> Remat:
     """Return the remat with the least recomputation whose lower bound of memory fits; "full" if none fits."""
-    layout = Layout(run, mesh_sizes(run, topology), topology.gpus)
+    sizes = Sizes(run, layout_of(run, topology), topology.gpus)
     usable = topology.usable_gib(run.train.memory_fraction) * 2**30
     found = auto_remat.choices(run.model, run.data.seq_len)
-    fitting = (choice for choice in found if _memory_bytes(layout.with_remat(choice[-1])) <= usable)
+    fitting = (choice for choice in found if _memory_bytes(sizes.with_remat(choice[-1])) <= usable)
     return min(fitting, key=lambda choice: choice[:2], default=(0.0, (), Remat("full")))[-1]
 
 
@@ -133,31 +128,32 @@ def least_state_gib(run: RunConfig, topology: Topology) -> float:
     """
     if no_formula(run):
         return 0.0
-    return _state_bytes(Layout(run, dict.fromkeys(MESH_AXES, 1), 1)) / topology.total / 2**30
+    alone = dataclasses.replace(run, mesh=schema.Mesh(**dict.fromkeys(MESH_AXES, 1)))
+    return _state_bytes(Sizes(alone, resolve_layout(alone, 1, 1), 1)) / topology.total / 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Sizes:
     """A run on a mesh, with the sizes of weights and activations on one device.
 
     Attributes:
-        sizes: the size of each mesh axis.
+        layout: what follows from the run on this machine.
         node: GPUs in a node.
     """
 
     run: RunConfig
-    sizes: Mapping[str, int]
+    layout: Layout
     node: int
 
-    def with_remat(self, remat: Remat) -> "Layout":
+    def with_remat(self, remat: Remat) -> "Sizes":
         """Return the layout with another remat."""
         return dataclasses.replace(self, run=dataclasses.replace(self.run, remat=remat))
 
     @functools.cached_property
     def placement(self) -> Placement:
         """Return the trainer's map of logical axes to mesh axes. It needs only the sizes of the mesh, and no devices."""
-        mesh = AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes))
-        return Placement(cast(Mesh, mesh), tuple(schema.rules_in_use(self.run, self.sizes).items()))
+        axes, sizes = zip(*self.layout.mesh, strict=True)
+        return Placement(cast(Mesh, AbstractMesh(sizes, axes)), self.layout)
 
     @functools.cached_property
     def shards(self) -> dict[str, int]:
@@ -167,8 +163,7 @@ class Layout:
     @functools.cached_property
     def schedule(self) -> Schedule:
         """Return the pipeline schedule; without pipeline stages, that of one stage."""
-        stages, p = self.shards["layers"], self.run.pipeline
-        return Schedule(p.schedule, stages, p.groups if stages > 1 else 1, self.run.train.grad_accum)
+        return schedule_of(self.layout)
 
     @property
     def layers(self) -> float:
@@ -239,15 +234,15 @@ class Layout:
         return sum(whole.get(part, 0.0) for part in LAYERS) if self.run.sharding.gather == "forward" else 0.0
 
 
-def master_bytes(layout: Layout) -> float:
+def master_bytes(sizes: Sizes) -> float:
     """Return the bytes of the master weights that one device stores. Scales of norms are always float32."""
-    stored = BYTES[layout.run.dtypes.params]
-    return sum(layout.parameters.values()) * stored + layout.parameters["norms"] * (BYTES["f32"] - stored)
+    stored = BYTES[sizes.run.dtypes.params]
+    return sum(sizes.parameters.values()) * stored + sizes.parameters["norms"] * (BYTES["f32"] - stored)
 
 
-def moment_bytes(layout: Layout) -> float:
+def moment_bytes(sizes: Sizes) -> float:
     """Return a lower bound of the bytes of all moments on one device. Scales of 8-bit blocks are left out."""
-    run, params = layout.run, layout.parameters
+    run, params = sizes.run, sizes.parameters
     if run.optimizer.name not in groups.METHODS:
         return 0.0
     wide = params["embedding"] + params["head"] + params["norms"]
@@ -260,81 +255,81 @@ def moment_bytes(layout: Layout) -> float:
     return sum(4 * w + r if d == INT8 else BYTES[d] * (w + r) for d, w, r in held)
 
 
-def _state_bytes(layout: Layout) -> float:
+def _state_bytes(sizes: Sizes) -> float:
     """Return the bytes of weights and moments on one device, without offloaded moments."""
-    return master_bytes(layout) + (0.0 if layout.run.optimizer.offload == "moments" else moment_bytes(layout))
+    return master_bytes(sizes) + (0.0 if sizes.run.optimizer.offload == "moments" else moment_bytes(sizes))
 
 
 # ---- memory
 
 
-def _memory_bytes(layout: Layout) -> float:
-    run, m, c, shards = layout.run, layout.run.model, layout.compute_bytes, layout.shards
-    held = _state_bytes(layout) + layout.held * layout.weight_bytes
-    grads, tokens = layout.gradients, layout.tokens / run.train.grad_accum
+def _memory_bytes(sizes: Sizes) -> float:
+    run, m, c, shards = sizes.run, sizes.run.model, sizes.compute_bytes, sizes.shards
+    held = _state_bytes(sizes) + sizes.held * sizes.weight_bytes
+    grads, tokens = sizes.gradients, sizes.tokens / run.train.grad_accum
     if run.train.grad_accum > 1:
         held += sum(grads.values()) * BYTES[run.dtypes.grads]
-    held += tokens * saved_bytes(layout)
+    held += tokens * saved_bytes(sizes)
 
-    everything_held = layout.holds_all and all(layout.placement.gather_axes(*PARTS[p]) for p, n in layout.whole.items() if n)
+    everything_held = sizes.holds_all and all(sizes.placement.gather_axes(*PARTS[p]) for p, n in sizes.whole.items() if n)
     in_loss = 0.0
     if run.loss.name == "cross_entropy":
         head = m.d_model * (4 if everything_held else 4 + c)
         in_loss = m.vocab_size / shards["vocab"] * (head + min(run.loss.chunk, tokens) * 4)
     held_experts = max(1, m.num_experts) / shards["experts"]
     widths = m.d_ff * held_experts / shards["mlp"], m.num_heads * flops.head_dim(m) / shards["heads"]
-    largest = m.d_model * max(widths) * layout.weight_bytes
+    largest = m.d_model * max(widths) * sizes.weight_bytes
     # With unrolled layers, train.accumulate=layer or a pipeline, XLA may add or reduce each layer's gradients at once, and then
     # holds those of one layer.
     by_layer = not run.parallel.scan_layers or run.train.accumulate == "layer" or run.mesh.stage != 1
-    summed = by_layer and (run.train.grad_accum > 1 or layout.once)
-    made = 2 * sum(grads[part] for part in LAYERS) / (layout.layers if summed else 1)
+    summed = by_layer and (run.train.grad_accum > 1 or sizes.once)
+    made = 2 * sum(grads[part] for part in LAYERS) / (sizes.layers if summed else 1)
     # A checkpoint of several layers holds all their recomputed activations at the same time. A checkpoint of one layer holds
     # the inputs of its SwiGLU.
     again = READ_BACKWARD if run.remat.every > 1 else {"mlp_gate", "mlp_up"}
-    recomputed = run.remat.every * sum(layout.activations[name] for name in again - kept(run.remat))
+    recomputed = run.remat.every * sum(sizes.activations[name] for name in again - kept(run.remat))
     if run.remat.policy == "none":
         recomputed = 0.0
-    in_backward = made + (0 if layout.held else largest) + tokens * recomputed
+    in_backward = made + (0 if sizes.held else largest) + tokens * recomputed
     return held + max(in_loss, in_backward)
 
 
-def saved_bytes(layout: Layout) -> float:
+def saved_bytes(sizes: Sizes) -> float:
     """Return the bytes of saved activations of a device's layers, per token of a microbatch.
 
     These are the inputs of each jax.checkpoint and the activations saved by name. Unnamed and offloaded activations are left
     out.
     """
-    remat = layout.run.remat
+    remat = sizes.run.remat
     there = kept(remat)
     if remat.policy == "custom":
         places, _ = parse_tensors(remat.tensors)
         there -= {name for name, place in places.items() if place == "offload"}
-    named = sum(layout.activations[name] for name in there & READ_BACKWARD)
+    named = sum(sizes.activations[name] for name in there & READ_BACKWARD)
     every = 1 if remat.policy == "none" else remat.every
-    layers = auto_remat.layers_kept(layout.run, layout.shards["layers"])
-    return layers * named + -(-layers // every) * layout.activations["layer input"]
+    layers = auto_remat.layers_kept(sizes.run, sizes.shards["layers"])
+    return layers * named + -(-layers // every) * sizes.activations["layer input"]
 
 
 # ---- time
 
 
-def _step_s(layout: Layout, rates: Rates) -> float:
+def _step_s(sizes: Sizes, rates: Rates) -> float:
     busy: Counter[str] = Counter()
     exposed = 0.0
-    for axes, wire, launches, waited in _traffic(layout):
-        seconds = _link_s(layout, rates, axes, wire, launches)
+    for axes, wire, launches, waited in _traffic(sizes):
+        seconds = _link_s(sizes, rates, axes, wire, launches)
         busy.update(seconds)
-        exposed += waited * max(seconds.values()) / (1 - layout.schedule.bubble)
-    on_host = layout.run.optimizer.offload == "moments"
-    host = 2 * moment_bytes(layout) / (rates.host_gb_s * 1e9) if on_host else 0.0
-    return max(_arithmetic_s(layout, rates) + memory_bound_s(layout, rates) + exposed, *busy.values(), host)
+        exposed += waited * max(seconds.values()) / (1 - sizes.schedule.bubble)
+    on_host = sizes.run.optimizer.offload == "moments"
+    host = 2 * moment_bytes(sizes) / (rates.host_gb_s * 1e9) if on_host else 0.0
+    return max(_arithmetic_s(sizes, rates) + memory_bound_s(sizes, rates) + exposed, *busy.values(), host)
 
 
-def _arithmetic_s(layout: Layout, rates: Rates) -> float:
+def _arithmetic_s(sizes: Sizes, rates: Rates) -> float:
     """Return the seconds of matmuls and attention per step. The bubble of a pipeline lengthens the time of layers."""
-    run, m = layout.run, layout.run.model
-    devices, rows = math.prod(layout.sizes.values()), flops.expert_rows(run)
+    run, m = sizes.run, sizes.run.model
+    devices, rows = sizes.layout.devices, flops.expert_rows(run)
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
     attention = flops.attention(m, run.data.seq_len).causal * m.step_layers
     head = flops.heads(m)
@@ -353,26 +348,26 @@ def _arithmetic_s(layout: Layout, rates: Rates) -> float:
     muon = 0.0
     if run.optimizer.name == "muon" and not groups.moved(run.optimizer.groups):
         muon = SIMPLIFIED * flops.newton_schulz(m) / devices / gemm
-    per_token = layers / (1 - layout.schedule.bubble) + SIMPLIFIED * 3 * head / gemm
+    per_token = layers / (1 - sizes.schedule.bubble) + SIMPLIFIED * 3 * head / gemm
     return (run.tokens_per_step / devices * per_token + muon) / 1e12
 
 
-def memory_bound_s(layout: Layout, rates: Rates) -> float:
+def memory_bound_s(sizes: Sizes, rates: Rates) -> float:
     """Return the seconds of optimizer, gradient accumulation, norms, SwiGLU and logits per step, by their memory traffic."""
-    run, c = layout.run, layout.compute_bytes
+    run, c = sizes.run, sizes.compute_bytes
     m, micro = run.model, run.train.grad_accum
     grads = BYTES[run.dtypes.grads] if micro > 1 else 2
-    moved = sum(layout.parameters.values()) * 2 * grads
+    moved = sum(sizes.parameters.values()) * 2 * grads
     if run.optimizer.name in groups.METHODS:
-        moved += 2 * (master_bytes(layout) + moment_bytes(layout))
+        moved += 2 * (master_bytes(sizes) + moment_bytes(sizes))
     if micro > 1:
-        moved += micro * sum(layout.gradients.values()) * (2 * grads + 2)
-    norms = 2 * (2 + 3) * layout.residual  # each of two norms accesses two arrays forward, three backward
+        moved += micro * sum(sizes.gradients.values()) * (2 * grads + 2)
+    norms = 2 * (2 + 3) * sizes.residual  # each of two norms accesses two arrays forward, three backward
     rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
-    swiglu = (3 + 5) * rows / layout.shards["mlp"]
-    moved += layout.tokens * layout.layers * c * (norms + swiglu)
+    swiglu = (3 + 5) * rows / sizes.shards["mlp"]
+    moved += sizes.tokens * sizes.layers * c * (norms + swiglu)
     if run.loss.name == "cross_entropy":
-        moved += layout.tokens * (4 + c) * m.vocab_size / layout.shards["vocab"] * (1 + m.mtp_layers)
+        moved += sizes.tokens * (4 + c) * m.vocab_size / sizes.shards["vocab"] * (1 + m.mtp_layers)
     return moved / (rates.memory_tb_s * 1e12)
 
 
@@ -380,37 +375,35 @@ def memory_bound_s(layout: Layout, rates: Rates) -> float:
 Traffic = tuple[tuple[str, ...], float, int, float]
 
 
-def _traffic(layout: Layout) -> Iterator[Traffic]:
+def _traffic(sizes: Sizes) -> Iterator[Traffic]:
     """Yield the communication over each combination of mesh axes.
 
     Matmuls of the forward pass wait for tensor and expert collectives, so half of these collectives counts as exposed. Their
     other half, in the backward pass, and all other communication are assumed to overlap with computation.
     """
-    run, m, c, s = layout.run, layout.run.model, layout.compute_bytes, layout.schedule
-    p, shards, launches = layout.placement, layout.shards, 4 * layout.layers * run.train.grad_accum
-    yield from _weights(layout, [part for part in PARTS if part != "experts"])
+    run, m, c, s = sizes.run, sizes.run.model, sizes.compute_bytes, sizes.schedule
+    p, shards, launches = sizes.placement, sizes.shards, 4 * sizes.layers * run.train.grad_accum
+    yield from _weights(sizes, [part for part in PARTS if part != "experts"])
     if m.num_experts:
-        yield from _weights(layout, ["experts"])
+        yield from _weights(sizes, ["experts"])
 
     # An all-gather and a reduce-scatter around attention and around the feed-forward block, forward and backward.
     axes = p.sequence_parallel_axes or p.mesh_axes("heads") or p.mesh_axes("mlp")
     row = m.d_model * c
-    yield axes, 8 * layout.layers * layout.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
+    yield axes, 8 * sizes.layers * sizes.tokens * row * _others(p.size(axes)), int(2 * launches), 0.5
     if exchange := p.compute_axes("experts"):
         # Each device of a tensor group sends complete tokens. A capacity factor below 1 drops some tokens.
-        sent = layout.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
-        yield exchange, 4 * layout.layers * sent, int(launches), 0.5
+        sent = sizes.tokens * m.experts_per_token * min(1.0, run.moe.capacity_factor or 1.0) * row * _others(p.size(exchange))
+        yield exchange, 4 * sizes.layers * sent, int(launches), 0.5
 
     if s.stages > 1:  # each virtual stage sends its output to the next stage, and a gradient back
-        yield p.mesh_axes("layers"), 2 * s.units * layout.tokens / s.microbatches * layout.residual * c, 2 * s.units, 0.0
+        yield p.mesh_axes("layers"), 2 * s.units * sizes.tokens / s.microbatches * sizes.residual * c, 2 * s.units, 0.0
 
-    kv_heads = max(1, m.num_kv_heads // shards["kv_heads"])
-    how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
-    context = make_context(*how)
+    context = sizes.layout.context
     if context.size > 1 and not m.sliding_window:
         # A ring sends keys and values forward, and again backward with float32 gradients. Ulysses exchanges tokens for heads.
         u, r = context.ulysses, context.ring
-        elements = layout.tokens * layout.layers * flops.head_dim(m)
+        elements = sizes.tokens * sizes.layers * flops.head_dim(m)
         queries = elements * m.num_heads / shards["heads"]
         keys = 2 * elements * max(m.num_kv_heads / shards["kv_heads"], u)
         trips = 2 + (run.remat.policy != "none" and not kept(run.remat) >= ATTENTION)
@@ -423,37 +416,37 @@ def _others(group: int) -> float:
     return (group - 1) / group
 
 
-def _weights(layout: Layout, parts: Iterable[str]) -> Iterator[Traffic]:
+def _weights(sizes: Sizes, parts: Iterable[str]) -> Iterator[Traffic]:
     """Yield the gathers of weights and the reductions of gradients of these parts, which have the same sharding."""
-    run, p, micro = layout.run, layout.placement, layout.run.train.grad_accum
-    params = {part: layout.parameters[part] for part in parts}
+    run, p, micro = sizes.run, sizes.placement, sizes.run.train.grad_accum
+    params = {part: sizes.parameters[part] for part in parts}
     split = p.gather_axes(*{axis: None for part in parts for axis in PARTS[part]})
     stays = p.compute_axes("experts") if "experts" in params else ()
     replicas = tuple(a for a in p.token_axes if a not in (*split, *stays))
     everything, head = sum(params.values()), params.get("head", 0.0)
     layers = sum(params.get(part, 0.0) for part in LAYERS)
-    if layout.once:
+    if sizes.once:
         gathered, wide, reduced = layers, everything - layers, everything
     elif run.sharding.zero == 2:
         gathered, wide, reduced = layers, everything - layers, micro * (layers + head)
     else:
         # The embedding lookup exchanges rows and gathers nothing. The last layer's weights need not be gathered again.
-        again = layers * (1 - 1 / layout.layers) if run.sharding.gather == "layer" else 0.0
+        again = layers * (1 - 1 / sizes.layers) if run.sharding.gather == "layer" else 0.0
         gathered, wide, reduced = micro * (layers + again), micro * head, micro * (layers + head)
     reduce = BYTES[run.dtypes.reduce]
-    yield split, (p.size(split) - 1) * (gathered * layout.weight_bytes + wide * layout.compute_bytes + reduced * reduce), 0, 0.0
+    yield split, (p.size(split) - 1) * (gathered * sizes.weight_bytes + wide * sizes.compute_bytes + reduced * reduce), 0, 0.0
     yield replicas, 2 * everything * _others(p.size(replicas)) * reduce, 0, 0.0
 
 
-def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
+def _link_s(sizes: Sizes, rates: Rates, axes: tuple[str, ...], wire: float, launches: int) -> dict[str, float]:
     """Return link ("nvlink" or "network") -> seconds of this traffic in a step.
 
     In a ring over g devices on k nodes, at least (k - 1) / (g - 1) of the bytes cross nodes.
     """
-    group = layout.placement.size(axes)
+    group = sizes.placement.size(axes)
     if group == 1:
         return {"nvlink": 0.0, "network": 0.0}
-    crossing = (_nodes(layout, axes) - 1) / (group - 1)
+    crossing = (_nodes(sizes, axes) - 1) / (group - 1)
     # A launch takes at least the time of the curve's smallest message, of which a device in a group of two sends half.
     (shortest, part), *_ = rates.collective_curve
     nvlink = max(wire * (1 - crossing), launches * shortest / 2 / part) / (rates.nvlink_gb_s * 1e9)
@@ -461,8 +454,8 @@ def _link_s(layout: Layout, rates: Rates, axes: tuple[str, ...], wire: float, la
     return {"nvlink": nvlink, "network": network}
 
 
-def _nodes(layout: Layout, axes: tuple[str, ...]) -> int:
+def _nodes(sizes: Sizes, axes: tuple[str, ...]) -> int:
     """Return the number of nodes of one group over these mesh axes. Consecutive device ids are along the last mesh axis."""
-    devices = np.arange(math.prod(layout.sizes.values())).reshape([layout.sizes.get(axis, 1) for axis in MESH_AXES])
+    devices = np.arange(sizes.layout.devices).reshape([size for _, size in sizes.layout.mesh])
     group = devices[tuple(slice(None) if axis in axes else 0 for axis in MESH_AXES)]
-    return len(np.unique(group // layout.node))
+    return len(np.unique(group // sizes.node))

@@ -23,8 +23,7 @@ from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.plan import FOLDER
 from jaxtrain.plan.rates import ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
-from jaxtrain.plan.search_bound import mesh_sizes
-from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.step.resume import INPUTS, NOTHING, TIME, effect
 
 LOGGER = logging.getLogger("jaxtrain")
@@ -135,7 +134,7 @@ class Cache:
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     """Return config key -> value, for keys that the program depends on. Mesh axes have their sizes on this machine."""
     flat = dict(schema.flatten(schema.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
+    flat |= {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
     return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
 
 

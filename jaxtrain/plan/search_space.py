@@ -9,8 +9,8 @@ from typing import Any
 from jaxtrain.config import hardware, schema
 from jaxtrain.config.context import METHODS
 from jaxtrain.config.schema import Problem, RunConfig
-from jaxtrain.plan.search_bound import least_state_gib, mesh_sizes
-from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.search_bound import least_state_gib
+from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.step.validate import validate_step
 
 Overrides = tuple[tuple[str, Any], ...]
@@ -103,7 +103,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
     The overrides set more microbatches, shorter loss chunks, another remat, larger tensor and expert groups, ZeRO-3, and
     narrower dtypes (STORAGE).
     """
-    now, experts, flat = mesh_sizes(run, topology), run.model.num_experts, _flat(run)
+    now, experts, flat = layout_of(run, topology).sizes, run.model.num_experts, _flat(run)
     usable, left = topology.usable_gib(run.train.memory_fraction), topology.total // (now["stage"] * now["seq"])
     groups = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= now["expert"] and t >= now["tensor"]]
     groups = [(e, t) for e, t in groups if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
@@ -164,7 +164,7 @@ def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = No
     """Return the overrides that change the run, such as "mesh.fsdp=8". topology: replaces mesh axes of -1 by their size."""
     flat = _flat(run)
     if topology:
-        flat = flat | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, topology).items()}
+        flat = flat | {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
     return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
 
 

@@ -23,20 +23,19 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.layout import Layout
 from jaxtrain.config.numbers import plural
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, nearest
+from jaxtrain.config.schema import EXPERT_AXIS, ConfigError, Problem, RunConfig, nearest
 from jaxtrain.config.shapes import STACK
-from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.activations import AXES, PLACES
 from jaxtrain.models.module import part
-from jaxtrain.models.zero import make_zero
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.program.buffers import WEIGHT, saved_activations
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
 from jaxtrain.step.batch import MICROBATCHES
-from jaxtrain.step.definition import fp8_weights, numerics_of
+from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.program import Program, build
 
 KINDS = ("parameter", "counter", "moment", "gradient", "gathered", "activation", "batch", "array")
@@ -255,7 +254,7 @@ def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings[Ro
     saved = _saved_activations(program, named)
     rows = (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved))
     batch = (_global_row(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
-    return Shardings((*rows, *batch), title, mesh, tuple(_places(run, mesh)))
+    return Shardings((*rows, *batch), title, mesh, tuple(_places(program.layout, run.model.num_experts)))
 
 
 def of_tree(tree: Any) -> Shardings[Row]:
@@ -281,13 +280,12 @@ def of_tree(tree: Any) -> Shardings[Row]:
     return Shardings(tuple(rows), f"{plural(len(rows), 'array')}: {shown}", mesh)
 
 
-def _places(run: RunConfig, mesh: dict[str, int]) -> Iterator[str]:
+def _places(layout: Layout, num_experts: int) -> Iterator[str]:
     """Yield texts about the layers of each stage, and the experts of each index along mesh.expert."""
-    if (stages := mesh.get(pipeline_moe.STAGE, 1)) > 1:
-        found = pipeline_moe.layers(run.model.num_layers, pipeline_moe.schedule_of(run, stages))
-        yield f"layers by stage: {' | '.join(found)}."
-    if (devices := mesh.get(pipeline_moe.EXPERT, 1)) > 1:
-        each = run.model.num_experts // devices
+    if layout.pipelined:
+        yield f"layers by stage: {' | '.join(pipeline_moe.layers(layout.stages))}."
+    if (devices := layout.size(EXPERT_AXIS)) > 1:
+        each = num_experts // devices
         runs = [f"{i * each}-{(i + 1) * each - 1}" if each > 1 else str(i) for i in range(devices)]
         yield f"experts along expert: {' | '.join(runs)}."
 
@@ -328,13 +326,12 @@ def _state_rows(program: Program) -> Iterator[Row]:
         yield _global_row(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
     for name, a in _leaves(part(program.state.params, program.trained)).items():
-        yield _global_row(name, "gradient", a, axes[name], DTYPES[program.run.dtypes.grads])
+        yield _global_row(name, "gradient", a, axes[name], program.zero.numerics.sums)
 
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
     """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/models/zero.py)."""
-    p, numerics = program.placement, numerics_of(program.run)
-    zero = make_zero(program.run, p, numerics)
+    p, zero, numerics = program.placement, program.zero, program.zero.numerics
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
     fp8 = _leaves(fp8_weights(program.run, program.definition))
     found = []

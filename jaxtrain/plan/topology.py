@@ -18,6 +18,8 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain.config import hardware
+from jaxtrain.config.layout import Layout, resolve_layout
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.runtime.startup import quiet
 from jaxtrain.sharding import node_of
 
@@ -173,3 +175,8 @@ def devices(topology: Topology) -> list[Any]:
             "start Python with JAX_PLATFORMS=cpu"
         ) from error
     return sorted(found, key=lambda d: d.id)
+
+
+def layout_of(run: RunConfig, topology: Topology) -> Layout:
+    """Return the layout of a run on a machine. The mesh and the rules must be legal there."""
+    return resolve_layout(run, topology.total, topology.gpus)

@@ -98,7 +98,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
             planned = read_plan(compiled, run, topology, **label, experts_load=args.experts_load)
     if args.hlo:
         write_output(args.hlo, compiled.text)
-    moved = traffic.parts(compiled.run, compiled.program, planned.kernels) if args.traffic else ()
+    moved = traffic.parts(compiled.program, planned.kernels) if args.traffic else ()
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     lanes = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}

@@ -13,10 +13,9 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import percent, rough, size
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search import ERROR, Candidate, Refusal, SearchResult
-from jaxtrain.plan.search_bound import mesh_sizes
 from jaxtrain.plan.search_parallel import Outcome
 from jaxtrain.plan.search_space import Overrides, changes
-from jaxtrain.plan.topology import Topology
+from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.report.live import live
 from jaxtrain.report.plan_sections import describe_remat, span
 from jaxtrain.report.sections import Column, Listing, Section, Table, labels, numbers, print_sections, say
@@ -60,7 +59,7 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
 
 def mesh(candidate: Candidate, topology: Topology) -> str:
     """Return the mesh axes of more than one device, such as "fsdp=4 tensor=2"."""
-    sizes = mesh_sizes(candidate.run, topology)
+    sizes = layout_of(candidate.run, topology).sizes
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one GPU"
 
 

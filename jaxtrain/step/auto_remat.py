@@ -11,11 +11,12 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import Model, Remat, RunConfig
 from jaxtrain.config.shapes import FURTHER_ROUND
 from jaxtrain.models import flops
 from jaxtrain.models.activations import LATENTS, kept
-from jaxtrain.step.stages import Arrangement, Schedule
+from jaxtrain.step.stages import Schedule
 
 # Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
 MARGIN = 0.03

@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxtrain.config import own_parts
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
-from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models import family, layers, precision
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import Lora, is_adapter
@@ -18,33 +17,13 @@ from jaxtrain.models.module import Definition, Params, names
 from jaxtrain.models.remat import make_plan
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import build_as
-from jaxtrain.models.zero import make_zero
-from jaxtrain.sharding import Placement
+from jaxtrain.models.zero import Zero
 from jaxtrain.step.balance import is_bias
 
 
-def numerics_of(run: RunConfig) -> Numerics:
-    """Return the dtypes of a config.
-
-    With LoRA, frozen base weights are stored in the compute dtype: every use rounds them to this dtype, and checkpoints do not
-    include them. The router stays in dtypes.params.
-
-    Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
-    """
-    compute = DTYPES[run.compute]
-    if run.lora.rank:
-        return Numerics(compute, DTYPES[run.dtypes.reduce], compute, compute)
-    return Numerics(compute, DTYPES[run.dtypes.reduce], DTYPES[run.dtypes.params])
-
-
-def lora_of(run: RunConfig) -> Lora:
-    """Return the LoRA settings of a config: rank, alpha, target weights and the adapters' dtype."""
-    return Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), DTYPES[run.dtypes.params])
-
-
-def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Definition:
-    """Return the `Definition` of a config's model, with this mesh and this attention kernel."""
-    module, numerics = family(run.model.family), numerics_of(run)
+def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
+    """Return the `Definition` of a config's model, with this mesh, these dtypes and this attention kernel."""
+    module, placement, numerics = family(run.model.family), zero.placement, zero.numerics
     if not hasattr(module, "build") and not hasattr(module, "STRUCTURE"):
         rule = "has no function `build`, which returns the model"
         raise ConfigError([Problem("model.family", run.model.family, rule, "Give it one, as in docs/extending.md.")])
@@ -53,8 +32,8 @@ def make_definition(run: RunConfig, placement: Placement, kernel: Kernel) -> Def
     ctx = layers.Context(
         numerics,
         placement,
-        make_zero(run, placement, numerics),
-        lora=lora_of(run),
+        zero,
+        lora=Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), numerics.adapters),
         moe=run.moe,
         own=own_settings(run.own),
         structure=getattr(module, "STRUCTURE", Structure()),
@@ -108,7 +87,7 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     known = jax.tree.leaves(called)
     if run.lora.rank:
         adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
-        gone = [target for target in lora_of(run).targets if target not in adapted]
+        gone = [target for target in parts_of(run.lora.targets) if target not in adapted]
         if gone:
             rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
             remedy = (

@@ -1,53 +1,47 @@
-"""Choose a run's attention kernel, and its sharding of attention over the seq axis."""
+"""Choose a run's attention kernel."""
 
 import dataclasses
 from typing import Any
 
-from jaxtrain.config.context import Context, make_context
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.context import Context
+from jaxtrain.config.schema import Data, Model, RunConfig
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.context_parallel import window
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models import windows
 from jaxtrain.models.attention import Kernel
-from jaxtrain.sharding import Placement
 
 
-def attention_specs(run: RunConfig) -> tuple[attention.Spec, ...]:
+def attention_specs(model: Model, data: Data, compute: str, deterministic: bool = False) -> tuple[attention.Spec, ...]:
     """Return the attention spec of training for each kind of layer (`models.attention.layer_kinds`).
 
-    The specs have the compute dtype for the forward pass. With attention.forward=fp8, `choose_kernel` changes it to e4m3.
+    compute: dtype of the forward pass, f32 | bf16. With attention.forward=fp8, `choose_kernel` changes it to e4m3.
     """
-    m, packed = run.model, run.data.masks_documents
-    segments = run.data.most_documents if packed else 1
+    m, packed = model, data.masks_documents
+    segments = data.most_documents if packed else 1
     return tuple(
         attention.Spec(
             m.head_dim,
-            run.compute,
+            compute,
             packed,
             segments,
             windows.window(m, kind),
             m.attention_softcap,
-            deterministic=run.train.deterministic,
+            deterministic=deterministic,
             sinks=m.attention_sinks,
             value_dim=m.v_head_dim if m.v_head_dim != m.head_dim else 0,
         )
-        for kind in dict.fromkeys(windows.kinds(m))
+        for kind in dict.fromkeys(m.kinds)
     )
-
-
-def context_of(run: RunConfig, placement: Placement) -> Context:
-    """Return the sharding of a run's sequences over the seq axis."""
-    tensor = placement.size(placement.mesh_axes("heads"))
-    kv_heads = max(1, run.model.num_kv_heads // tensor)
-    ranks = placement.size(placement.mesh_axes("sequence"))
-    a = run.attention
-    return make_context(run.parallel.context, a.ulysses, ranks, run.model.num_heads // tensor, kv_heads)
 
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:
     """Return (the attention kernel for training on devices of the type of `device`, the reason for the choice)."""
-    split, specs, hardware = Split(context), attention_specs(run), attention.Hardware.of(device)
+    split, specs, hardware = (
+        Split(context),
+        attention_specs(run.model, run.data, run.compute, run.train.deterministic),
+        attention.Hardware.of(device),
+    )
     if run.attention.forward == "fp8":
         how = attention.KERNEL if hardware.platform == "gpu" else attention.EMULATED
         specs = tuple(dataclasses.replace(spec, fp8=how) for spec in specs)

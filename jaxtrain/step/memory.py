@@ -57,40 +57,40 @@ def taken_gib(compiled: Any) -> float:
 
 
 def compile_to_fit(
-    run: RunConfig,
     program: Program,
     options: dict[str, str | bool],
     usable_gib: float,
     say: Callable[[str], None] = lambda text: None,
     extra: dict[str, str | bool] | None = None,
     taken: Callable[[Any], float] = taken_gib,
-) -> tuple[RunConfig, Program, Any]:
-    """Return (run, program, compiled train step). With remat.policy=auto, choose the least recomputation that fits.
+) -> tuple[Program, Any]:
+    """Return (program, compiled train step). With remat.policy=auto, choose the least recomputation that fits.
 
     The returned step may still be too big: the caller checks its memory. usable_gib: memory of one device, inf if unknown. say:
     writes a line to the log. extra: further options of XLA, for example for dumps. taken: returns the allocated GiB of a
     compiled step.
     """
-    auto = run.remat.policy == "auto"
+    auto = program.run.remat.policy == "auto"
     while True:
         compiled = compiler.compile_train(program, options, extra)
-        less = less_saved(run, program, taken(compiled), usable_gib) if auto else None
+        less = less_saved(program, taken(compiled), usable_gib) if auto else None
         if less is None:
             break
         say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
-        run, program = less, build(less, list(program.placement.mesh.devices.flat))
+        program = build(less, list(program.placement.mesh.devices.flat))
     if auto:
-        say(auto_remat.words(run))
-    return run, program, compiled
+        say(auto_remat.words(program.run))
+    return program, compiled
 
 
-def less_saved(run: RunConfig, program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
-    """Return the run with fewer saved activations if its compiled step does not fit.
+def less_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+    """Return the program's run with fewer saved activations if its compiled step does not fit.
 
-    Returns None if the step fits, or if the run saves no activations. `run` has remat.policy=auto, or is an earlier result of
-    this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
+    Returns None if the step fits, or if the run saves no activations. The run has remat.policy=auto, or is an earlier
+    result of this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
     big. taken_gib: allocated memory of the compiled step.
     """
+    run = program.run
     excess = taken_gib - (1 - auto_remat.MARGIN) * usable_gib
     if excess <= 0 or not kept(run.remat):
         return None

@@ -30,7 +30,7 @@ from jaxtrain.models.attention import Kernel, kind_shares
 from jaxtrain.models.flops import Flops
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
-from jaxtrain.step.definition import make_definition, numerics_of, trained_parameters
+from jaxtrain.step.definition import make_definition, trained_parameters
 from jaxtrain.step.kernel import attention_specs
 
 APART = 0.03  # a count within this part of the formula is of the same model, and the formula stands
@@ -101,8 +101,9 @@ def count(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
         moe=dataclasses.replace(run.moe, impl="ragged", capacity_factor=0.0),
     )
     placement = make_placement(run, jax.local_devices()[:1])
-    definition = make_definition(run, placement, CountedKernel("reference", attention_specs(run), model=run.model))
-    zero, trained = make_zero(run, placement, numerics_of(run)), trained_parameters(run, definition)
+    zero, specs = make_zero(run.sharding, placement), attention_specs(run.model, run.data, run.compute)
+    definition = make_definition(run, zero, CountedKernel("reference", specs, model=run.model))
+    trained = trained_parameters(run, definition)
     rows = (jax.ShapeDtypeStruct((1, run.data.seq_len), jnp.int32),) * 3
 
     def forward(params: Any, tokens_BT: Any, segments_BT: Any, positions_BT: Any) -> Any:

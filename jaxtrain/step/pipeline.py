@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.shapes import STACK
 from jaxtrain.models.attention import Shared
 from jaxtrain.models.module import Definition, Params
@@ -27,7 +28,7 @@ from jaxtrain.models.transformer import Cache, Transformer
 from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement
 from jaxtrain.step.loss import Batch
-from jaxtrain.step.stages import STAGE, Arrangement, Phase, Schedule
+from jaxtrain.step.stages import STAGE, Phase, Schedule
 
 Buffers = list[jax.Array]  # of all saved activations: each (slots x checkpoints of a group, ...)
 

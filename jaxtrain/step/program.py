@@ -14,7 +14,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.context import Context
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
+from jaxtrain.config.layout import Layout
+from jaxtrain.config.schema import ConfigError, Model, Optimizer, Problem, RunConfig, own_settings, parts_of
 from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import grouped
@@ -28,12 +29,12 @@ from jaxtrain.optim.update import at_once, streamed
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.step.balance import Balance, is_bias
 from jaxtrain.step.batch import MICROBATCHES, abstract_batch
-from jaxtrain.step.definition import fp8_weights, make_definition, matches, numerics_of, trained_parameters
+from jaxtrain.step.definition import fp8_weights, make_definition, matches, trained_parameters
 from jaxtrain.step.gradients import Objective, make_gradients, make_log_probs, make_loss
-from jaxtrain.step.kernel import choose_kernel, context_of
+from jaxtrain.step.kernel import choose_kernel
 from jaxtrain.step.loss import Batch, LossSpec, find_loss, with_cross_entropy
 from jaxtrain.step.pipeline import Pipeline
-from jaxtrain.step.stages import STAGE, Arrangement, Schedule, arrangement
+from jaxtrain.step.stages import schedule_of
 from jaxtrain.step.state import TrainState, abstract_state, shardings
 from jaxtrain.step.train_step import make_train_step
 
@@ -44,6 +45,7 @@ class Program:
 
     run: RunConfig
     placement: Placement
+    zero: Zero
     definition: Definition
     kernel: Kernel  # attention
     kernel_reason: str  # the reason for the choice
@@ -60,9 +62,14 @@ class Program:
     log_probs: Any  # jitted: (params, eval_batch) -> log-probabilities of documents, (1, B, M), for losses of pairs
 
     @property
+    def layout(self) -> Layout:
+        """Return what follows from the config and the number of devices."""
+        return self.placement.layout
+
+    @property
     def context(self) -> Context:
         """Return the sharding of a sequence over devices, and the order of its tokens."""
-        return self.kernel.split.context
+        return self.layout.context
 
     @property
     def offload(self) -> bool:
@@ -90,11 +97,10 @@ class Program:
     @property
     def layer_trips(self) -> int:
         """Return the number of iterations of the loop over layers; 0 if the layers are unrolled."""
-        run = self.run
-        stage_layout = arrangement(run, self.placement.size(STAGE))
+        run, stages = self.run, self.layout.stages
         plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers)
-        if stage_layout:
-            return plan.trips(stage_layout.per_group)
+        if stages.stages > 1:
+            return plan.trips(stages.per_group)
         stacked = jax.tree.leaves(self.definition.abstract.get(STACK, {}))  # a layer of the stack may be several of the model's
         return plan.trips(stacked[0].shape[0]) if stacked else 0
 
@@ -114,12 +120,11 @@ class Program:
         return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
 
 
-def make_balance(run: RunConfig, definition: Definition, stage_layout: Arrangement | None) -> Balance:
+def make_balance(run: RunConfig, layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. Routers' biases are updated, except frozen ones; with adapters, all are frozen."""
     frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
-    stage_layout = stage_layout or Arrangement(run.model.stacked_layers)
-    return Balance(run.moe, run.model.num_experts, stage_layout.order, moves, run.model.mtp_layers)
+    return Balance(run.moe, run.model.num_experts, layout.stages.order, moves, run.model.mtp_layers)
 
 
 def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
@@ -138,36 +143,37 @@ def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
     return definition.uses_plan_run and asked
 
 
-def make_pipeline(run: RunConfig, placement: Placement, definition: Definition, stage_layout: Arrangement) -> Pipeline:
-    """Return a config's pipeline. Raise ConfigError for a model from outside the package that cannot run on stages."""
+def make_pipeline(model: Model, placement: Placement, definition: Definition) -> Pipeline | None:
+    """Return the pipeline; None with one stage. Raise ConfigError for a model from outside that cannot run on stages."""
+    layout = placement.layout
+    if not layout.pipelined:
+        return None
     if not definition.staged:
-        rule = f"the {run.model.family} model does not declare that its layers can run separately from embedding and head"
+        rule = f"the {model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
-        raise ConfigError([Problem("mesh.stage", stage_layout.stages, rule, remedy)])
-    schedule = Schedule(run.pipeline.schedule, stage_layout.stages, stage_layout.groups, run.train.grad_accum)
-    return Pipeline(placement, definition, stage_layout, schedule, layer_kinds(run.model))
+        raise ConfigError([Problem("mesh.stage", layout.stages.stages, rule, remedy)])
+    return Pipeline(placement, definition, layout.stages, schedule_of(layout), layer_kinds(model))
 
 
-def make_objective(run: RunConfig, placement: Placement, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
+def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
     """Return the objective of a train step."""
     head = "embed.embedding" if run.model.tied_head else "head"
     head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
     of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
     how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
-    spec = LossSpec(zero.numerics, placement, zero, *how, *of_pairs, own_settings(run.own))
+    spec = LossSpec(zero.numerics, zero.placement, zero, *how, *of_pairs, own_settings(run.own))
     family = run.model.family if run.model.outside else ""
     of_mtp = run.model.mtp_layers, run.loss.mtp_weight
-    return Objective(placement, find_loss(run.loss.name), spec, balance, *of_mtp, family, run.model.d_model)
+    return Objective(zero.placement, find_loss(run.loss.name), spec, balance, *of_mtp, family, run.model.d_model)
 
 
-def check_offload(run: RunConfig, trained: Params) -> None:
+def check_offload(optimizer: Optimizer, family: str, trained: Params) -> None:
     """Raise ConfigError if optimizer.offload is set and no stacked layers are trained: only their moments can be streamed.
 
     trained: the parameters that are trained, by name.
     """
-    if run.optimizer.offload == "moments" and STACK not in trained:
-        has = "trains" if run.train.freeze else "has"
-        rule = f"moments are streamed layer by layer, and model.family = {run.model.family} {has} no parameters under {STACK!r}"
+    if optimizer.offload == "moments" and STACK not in trained:
+        rule = f"moments are streamed layer by layer, and model.family = {family} trains no parameters under {STACK!r}"
         raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
 
 
@@ -178,38 +184,34 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
       LayoutError, Unsupported: the config asks for an impossible layout or kernel.
       ConfigError: the model cannot run with a setting of the config.
     """
-    # The mesh, the attention kernel, the model.
+    # The mesh, the dtypes, the attention kernel, the model.
     placement = make_placement(run, devices)
-    kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
+    layout, zero = placement.layout, make_zero(run.sharding, placement)
+    kernel, kernel_reason = choose_kernel(run, layout.context, devices[0])
     if run.model.num_experts:
-        grouped.check(run.moe.impl, Hardware.of(devices[0]), numerics_of(run).compute)
-    definition = make_definition(run, placement, kernel)
-    numerics = numerics_of(run)
-    stage_layout = arrangement(run, placement.size(STAGE))
-    pipe = make_pipeline(run, placement, definition, stage_layout) if stage_layout else None
+        grouped.check(run.moe.impl, Hardware.of(devices[0]), zero.numerics.compute)
+    definition = make_definition(run, zero, kernel)
+    pipe = make_pipeline(run.model, placement, definition)
 
     # The roles of parameters, and the optimizer.
     trained, in_fp8 = trained_parameters(run, definition), fp8_weights(run, definition)
     learnt = part(definition.axes, trained)
     check_groups(run.optimizer, learnt)
-    check_offload(run, learnt)
+    check_offload(run.optimizer, run.model.family, learnt)
     offload = run.optimizer.offload == "moments"
-    how = (run.optimizer, run.dtypes, learnt, placement, numerics)
+    how = (run.optimizer, run.dtypes, learnt, placement, zero.numerics)
     tx = make_optimizer(*how, own_settings(run.own))
-    rounding = Rounding(run.train.seed, stage_layout.order if stage_layout else None)
+    rounding = Rounding(run.train.seed, layout.stages.order if pipe else None)
     update = streamed(*how, rounding) if offload else at_once(tx, rounding)
 
     # The arrays.
-    state = abstract_state(definition, tx, placement, offload, trained, stage_layout)
-    rows = run.train.global_batch // run.train.grad_accum
-    shape = run.train.grad_accum, rows, run.data.seq_len
-    batch = abstract_batch(placement, shape, run.loss.of_pairs, run.model.mtp_layers)
-    eval_batch = abstract_batch(placement, (1, rows, run.data.seq_len), run.loss.of_pairs)
+    state = abstract_state(definition, tx, placement, offload, trained, layout.stages if pipe else None)
+    batch = abstract_batch(placement, layout.batch, run.loss.of_pairs, run.model.mtp_layers)
+    eval_batch = abstract_batch(placement, (1, *layout.batch[1:]), run.loss.of_pairs)
 
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
-    zero = make_zero(run, placement, numerics)
-    balance = make_balance(run, definition, stage_layout) if run.model.num_experts else None
-    objective = make_objective(run, placement, zero, trained, balance)
+    balance = make_balance(run, layout, definition) if run.model.num_experts else None
+    objective = make_objective(run, zero, trained, balance)
     adds = not pipe and adds_in_backward(run, definition)
     local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
     param_specs = definition.specs(placement)
@@ -240,6 +242,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     return Program(
         run,
         placement,
+        zero,
         definition,
         kernel,
         kernel_reason,

@@ -26,54 +26,13 @@ import dataclasses
 import functools
 import heapq
 
-from jaxtrain.config.schema import RunConfig, choices
+from jaxtrain.config.layout import Layout
+from jaxtrain.config.schema import choices
 
 IDLE = 0.1  # fraction of a step: a larger bubble is reported
 SCHEDULES = choices("pipeline.schedule")
 
 STAGE = "stage"  # the mesh axis
-
-
-@dataclasses.dataclass(frozen=True)
-class Arrangement:
-    """Assigns layers to the slots of a stack that is sharded evenly over the stages.
-
-    The slots are in order of stage, and within a stage in order of group.
-    """
-
-    layers: int
-    stages: int = 1
-    groups: int = 1  # of each stage
-
-    @property
-    def per_group(self) -> int:
-        """Return the number of slots in each group."""
-        return -(-self.layers // (self.stages * self.groups))
-
-    @property
-    def places(self) -> int:
-        """Return the number of slots in the stack."""
-        return self.per_group * self.stages * self.groups
-
-    @functools.cached_property
-    def order(self) -> tuple[int | None, ...]:
-        """Return the layer of each slot; None for an empty slot."""
-        count = self.stages * self.groups
-        short, longer = divmod(self.layers, count)
-        of_group: list[list[int | None]] = []
-        first = 0
-        for q in range(count):
-            own = short + (q < longer)
-            of_group.append([*range(first, first + own), *[None] * (self.per_group - own)])
-            first += own
-        return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
-
-
-def arrangement(run: RunConfig, stages: int) -> Arrangement | None:
-    """Return the arrangement of a run's layers on `stages` stages; None for one stage."""
-    if stages == 1:
-        return None
-    return Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if run.pipeline.schedule == "interleaved" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,3 +162,9 @@ class Schedule:
     def in_flight(self) -> float:
         """Return the largest number of microbatches in flight on a stage. A unit counts as 1 / groups of a microbatch."""
         return self.slots[2] / self.groups
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """Return the schedule of a layout's microbatches; without a pipeline, that of one stage."""
+    stages = layout.stages
+    return Schedule(layout.schedule, stages.stages, stages.groups, layout.batch[0])

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import digests, stacks
 from jaxtrain.checkpoint.stacks import ON_HOST
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.models.module import Definition, Params, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import LayoutError, Placement, replicated
 from jaxtrain.step import guard
-from jaxtrain.step.stages import Arrangement
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 

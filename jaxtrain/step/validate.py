@@ -20,6 +20,7 @@ from jaxtrain.config import installed, own_parts, schema
 from jaxtrain.config.commands import CONFIG
 from jaxtrain.config.environment import overlay
 from jaxtrain.config.hardware import REPEATABLE, Devices
+from jaxtrain.config.layout import rules_in_use
 from jaxtrain.config.schema import FIT, Problem, RunConfig, flatten, nearest, parts_of, to_dict
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.models.activations import parse_tensors
@@ -342,7 +343,12 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     held = ("params", *moments, "grads") if trained else ("params",)
     types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # adapters' base weights
     each = sum(WIDTH.get(name, 0.0) for name in types)
-    split = {axis for name, onto in schema.rules_in_use(run, sizes).items() if name in OF_WEIGHTS for axis in onto}
+    split = {
+        axis
+        for name, onto in rules_in_use(run.sharding, run.model.num_experts, sizes).items()
+        if name in OF_WEIGHTS
+        for axis in onto
+    }
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)
     here = (devices.node or devices.count) / devices.count  # fraction of all devices that are in this process
     need = flops.parameters(run.model)["total"] * each * copies * here / 2**30

@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.config import hardware, schema
+from jaxtrain.config import hardware, layout
 from jaxtrain.config.context import make_context, ulysses_problem
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rules_in_use, wrong_rules
+from jaxtrain.config.layout import rules_in_use
+from jaxtrain.config.schema import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, wrong_rules
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
@@ -63,7 +64,10 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     if sizes is None:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
         return
     # Logical axis -> the mesh axes of size above 1 that shard it. _rules reports unknown mesh axes.
-    table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}
+    table = {
+        axis: [a for a in onto if sizes.get(a, 1) > 1]
+        for axis, onto in rules_in_use(run.sharding, run.model.num_experts, sizes).items()
+    }
     split = list(_context(run, devices, sizes, table, bad))
     for problem in _divisions(run, sizes, table, bad):
         if problem.key != "data.seq_len" or not any(other.key == problem.key for other in split):
@@ -100,7 +104,7 @@ def mesh_sizes(run: RunConfig, devices: Devices) -> tuple[dict[str, int] | None,
         return None, [Problem("devices", devices.count, rule, "Set JAX_NUM_CPU_DEVICES=1.")]
     what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
     try:
-        return schema.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
+        return layout.mesh_sizes(run.mesh, devices.count, devices.node or devices.count, what), []
     except ConfigError as error:
         need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
         if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs

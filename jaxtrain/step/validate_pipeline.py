@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.context import Context
-from jaxtrain.config.schema import FIT, Problem, RunConfig
-from jaxtrain.models import windows
+from jaxtrain.config.layout import arrange
+from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Problem, RunConfig
 from jaxtrain.models.activations import parse_tensors
-from jaxtrain.step.stages import arrangement
 
 
 def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
@@ -51,11 +50,11 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     bad: keys that have an invalid value.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
-    letters = set(run.model.attention_pattern) - {windows.LOCAL, windows.GLOBAL}
-    lying = None if bad & own or letters or context.ring == 1 else arrangement(run, stages)
+    letters = set(run.model.attention_pattern) - {LOCAL, GLOBAL}
+    lying = None if bad & own or letters or context.ring == 1 else arrange(run, stages)
     if lying is None or run.model.stacked_layers < lying.stages * lying.groups:
         return
-    kinds, first = windows.kinds(run.model), windows.kinds(run.model)[0]
+    kinds, first = run.model.kinds, run.model.kinds[0]
     # An empty slot runs as a layer of the first kind.
     places = "".join(first if layer is None else kinds[layer] for layer in lying.order)
     groups = [places[i : i + lying.per_group] for i in range(0, len(places), lying.per_group)]
@@ -80,9 +79,7 @@ def _schedule(run: RunConfig) -> Iterable[Problem]:
 
 
 def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
-    lying = arrangement(run, stages)
-    if lying is None:
-        return
+    lying = arrange(run, stages)
     count = lying.stages * lying.groups
     of = f"mesh.stage = {stages}" + (f" x pipeline.groups = {lying.groups}" if lying.groups > 1 else "")
     if run.model.stacked_layers < count:

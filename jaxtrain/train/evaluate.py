@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.context import Context
-from jaxtrain.config.schema import RunConfig
 from jaxtrain.metrics import samples
 from jaxtrain.metrics.files import Writers
 from jaxtrain.metrics.samples import Sample
@@ -116,7 +115,8 @@ def without_places(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 class HeldOut:
     """The held-out sets of a run, each evaluated by the same compiled step."""
 
-    def __init__(self, run: RunConfig, program: Program, sets: Mapping[str, Any], services: Services):
+    def __init__(self, program: Program, sets: Mapping[str, Any], services: Services):
+        run = program.run
         self._run, self._program, self._sets, self._services = run, program, sets, services
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
         contents = {name: without_places(batches.fingerprint) for name, batches in sets.items()}

@@ -29,11 +29,11 @@ from jaxtrain.metrics.samples import prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement
 from jaxtrain.step.definition import for_inference, make_definition
 from jaxtrain.step.kernel import attention_specs
 from jaxtrain.step.program import make_pipeline
-from jaxtrain.step.stages import STAGE, arrangement
 
 
 class Sampler:
@@ -49,14 +49,13 @@ class Sampler:
         # Attention is limited to the distances of training, since rotary angles beyond them were not trained.
         specs = tuple(
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
-            for spec in attention_specs(run)
+            for spec in attention_specs(run.model, run.data, run.compute, run.train.deterministic)
         )
         name, _ = attention.choose("auto", [(spec, 1) for spec in specs], attention.Hardware.of(placement.mesh.devices.flat[0]))
-        kernel, stage_layout = Kernel(name, specs), arrangement(run, placement.size(STAGE))
-        self.definition = make_definition(run, self.placement, kernel)
+        self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
         check_decodes(run, self.definition)
-        self._pipe = make_pipeline(run, self.placement, self.definition, stage_layout) if stage_layout else None
-        self._places = stage_layout.places if stage_layout else 0
+        self._pipe = make_pipeline(run.model, self.placement, self.definition)
+        self._places = placement.layout.stages.places if self._pipe else 0
         self.run = run
         self._dtype = DTYPES[run.compute]
         specs = self.definition.specs(self.placement), self.cache_specs, P()

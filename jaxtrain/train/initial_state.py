@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain import models
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import own_parts, schema
-from jaxtrain.config.schema import ConfigError, RunConfig, own_settings
+from jaxtrain.config.schema import ConfigError, RunConfig, Train, own_settings
 from jaxtrain.config.shapes import MTP
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.hf import lora
@@ -118,9 +118,9 @@ def choose_start(
     if at is None:
         beginning = position.position(checkpoints.directory, 0, 0, per_step)
         if run.init.from_ and program.adapters:
-            return begin_adapters(run, program, beginning)
+            return begin_adapters(program, beginning)
         if run.init.from_:
-            return Start(0, False, False, beginning, check_init_source(run, program, run.init.from_), {})
+            return Start(0, False, False, beginning, check_init_source(program, run.init.from_), {})
         if program.adapters:
             rule = "adapters need the weights of a trained model, and init.from names none"
             raise ConfigError([schema.Problem("init.from", "", rule, NAME_ONE)])
@@ -144,7 +144,7 @@ def choose_start(
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = adapters = ""
     if program.adapters:
-        _, base = check_base(run, program, lora.base_on_resume(meta, run.init))
+        _, base = check_base(program, lora.base_on_resume(meta, run.init))
         adapters = meta["base"].get("adapters", "")
     return Start(at, True, cast, place, tuple(notes), meta["data"], base, adapters, reasons)
 
@@ -163,29 +163,30 @@ def changed_rate(was: RunConfig, run: RunConfig, done: int) -> list[str]:
     return [f"the learning rate of step {done + 1}: {before:.3g} -> {now:.3g}{times}"]
 
 
-def begin_adapters(run: RunConfig, program: Program, beginning: Position) -> Start:
+def begin_adapters(program: Program, beginning: Position) -> Start:
     """Return the `Start` of a new run of adapters: from a base, or from adapters, which are trained further.
 
     Raises ConfigError if the adapters in init.from have other settings than those of the config.
     """
+    run = program.run
     source = open_origin(run.init.from_)
     if not source.adapters:
         if run.init.base:
             rule = f"has no effect: {source.name} is a base itself, and holds no adapters"
             raise ConfigError([schema.Problem("init.base", run.init.base, rule, "Leave it out.")])
-        notes, base = check_base(run, program, run.init.from_)
+        notes, base = check_base(program, run.init.from_)
         return Start(0, False, False, beginning, notes, {}, base)
     if lora.settings_of(source.run().lora) != lora.settings_of(run.lora):
         rule = f"{source.name} holds adapters with other settings"
         raise ConfigError([schema.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
-    notes, base = check_base(run, program, run.init.base or lora.base_path(source.meta))
+    notes, base = check_base(program, run.init.base or lora.base_path(source.meta))
     return Start(0, False, False, beginning, notes, {}, base, source.path)
 
 
-def check_base(run: RunConfig, program: Program, path: str) -> tuple[tuple[str, ...], str]:
+def check_base(program: Program, path: str) -> tuple[tuple[str, ...], str]:
     """Return (notes of `check_init_source`, path of the weights) of the base of adapters. Raises CheckpointError too."""
     try:
-        return check_init_source(run, program, path), open_origin(path).path
+        return check_init_source(program, path), open_origin(path).path
     except (CheckpointError, HuggingFaceError) as error:
         raise lora.gone(path, error) from error
 
@@ -203,12 +204,13 @@ def _with_meshes(meta: Mapping[str, Any], run: RunConfig, program: Program) -> t
     return before, now
 
 
-def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str, ...]:
+def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     """Return a note on each setting of the sections model and own that differs between the weights in `path` and this run.
 
     Raises ConfigError if the weights do not fit this run: a tensor is missing, has another shape or is not in this model; their
     model family computes another function; they are only adapters; or init.what needs an optimizer state, and there is none.
     """
+    run = program.run
     source, key = open_origin(path), "init.base" if path == run.init.base else "init.from"
     there, here = source.meta["config"]["model"], schema.to_dict(run)["model"]
     settings = source.meta["config"].get(schema.OWN, {})
@@ -233,7 +235,7 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = stored_form.stored_tensors(init_tensors(run, program), stored)
+    wanted = stored_form.stored_tensors(init_tensors(program), stored)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     if not run.model.mtp_layers:  # a model may drop its modules of multi-token prediction: its logits do not depend on them
@@ -255,9 +257,9 @@ def check_init_source(run: RunConfig, program: Program, path: str) -> tuple[str,
     )
 
 
-def init_tensors(run: RunConfig, program: Program) -> state.Tensors:
+def init_tensors(program: Program) -> state.Tensors:
     """Return the tensors to read from init.from: weights without adapters, and optimizer state if init.what includes it."""
-    kinds = ("params.", "optimizer.") if run.init.what == "weights+optimizer" else ("params.",)
+    kinds = ("params.", "optimizer.") if program.run.init.what == "weights+optimizer" else ("params.",)
     abstract = program.base(program.state) if program.adapters else program.state
     return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
 
@@ -280,20 +282,18 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def initial_state(
-    run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]
-) -> state.TrainState:
+def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]) -> state.TrainState:
     """Return the first state: from the checkpoint of `start`, from init.from, or from the seed.
 
     Two complete states are never in memory at once. Raises BadInit.
     """
-    abstract = program.state
+    run, abstract = program.run, program.state
     if start.resumed:
         wanted = state.abstract_tensors(program.saved(abstract))
         read = stored_form.stored_tensors(wanted, checkpoints.stored(start.step)) if start.cast else wanted
         tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
         if start.base:
-            tensors |= lora.restore_base(start.base, init_tensors(run, program))
+            tensors |= lora.restore_base(start.base, init_tensors(program))
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
         moved = checkpoints.set_aside(start.step, *([words] if words else []))
         if moved:
@@ -305,7 +305,7 @@ def initial_state(
         return fresh
     source = open_origin(start.base or run.init.from_)
     fresh = fresh if program.adapters else state.without_params(fresh)
-    wanted = init_tensors(run, program)
+    wanted = init_tensors(program)
     read = stored_form.stored_tensors(wanted, source.stored)
     try:
         tensors = stored_form.converted(source.read(read), wanted)
@@ -331,9 +331,7 @@ class Restored:
     base: dict[str, str]  # the entry `base` of meta.json; {} without adapters
 
 
-def restore(
-    run: RunConfig, asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services
-) -> Restored:
+def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services) -> Restored:
     """Make the first state and report it. If the digests of a checkpoint do not match, restore the next older checkpoint.
 
     Args:
@@ -346,10 +344,10 @@ def restore(
         began = time.perf_counter()
         try:
             with services.phase(*(("checkpoint", "restore") if start.resumed else ("startup", "startup"))):
-                current = initial_state(run, program, start, checkpoints, console.say)
+                current = initial_state(program, start, checkpoints, console.say)
             break
         except Damaged as error:
-            if not start.resumed or run.checkpoint.step >= 0:
+            if not start.resumed or asked.checkpoint.step >= 0:
                 raise
             console.warn(str(error))
             start = choose_start(asked, checkpoints, program, {**start.damaged, start.step: str(error)})
@@ -360,7 +358,7 @@ def restore(
         resumed_from_step=start.step if start.resumed else None,
         passed_over={str(step): reason for step, reason in start.damaged.items()},
     )
-    services.receipt.began(_origin(run, start, current, checkpoints))
+    services.receipt.began(_origin(asked.init.from_, start, current, checkpoints))
     if start.resumed:
         with services.ledger.during("restore"):
             jax.block_until_ready(current)
@@ -385,7 +383,7 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
     return {"path": start.base, "digest": found} | ({"adapters": start.adapters} if start.adapters else {})
 
 
-def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
+def continue_sources(train: Train, start: Start, data: Any, say: Callable[[str], None]) -> None:
     """Set the mixture of data sources from `start.step` on, at the start of an attempt or after a rollback.
 
     Each source of a resumed run continues from its last position. `start.position` converts the step of each scheduled change
@@ -394,36 +392,39 @@ def continue_sources(run: RunConfig, start: Start, data: Any, say: Callable[[str
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
 
     def row_at(step: int) -> int:
-        return start.position.at(step) * run.train.global_batch
+        return start.position.at(step) * train.global_batch
 
-    if start_mixture and start_mixture(start.data, start.step, start.position.begin * run.train.global_batch, row_at):
+    if start_mixture and start_mixture(start.data, start.step, start.position.begin * train.global_batch, row_at):
         say(f"data: mixture changed at step {start.step}: each source continues from its last position")
     if start_mixture:
-        _report_mixture(run, start, data, say)
+        _report_mixture(train.steps, start, data, say)
 
 
-def _report_mixture(run: RunConfig, start: Start, data: Any, say: Callable[[str], None]) -> None:
+def _report_mixture(steps: int, start: Start, data: Any, say: Callable[[str], None]) -> None:
     """Report the mixture's weights from `start.step` on, and the number of epochs of each source up to the last step."""
-    labels, last = data.labels(), start.position.at(run.train.steps)
+    labels, last = data.labels(), start.position.at(steps)
     if len(labels) == 1:
         return
     for k, phase in enumerate(data.mixture.phases):
         if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
             continue  # the scheduled change is in the past
         weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
-        never = f" (not reached: train.steps={run.train.steps})" if phase.step >= run.train.steps else ""
+        never = f" (not reached: train.steps={steps})" if phase.step >= steps else ""
         say(f"data: mixture from step {phase.step}: {weights}{never}")
     read = [f"{line['source']} {line['epoch']:.3g}" for line in data.sources_read(last) if line["epoch"] is not None]
-    say(f"data: epochs of each source at step {run.train.steps}: {', '.join(read)}")
+    say(f"data: epochs of each source at step {steps}: {', '.join(read)}")
 
 
-def _origin(run: RunConfig, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
-    """Return folder, step and digest of the source of the first state, for the receipt; None if the source is the seed."""
+def _origin(path: str, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
+    """Return folder, step and digest of the source of the first state, for the receipt; None if the source is the seed.
+
+    path: init.from.
+    """
     if start.resumed:
         meta = checkpoints.meta(start.step)
         digest = hashlib.sha256(json.dumps(meta["tensors"], sort_keys=True).encode()).hexdigest()
         return {"from": str(checkpoints.directory), "step": start.step, "saved_by": meta.get("receipt"), "digest": digest}
-    if not run.init.from_:
+    if not path:
         return None
     digest = lora.digest(current.params, current.layers)
-    return {"from": run.init.from_, "step": None, "saved_by": None, "digest": digest}
+    return {"from": path, "step": None, "saved_by": None, "digest": digest}

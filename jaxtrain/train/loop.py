@@ -57,7 +57,7 @@ class Loop:
         self.start, self.base = restored.start, restored.base
         self.done = self.start.step
         self.loss: float | None = None  # of the newest step that was applied and whose metrics were read
-        self.held_out = HeldOut(self.run, self.program, setup.held_out, services)
+        self.held_out = HeldOut(self.program, setup.held_out, services)
         self.samples = SampleWriter(setup, services)
         self.metrics = PendingMetrics()
         self._restore = restore
@@ -424,7 +424,7 @@ class Loop:
         services.console.warn(
             f"{said}: rolling back to step {back}, and skipping {row[0].data}" + (f" to {row[-1].data}" if len(row) > 1 else "")
         )
-        continue_sources(self.run, self.start, self.data, services.console.say)  # its position is after the skipped data
+        continue_sources(self.run.train, self.start, self.data, services.console.say)  # its position is after the skipped data
         services.writers.rewind(back)
         self.done = back
         self.metrics.drop()

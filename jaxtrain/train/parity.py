@@ -136,7 +136,7 @@ def open_rows(run: RunConfig) -> Any:
 
 def compile_step(
     run: RunConfig, devices: Sequence[Any], say: Callable[[str], None] = lambda line: None, traced: bool = False
-) -> tuple[RunConfig, Program, Any, dict[str, Any]]:
+) -> tuple[Program, Any, dict[str, Any]]:
     """Compile the train step of a run on these devices as training compiles it.
 
     Args:
@@ -144,7 +144,7 @@ def compile_step(
       traced: the step will be traced, so it is compiled without CUDA graphs (compiler.GRAPHS).
 
     Returns:
-      The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
+      The program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
     Raises:
       LayoutError, Unsupported: the layout is impossible.
@@ -153,13 +153,13 @@ def compile_step(
     program = build(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
     chosen = compiler.for_run(compiler.choose(program, card), card is not None, 0.0, False, Path(), traced)
-    return *compile_to_fit(run, program, chosen.options, card.usable_gib if card else math.inf, say), chosen.options
+    return *compile_to_fit(program, chosen.options, card.usable_gib if card else math.inf, say), chosen.options
 
 
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     """Take the first steps of a run on these devices. Raises the errors of `compile_step`."""
     rows = open_rows(run)
-    run, program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
+    program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 

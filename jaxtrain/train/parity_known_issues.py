@@ -81,7 +81,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
 
     def step(run: RunConfig, batch: Mapping[str, np.ndarray], count: int) -> parity.Trained:
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch=len(batch["tokens"])))
-        run, program, train, _ = parity.compile_step(run, jax.devices()[:count])
+        program, train, _ = parity.compile_step(run, jax.devices()[:count])
         state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         return parity.take_steps(program, train, state, lambda i: dict(batch), 1)[0]
 

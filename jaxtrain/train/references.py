@@ -67,9 +67,9 @@ class NumberedRows:
 class References:
     """Adds the reference log-probabilities to a run's data, from their files or by a pass over the pairs."""
 
-    def __init__(self, run: RunConfig, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
+    def __init__(self, program: Program, restored: Restored, saved: Mapping[str, Any], services: Services):
         """Args: saved: meta.json of the checkpoint that the run resumes from; {} for a new run."""
-        self._run, self._program, self._services = run, program, services
+        self._run, self._program, self._services = program.run, program, services
         self._params: Params | None = None  # the reference's; None if training has changed them
         weights = state.weights(restored.state)
         if program.adapters and not restored.start.adapters:

@@ -149,7 +149,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
     held = jax.tree.map(jnp.copy, params)  # the step donates its state
-    _, values = compiler.compile_train(program, _options(folder, run, record, program, say))(current, batch)
+    _, values = compiler.compile_train(program, _options(folder, record, program, say))(current, batch)
     now = {name: float(values[name]) for name in FIGURES}
     then = {name: float(record[name]) for name in FIGURES}
     for name in ("loss", "grad_norm"):
@@ -158,24 +158,22 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     again = now["verdict"] == then["verdict"]
     said = guard.NAMES[int(now["verdict"])]
     say(f"{said} again" if again else f"{guard.NAMES[int(then['verdict'])]} then, {said} now: not reproduced")
-    say(first_bad(run, program, held, batch, sums))
+    say(first_bad(program, held, batch, sums))
     return again
 
 
-def _options(
-    folder: Path, run: RunConfig, record: Mapping[str, Any], program: Program, say: Callable[[str], None]
-) -> dict[str, str | bool]:
+def _options(folder: Path, record: Mapping[str, Any], program: Program, say: Callable[[str], None]) -> dict[str, str | bool]:
     """Return XLA's options of the bundle's step, with the kernels that XLA chose by autotuning.
 
     If the config, or the kind or number of devices, differs from the bundle's, return the options chosen for this step and GPU.
     """
     facts = device_facts(jax.devices())
     alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
-    if alike and json.loads(json.dumps(schema.to_dict(run))) == record["config"]:
+    if alike and json.loads(json.dumps(schema.to_dict(program.run))) == record["config"]:
         tried = folder / compiler.AUTOTUNED
         return record["compiler_options"] | ({compiler.LOAD: str(tried)} if tried.exists() else {})
     say("compiled for this config and these devices: last bits may differ")
-    return compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction)).options
+    return compiler.choose(program, compiler.card_of(jax.local_devices()[0], program.run.train.memory_fraction)).options
 
 
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
@@ -194,7 +192,7 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
 # ---- Origin of the bad value
 
 
-def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
+def first_bad(program: Program, params: Any, batch: Any, sums: Mapping[str, np.ndarray]) -> str:
     """Return one line about the first array, in the order of computation, with a value that is infinite or NaN.
 
     sums: the parameters' digests. A bisection finds the first bad layer. Each of its iterations runs the first n layers with
@@ -207,7 +205,7 @@ def first_bad(run: RunConfig, program: Program, params: Any, batch: Any, sums: M
     if weights is not None and not np.isfinite(weights).all():
         rows = np.unique(np.argwhere(~np.isfinite(weights))[:, :2], axis=0).tolist()
         return f"first: the batch: weights of tokens that are not finite, in (microbatch, row) {', '.join(map(str, rows[:8]))}"
-    plain = dataclasses.replace(run, loss=schema.Loss(chunk=run.loss.chunk))
+    plain = dataclasses.replace(program.run, loss=schema.Loss(chunk=program.run.loss.chunk))
     for micro in range(batch["tokens"].shape[0]):
         one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
         if where := _in_layers(plain, program, params, one) or _in_loss(program, params, one):

@@ -554,7 +554,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
 def train_steps(setup: Setup, services: Services, saver: Saver, start_times: StartTimes, ending: Ending) -> tuple[int, str]:
     """Compile, restore, take the steps, and save after the last step. Return (exit code, reason)."""
     run, console, steps = setup.run, services.console, setup.run.train.steps
-    print_summary(run, setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
+    print_summary(setup.program, setup.start, setup.data, setup.held_out, setup.checkpoints.directory, console)
     if not setup.asked.data.max_segments and run.data.masks_documents:
         console.say(f"data: up to {run.data.max_segments} documents in a sequence")
     for prompt in samples.prompts(run.sample.prompt) if setup.tokenizer else ():
@@ -565,7 +565,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         console.warn(f"data: written with several chat templates, {named}. Samples and exports have the first")
 
     def first_state(asked: RunConfig, setup: Setup) -> Restored:
-        restored = restore(setup.run, asked, setup.program, setup.start, setup.checkpoints, services)
+        restored = restore(asked, setup.program, setup.start, setup.checkpoints, services)
         saver.newest = restored.start.step if restored.start.resumed else -1
         ending.step = restored.start.step
         return restored
@@ -590,7 +590,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
     with out_of_memory_explained(setup.run, compiled.memory):
         restored = restored or first_state(setup.asked, setup)
-        continue_sources(setup.run, restored.start, setup.data, console.say)
+        continue_sources(setup.run.train, restored.start, setup.data, console.say)
         rewind_metrics(setup, restored, services)
         jax.block_until_ready(restored.state)
         start_times.end("restore" if restored.start.resumed else "initial state")
@@ -602,7 +602,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             """Restore the newest checkpoint that is not damaged, even if the command has an older checkpoint.step."""
             asked = without_step(setup.asked)
             start = choose_start(asked, setup.checkpoints, setup.program)
-            return first_state(asked, dataclasses.replace(setup, run=without_step(setup.run), start=start))
+            return first_state(asked, dataclasses.replace(setup, start=start))
 
         pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
         with Monitor(pools, setup.run.log.gpu_every_s, process=services.peers.process_index) as monitor:
@@ -630,7 +630,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 def learn_references(setup: Setup, restored: Restored, saver: Saver, services: Services) -> bool:
     """Add the reference model's log-probabilities to the data. Return False if the run was asked to stop before the end."""
     saved = setup.checkpoints.meta(restored.start.step) if restored.start.resumed else {}
-    references = References(setup.run, setup.program, restored, saved, services)
+    references = References(setup.program, restored, saved, services)
     saver.remember(**{META: references.digest})
     return references.learn(setup.workdir, [setup.data, *setup.held_out.values()])
 

@@ -18,6 +18,7 @@ from jaxtrain.config.schema import RunConfig
 from jaxtrain.kernels import attention
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
+from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import LayoutError, make_placement, replicated
 from jaxtrain.step.definition import for_inference, make_definition
 from jaxtrain.step.kernel import attention_specs
@@ -56,10 +57,13 @@ class Scorer:
         self.rows = -(-rows // shards) * shards
         self.max_length = max_length or run.data.seq_len
         # Each row is one document, so rows are not packed, for any data.packing.
-        specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
+        specs = tuple(
+            dataclasses.replace(spec, packed=False, max_segments=1)
+            for spec in attention_specs(run.model, run.data, run.compute)
+        )
         longest = padded(self.max_length)
         name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
-        definition = make_definition(spread, self.placement, Kernel(name, specs))
+        definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._whole = replicated(self.placement)
         specs, of_rows = definition.specs(self.placement), self.placement.spec(("batch", None))

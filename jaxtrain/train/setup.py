@@ -52,7 +52,6 @@ class Setup:
     """Config, program, data and start of an attempt."""
 
     asked: RunConfig  # the config as the user gave it
-    run: RunConfig  # with settings from the data, and from compiling (remat.policy=auto)
     workdir: Path
     launch: Launch
     program: Program
@@ -64,6 +63,11 @@ class Setup:
     tokenizer: Any  # for samples; None without
     text: TextFormat  # how texts of the model end, and its chat template
     positions: int  # longest sequence that the model, or one that it began from, was trained with
+
+    @property
+    def run(self) -> RunConfig:
+        """Return the config with settings from the data, and from compiling (remat.policy=auto)."""
+        return self.program.run
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -123,7 +127,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         if isinstance(error, ConfigError) or not (problem := refusal_of(error)):
             raise
         raise ConfigError([problem]) from error
-    return Setup(asked, run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
+    return Setup(asked, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
 
 def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
@@ -176,8 +180,9 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     began = time.perf_counter()
     limit = (device.memory_stats() or {}).get("bytes_limit")
     usable = limit / 2**30 if limit else math.inf
-    run, program, train = compile_to_fit(setup.run, setup.program, setup.options.options, usable, console.say)
-    setup = dataclasses.replace(setup, run=run, program=program)
+    program, train = compile_to_fit(setup.program, setup.options.options, usable, console.say)
+    setup = dataclasses.replace(setup, program=program)
+    run = program.run
     evaluation = None
     if run.eval.every_steps:
         evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
@@ -209,7 +214,7 @@ def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watc
         return None
     try:
         per_node = sum(node_of(d) == node_of(device) for d in jax.devices())
-        watch = Watch(expect(setup.run, setup.program, compiled.train, gpu, per_node))
+        watch = Watch(expect(setup.program, compiled.train, gpu, per_node))
     except Exception as error:  # XLA's text may have a form that the plan does not know: no reason to end a run
         services.console.warn(f"no plan to compare this run with: {type(error).__name__}: {error}")
         return None

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from jaxtrain.config.counts import short_count
-from jaxtrain.config.schema import RunConfig
 from jaxtrain.data.pipeline import epochs_in_words
 from jaxtrain.metrics.progress import Console
 from jaxtrain.models import flops
@@ -15,7 +14,7 @@ from jaxtrain.models.module import part
 from jaxtrain.sharding import large_replicated_arrays
 from jaxtrain.step import state
 from jaxtrain.step.program import Program
-from jaxtrain.step.stages import IDLE, Schedule
+from jaxtrain.step.stages import IDLE, schedule_of
 from jaxtrain.train.initial_state import Start
 
 MANY = 5  # epochs of conversations or pairs; above them the run warns
@@ -23,7 +22,6 @@ LOST = 0.05  # fraction of the tokens of conversations: if more are lost, the ru
 
 
 def print_summary(
-    run: RunConfig,
     program: Program,
     start: Start,
     data: Any,
@@ -37,6 +35,7 @@ def print_summary(
       held_out: held-out data by name.
       directory: the folder of the checkpoints.
     """
+    run = program.run
     mesh, say = program.placement.mesh, console.say
     shards = program.placement.size(program.placement.mesh_axes("batch"))
     devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
@@ -64,7 +63,7 @@ def print_summary(
         + (f"; each sequence over {program.context.size} devices: {program.context}" if program.context.size > 1 else "")
     )
     if layers := program.state.layers:
-        at = Schedule(run.pipeline.schedule, layers.stages, layers.groups, run.train.grad_accum)
+        at = schedule_of(program.layout)
         held = len(layers.order) // layers.stages
         stages = [sum(i is not None for i in layers.order[s * held : (s + 1) * held]) for s in range(layers.stages)]
         say(

@@ -73,7 +73,7 @@ def test_llama3_8b_waits_for_nothing_and_moves_little():
     assert plan.time.communication_ms > 0.05 * plan.time.step_ms
     assert plan.time.exposed_ms + plan.time.host_exposed_ms < 0.015 * plan.time.step_ms
     assert plan.time.mfu_causal > 0.61
-    parts = traffic.parts(run, build(run, topology.devices(H200S)), plan.kernels)
+    parts = traffic.parts(build(run, topology.devices(H200S)), plan.kernels)
     assert traffic.ratio(parts) < 1.45, parts
     assert traffic.ratio([part for part in parts if part.name not in ("copies and others", "rotary")]) < 1.25, parts
     found = {part.name: part for part in parts}

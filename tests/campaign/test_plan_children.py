@@ -11,9 +11,9 @@ from made_plans import flat, load, tiny
 
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.plan import search, search_parallel, search_space, topology
-from jaxtrain.plan.search_bound import mesh_sizes
 from jaxtrain.plan.search_cache import Cache
 from jaxtrain.plan.search_parallel import Request
+from jaxtrain.plan.topology import layout_of
 
 ONE = topology.parse("h200:1")
 
@@ -83,7 +83,7 @@ def test_a_child_whose_parent_has_ended_does_not_work(tmp_path):
 def only(run: RunConfig, machine: topology.Topology, keys: set[str]) -> search_space.Check:
     """Return a check that refuses changes of keys other than `keys`, so that few layouts are compiled."""
     legal = search_space.training_check(machine)
-    own = flat(run) | {f"mesh.{axis}": size for axis, size in mesh_sizes(run, machine).items()}
+    own = flat(run) | {f"mesh.{axis}": size for axis, size in layout_of(run, machine).mesh}
 
     def check(r: RunConfig) -> list[Problem]:
         changed = {key for key, value in flat(r).items() if value not in (own[key], flat(run)[key])}

@@ -19,16 +19,14 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import schema
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.transformer import empty_cache
-from jaxtrain.models.zero import make_zero
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.sharding import LayoutError
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.definition import numerics_of
 from jaxtrain.step.loss import LOSSES, LossSpec, find_loss, token_weight
 from jaxtrain.step.program import build
 from jaxtrain.step.state import abstract_tensors, from_tensors, shardings, to_tensors
@@ -151,7 +149,7 @@ def test_family_builds(part, run):
     try:
         made = helpers.program(run)
         build(on(run, SPLIT), jax.devices()[:4])
-    except LayoutError as error:
+    except (ConfigError, LayoutError) as error:
         pytest.fail(f"axes of parameters have rules, and split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)")
 
     def shapes(params: Any, *row: Any) -> Any:
@@ -281,8 +279,8 @@ def loss_inputs(run: RunConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.nd
 @functools.cache
 def loss_and_gradients(run: RunConfig) -> Callable[..., Any]:
     """Return jitted `(hidden, head, batch) -> (sum, (gradient of hidden, gradient of the head))` on the run's mesh."""
-    placement, numerics = helpers.program(run).placement, numerics_of(run)
-    spec = LossSpec(numerics, placement, make_zero(run, placement, numerics), run.loss.chunk, run.model.logit_softcap)
+    zero = helpers.program(run).zero
+    spec = LossSpec(zero.numerics, zero.placement, zero, run.loss.chunk, run.model.logit_softcap)
     return helpers.loss_and_gradients(find_loss(run.loss.name).function, spec)
 
 

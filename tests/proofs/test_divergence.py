@@ -78,7 +78,7 @@ def test_a_replay_names_the_first_bad_layer(layer: int) -> None:
     block |= {name: block[name].at[layer].mul(1e38) for name in ("gate", "up")}
     batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
     sums = state.digests_by_name(state.to_digests(replay.weights_alone(current)))
-    assert f"layer {layer}" in replay.first_bad(run, made, current.params, batch, sums)
+    assert f"layer {layer}" in replay.first_bad(made, current.params, batch, sums)
 
 
 def test_a_run_whose_steps_stay_bad_ends_and_saves_nothing_more(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.experts import eight, feed_forward, pallas
 from jaxtrain.models import flops, layers, precision
-from jaxtrain.models.zero import ComputeCopy, make_zero
+from jaxtrain.models.zero import ComputeCopy
 from jaxtrain.plan import result, search_bound
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
@@ -31,7 +31,7 @@ from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.op_cost import Work
 from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
-from jaxtrain.step.definition import fp8_weights, numerics_of
+from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.state import abstract_tensors
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import parity
@@ -74,7 +74,7 @@ AXES = {"BTD,DF->BTF": ("embed", "mlp"), "BTNH,DNH->BTD": ("embed", "heads", "he
 @functools.cache
 def compiled(eqn):
     run = helpers.tiny({"precision": "fp8"})
-    zero = make_zero(run, helpers.program(run).placement, numerics_of(run))
+    zero = helpers.program(run).zero
 
     @jax.jit
     def all_three(x, w, dy):
@@ -327,8 +327,9 @@ def test_weights_are_excluded_by_name():
 def rounded(changes: dict[str, Any]) -> dict[Any, int]:
     """Return how many arrays one block of experts rounds to each format of FP8, forward and backward."""
     run = helpers.tiny(MOE | changes)
-    placement, numerics = helpers.program(run).placement, numerics_of(run)
-    zero, how = make_zero(run, placement, numerics), (run.moe.capacity_factor, run.moe.buffer, placement, numerics)
+    zero = helpers.program(run).zero
+    placement = zero.placement
+    how = run.moe.capacity_factor, run.moe.buffer, placement, zero.numerics
     spec = feed_forward.Spec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
 
     def block(x, w):

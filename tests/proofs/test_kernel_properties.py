@@ -68,7 +68,7 @@ def numerics(types: str) -> tuple[Numerics, float, float]:
 
 def zero_of(types: str) -> Zero:
     how = dict.fromkeys(("reduce_once", "gather_once", "sums_once"), False)
-    return Zero(placement(), numerics(types)[0], grad_dtype=DTYPES["f32"], **how)
+    return Zero(placement(), numerics(types)[0], **how)
 
 
 def on_shards(ins: tuple, outs: tuple):

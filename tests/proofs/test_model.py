@@ -256,7 +256,7 @@ def loss_inputs(n: int, D: int, V: int):
 def test_loss_with_a_split_vocabulary():
     run = helpers.tiny({"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
     p = make_placement(run, helpers.devices_of(run))
-    spec = loss.LossSpec(F32, p, make_zero(run, p, F32), chunk=5, logit_softcap=2.0, z_loss=0.1)
+    spec = loss.LossSpec(F32, p, make_zero(run.sharding, p), chunk=5, logit_softcap=2.0, z_loss=0.1)
     B, T, D, V = 4, 16, 8, 24
     x, head, targets, weights = loss_inputs(B * T, D, V)
     batch = dict.fromkeys(BATCH_KEYS, targets.reshape(B, T)) | {"weights": weights.reshape(B, T)}

@@ -64,7 +64,8 @@ class Case:
 
     @functools.cached_property
     def definition(self) -> Definition:
-        ctx = Context(self.numerics, self.placement, make_zero(self.run, self.placement, self.numerics), moe=self.moe)
+        zero = dataclasses.replace(make_zero(self.run.sharding, self.placement), numerics=self.numerics)
+        ctx = Context(self.numerics, self.placement, zero, moe=self.moe)
         return Definition(lambda rngs: ExpertsMLP(self.run.model, 0.5, 0.5, ctx, rngs))
 
     def __call__(self, params, x, real):

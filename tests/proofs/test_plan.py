@@ -132,7 +132,7 @@ def test_compiler_options_are_those_of_training():
 def test_a_run_expects_what_the_plan_says():
     run, step = compiled(*RECOMPUTED)
     made = plan(*RECOMPUTED)
-    expected = expect(run, step.program, step.executable, NODE.gpu, 8)
+    expected = expect(step.program, step.executable, NODE.gpu, 8)
     assert expected.step_s == pytest.approx(made.time.step_ms / 1e3)
     # On a GPU the executable includes cuDNN's workspace. Here it does not.
     assert expected.peak_gib < made.memory.taken_gib <= expected.peak_gib + made.memory.workspace_gib

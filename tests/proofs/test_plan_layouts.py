@@ -10,7 +10,8 @@ from plans import TINY, config, plan
 
 from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row
-from jaxtrain.config.schema import Pipeline, RunConfig, Train
+from jaxtrain.config.layout import Arrangement
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
@@ -196,14 +197,13 @@ def test_tokens_go_to_experts_and_back_inside_a_node():
 
 
 def test_layers_of_stages():
-    assert pipeline_moe.layers(10, Schedule("1f1b", 4, 1, 8)) == ("0-2", "3-5", "6-7", "8-9")
-    assert pipeline_moe.layers(8, Schedule("interleaved", 2, 2, 8)) == ("0-1 4-5", "2-3 6-7")
-    assert pipeline_moe.layers(2, Schedule("1f1b", 2, 1, 8)) == ("0", "1")
+    assert pipeline_moe.layers(Arrangement(10, 4)) == ("0-2", "3-5", "6-7", "8-9")
+    assert pipeline_moe.layers(Arrangement(8, 2, 2)) == ("0-1 4-5", "2-3 6-7")
+    assert pipeline_moe.layers(Arrangement(2, 2)) == ("0", "1")
 
 
 def test_ticks_are_counted_by_what_goes_to_a_neighbour():
-    run = RunConfig(pipeline=Pipeline("interleaved", 2), train=Train(grad_accum=8))
-    schedule = pipeline_moe.schedule_of(run, 4)
+    schedule = Schedule("interleaved", 4, 2, 8)
 
     def permute(count: int, gib: float) -> Collective:
         return Collective("collective-permute", "bf16", "stage", 4, count, gib, gib, 1.0, 0.0, "", "", "")

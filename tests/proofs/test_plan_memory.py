@@ -193,5 +193,5 @@ def test_a_step_that_is_too_big_saves_less_until_it_fits():
     step = compile_step(config(*ONE_EACH, "remat.policy=auto", "remat.tensors=", *small), parse("h200:8"))
     limit = step.card.usable_gib
     assert limit == pytest.approx(0.025 * 139.8, abs=0.02)
-    assert frozenset() < activations.kept(step.run.remat) < set(KEPT["auto"])
+    assert frozenset() < activations.kept(step.program.run.remat) < set(KEPT["auto"])
     assert taken_gib(step.executable) <= limit

@@ -30,13 +30,13 @@ def read(run: RunConfig) -> tuple[str, dict[str, collectives.Found]]:
     return text, collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
 
 
-def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found], devices: int) -> None:
+def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found]) -> None:
     """Check that the program's FLOPs equal the formula's. On CPUs attention computes all T x T scores, and twice as much
     backward as forward.
     """
     assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, found)
-    assert predicted.flops == pytest.approx(roofline.expected_flops(run, devices, "reference"), rel=0.01)
+    assert predicted.flops == pytest.approx(roofline.expected_flops(run, program(run).layout, "reference"), rel=0.01)
 
 
 def test_planned_launches_are_those_of_a_run(tmp_path):
@@ -48,7 +48,7 @@ def test_planned_launches_are_those_of_a_run(tmp_path):
     assert len(found) == sum(bool(KINDS.search(line)) for line in text.splitlines())
     assert {f.axis for f in found.values()} >= {"data", "fsdp", "tensor", "data+fsdp"}
     assert max(len(f.loops) for f in found.values()) == 2
-    assert_flops(run, text, found, 8)
+    assert_flops(run, text, found)
 
     step = train_step(run)
     state, batch = fresh_state(run), place_batch(host_batch(run, 0), program(run).batch, program(run).context)
@@ -83,7 +83,7 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     module = hlo.parse(compiled.text)
     wires = collectives.read(module, dict(compiled.program.placement.mesh.shape), 2)
     found = roofline.predict(module, RATES, wires)
-    assert found.flops == pytest.approx(roofline.expected_flops(run, 2, kernel), rel=0.01)
+    assert found.flops == pytest.approx(roofline.expected_flops(run, compiled.program.layout, kernel), rel=0.01)
     assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels if k.op_name}
     again = {k.op_name for k in found.kernels if k.kind in ("gemm", "attention") and k.op_name.startswith("recompute")}
     assert bool(again) == (policy != "none")

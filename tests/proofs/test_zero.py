@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from jaxtrain.data import loading
-from jaxtrain.models.zero import make_zero
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.topology import parse
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.definition import numerics_of
 from jaxtrain.step.program import build
 
 NODE = parse("h200:8")
@@ -143,7 +141,7 @@ def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_acros
         monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // devices)
         made = build(run, helpers.devices_of(run))
         batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
-        return make_zero(run, made.placement, numerics_of(run)).sums_once, made.gradients(helpers.start(made).params, batch)
+        return made.zero.sums_once, made.gradients(helpers.start(made).params, batch)
 
     (inside, wanted), (across, got) = gradients_on_nodes_of(2), gradients_on_nodes_of(1)
     assert across and not inside

@@ -3,6 +3,7 @@
 proofs/test_plan_memory.py compares it with the compiler.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -93,10 +94,10 @@ def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
 def test_what_keeps_nothing_is_not_made_smaller():
     r = helpers.tiny({"remat.policy": "auto"})
     program = helpers.program(r)
-    assert less_saved(r, program, 10.0, math.inf) is None
-    full = less_saved(r, program, 10.0, 1.0)
+    assert less_saved(program, 10.0, math.inf) is None
+    full = less_saved(program, 10.0, 1.0)
     assert full is not None and full.remat == Remat("full")
-    assert less_saved(full, program, 10.0, 1.0) is None
+    assert less_saved(dataclasses.replace(program, run=full), 10.0, 1.0) is None
 
 
 def test_a_family_of_the_users_own_saves_less_until_its_compiled_step_fits():
@@ -108,10 +109,10 @@ def test_a_family_of_the_users_own_saves_less_until_its_compiled_step_fits():
         return sizes[-1]
 
     for usable in (math.inf, 0.0):
-        found, _, _ = compile_to_fit(r, program, {}, usable, taken=taken)
-        policies.append(found.remat.policy)
+        found, _ = compile_to_fit(program, {}, usable, taken=taken)
+        policies.append(found.run.remat.policy)
     assert policies == ["auto", "full"]
     auto, attention, full = dict.fromkeys(sizes)
     assert auto > attention > full
-    between, _, _ = compile_to_fit(r, program, {}, (auto + attention) / 2 / (1 - auto_remat.MARGIN))
-    assert between.remat.policy == "attention"
+    between, _ = compile_to_fit(program, {}, (auto + attention) / 2 / (1 - auto_remat.MARGIN))
+    assert between.run.remat.policy == "attention"

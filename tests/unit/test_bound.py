@@ -100,7 +100,7 @@ def test_bound_of_experts():
 
     def layout(*overrides):
         run = load(*few, *overrides, file="configs/mixtral_8x7b.py")
-        return search_bound.Layout(run, search_bound.mesh_sizes(run, H200), 8)
+        return search_bound.Sizes(run, topology.layout_of(run, H200), 8)
 
     spread, gathered = layout("mesh.expert=8", "mesh.fsdp=1"), layout("mesh.expert=1", "mesh.fsdp=8")
     experts = 32 * 8 * 3 * 4096 * 14336
@@ -125,7 +125,7 @@ def test_bound_of_a_split_sequence():
 
     def sent(*overrides):
         run = load(*one, *overrides)
-        *_, (axes, wire, _, _) = search_bound._traffic(search_bound.Layout(run, search_bound.mesh_sizes(run, H200), 8))
+        *_, (axes, wire, _, _) = search_bound._traffic(search_bound.Sizes(run, topology.layout_of(run, H200), 8))
         assert axes == ("seq",)
         return wire
 

@@ -16,7 +16,7 @@ from token_files import open_batches, write_conversations, write_file
 
 from jaxtrain import main
 from jaxtrain.commands.command import read_line
-from jaxtrain.config import hardware, launch, schema
+from jaxtrain.config import hardware, launch, layout, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import RunConfig, spelled_value
 from jaxtrain.data import loading, pipeline
@@ -324,7 +324,7 @@ def test_shipped_configs_are_valid(monkeypatch, name, count):
 
 def test_mesh_sizes_on_nodes():
     def sizes(devices=32, node=8, **mesh):
-        found = schema.mesh_sizes(schema.Mesh(**mesh), devices, node)
+        found = layout.mesh_sizes(schema.Mesh(**mesh), devices, node)
         return tuple(found[axis] for axis in schema.MESH_AXES if found[axis] > 1 or axis not in schema.OPTIONAL_AXES)
 
     assert sizes() == (4, 8, 1, 1)  # data is the number of nodes, and fsdp the devices left inside a node

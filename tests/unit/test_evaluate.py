@@ -144,7 +144,7 @@ def test_a_held_out_set_is_the_same_in_another_place(tmp_path):
         path.parent.mkdir(exist_ok=True)
         write_file(path, [[first] * 200])
         run = helpers.tiny({"data.source": "synthetic", "data.eval_source": str(path), "data.seq_len": 16})
-        found.append(evaluate.HeldOut(run, helpers.program(run), open_data(run)[1], services).sets)
+        found.append(evaluate.HeldOut(helpers.program(run), open_data(run)[1], services).sets)
     assert found[0] == found[1] != found[2]
 
 

@@ -339,14 +339,14 @@ def test_presets_have_the_published_sizes(capsys):
 @pytest.mark.parametrize("name", models.FAMILIES)
 def test_presets_are_exported_and_read_back(name):
     """The family's table of names has every parameter of a preset with its shape. config.json gives the preset's model."""
-    placement = helpers.program(helpers.tiny()).placement
+    zero = helpers.program(helpers.tiny()).zero
     for keys in family(name).PRESETS.values():
         tree = schema.default_config()
         tree.model.update(keys | {"family": name})
         run, problems = schema.resolve(tree)
         back = model_of(exporting.config_json(run, "bf16", {}))
         assert not problems and back == dataclasses.replace(run.model, init_std=back.init_std)
-        params = make_definition(run, placement, Kernel("reference", ())).abstract
-        placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(placement)), params)
+        params = make_definition(run, zero, Kernel("reference", ())).abstract
+        placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(zero.placement)), params)
         ours = {k: a.shape for k, a in abstract_tensors(TrainState(None, placed, ())).items()}
         assert {k: e.shape for k, e in entries(run.model).items()} == ours

@@ -157,5 +157,5 @@ def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero,
     """Mesh axes whose size divides the experts shard whole experts. Other axes shard the experts' model dimension."""
     named = (f"--config.model.num_experts={experts}", f"--config.sharding.zero={zero}")
     run = loading.load(["--config=configs/tiny.py", *named]).run
-    rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)
+    rules = rules_in_use(run.sharding, run.model.num_experts, dict.fromkeys(MESH_AXES, 1) | sizes)
     assert (rules["experts"], rules["expert_embed"]) == (whole, cut)

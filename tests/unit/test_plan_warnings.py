@@ -8,6 +8,7 @@ import pytest
 from helpers import program, tiny
 
 from jaxtrain.config import launch
+from jaxtrain.config.layout import resolve_layout
 from jaxtrain.data import loading
 from jaxtrain.plan.expect import ENOUGH, FIRST, Expected, Watch
 from jaxtrain.plan.program import collectives, hlo, warnings
@@ -86,14 +87,14 @@ def parsed(text: str, **written: str) -> hlo.Module:
 def judged(found=(), *, run=RUN, made=None, moved=(), step_ms=100.0):
     """Return the warnings about the program LOOP of a run, with these collectives."""
     module = parsed(LOOP, OPERAND="%same", METADATA='op_name="x"')
-    return warnings.program_warnings(run, made or program(run), module, list(found), list(moved), step_ms)
+    return warnings.program_warnings(made or program(run), module, list(found), list(moved), step_ms)
 
 
 def looped(operand: str, op_name: str = "jit(train_step)/jvp(loss)/while/body/all_gather", run=RUN, swap: str = ""):
     """Return the warnings about LOOP if its body gathers the value `operand`. swap: replaces the body's result, if given."""
     text = LOOP.replace("tuple(%next, %same, %stack, %changed)", swap) if swap else LOOP
     module = parsed(text, OPERAND=operand, METADATA=f'op_name="{op_name}"')
-    return warnings.program_warnings(run, program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)
+    return warnings.program_warnings(program(run), module, collectives.read(module, MESH, 8).values(), [], 100.0)
 
 
 def changed(**fields):
@@ -143,7 +144,7 @@ def test_the_loop_over_microbatches_may_gather_again():
     assert len(looped("%same", inner, ACCUMULATING)) == 1
     # A microbatch's own collective may be in a kernel's loop that has no scope name.
     found = [changed(loops=("micro",), op_name=own), changed(loops=("around", "micro"), op_name=own)]
-    assert warnings.microbatch_loops(ACCUMULATING, found) == {"micro"}
+    assert warnings.microbatch_loops(2, found) == {"micro"}
 
 
 def test_resharding_that_the_partitioner_made_up():
@@ -157,7 +158,7 @@ ENTRY %main (a: f32[512,2048]) -> f32[512,2048] {
 
     def of(front: str):
         module = parsed(text, FRONT=front)
-        return warnings.program_warnings(RUN, program(RUN), module, collectives.read(module, MESH, 8).values(), [], 100.0)
+        return warnings.program_warnings(program(RUN), module, collectives.read(module, MESH, 8).values(), [], 100.0)
 
     (warning,) = of('frontend_attributes={is_spmd_generated="true"},')
     assert warning.startswith("all-to-all over fsdp") and "mlp/dot" in warning
@@ -187,7 +188,7 @@ def test_too_few_microbatches_for_the_stages():
     def bubble(*overrides: str) -> list[str]:
         asked = ("mesh.stage=4", "mesh.fsdp=1", *overrides)
         run = loading.load([f"--config={launch.REPO}/configs/llama3_8b.py", *(f"--config.{o}" for o in asked)]).run
-        return list(warnings._bubble(run, run.mesh.stage))
+        return list(warnings._bubble(resolve_layout(run, 8, 8), run.train.global_batch))
 
     (warning,) = bubble("train.global_batch=64", "train.grad_accum=8")
     assert "27%" in warning and "pipeline.groups=2" in warning

@@ -1,5 +1,6 @@
 """From logical axes to PartitionSpecs, by hand: stored and gathered weights, and refusals. Also collectives on shards."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config.layout import resolve_layout
+from jaxtrain.config.schema import RunConfig
 from jaxtrain.sharding import (
     GatherSpec,
     LayoutError,
@@ -31,7 +34,8 @@ GATE, EXPERTS = ("embed", "mlp"), ("experts", "expert_embed", "mlp")
 
 def placement(**sizes: int) -> Placement:
     devices = np.array(jax.devices()).reshape(*sizes.values())
-    return Placement(Mesh(devices, tuple(sizes)), tuple(RULES.items()))
+    layout = dataclasses.replace(resolve_layout(RunConfig(), 8, 8), rules=tuple(RULES.items()))
+    return Placement(Mesh(devices, tuple(sizes)), layout)
 
 
 PLACED = placement(data=1, fsdp=2, expert=2, tensor=2)

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
-from jaxtrain.step.definition import numerics_of
 
 MESH = {"mesh.data": 2, "mesh.fsdp": 4}
 WEIGHT, BIAS = ("layers", "embed", "mlp"), ("layers", "heads", "head_dim")
@@ -33,7 +32,7 @@ STAGES = [  # and whether weights are gathered once a step
 def test_a_gradient_is_the_sum_of_all_devices_shares_at_every_stage(asked: dict[str, Any], whole: bool, axes: tuple):
     """proofs/test_zero.py has what a stage communicates."""
     run = helpers.tiny(MESH | asked)
-    zero = make_zero(run, make_placement(run, helpers.devices_of(run)), numerics_of(run))
+    zero = make_zero(run.sharding, make_placement(run, helpers.devices_of(run)))
     assert zero.gather_once == whole
     p = zero.placement
     rng = np.random.default_rng(0)

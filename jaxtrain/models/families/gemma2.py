@@ -1,11 +1,11 @@
 """Gemma 2: norms before and after attention and MLP, soft caps on logits, a sliding window in every other layer."""
 
-from jaxtrain.models import windows
+from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, ROPE, Format, gemma_part
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
-PATTERN = windows.LOCAL + windows.GLOBAL
+PATTERN = LOCAL + GLOBAL
 FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",

@@ -1,6 +1,6 @@
 """The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
-from jaxtrain.models import windows
+from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part, import_with
 from jaxtrain.models.structure import Structure, presets
 
@@ -10,7 +10,7 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 def pattern(s: Settings) -> str:
     """Return the repeated letters of layers: of every `sliding_window_pattern` layers, the last has no sliding window."""
     every = s.take("sliding_window_pattern", None) or s.take("_sliding_window_pattern", None) or 6
-    return windows.LOCAL * (every - 1) + windows.GLOBAL
+    return LOCAL * (every - 1) + GLOBAL
 
 
 def cap(s: Settings) -> float:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.config.schema import Model
-from jaxtrain.models import windows
+from jaxtrain.config.schema import GLOBAL, LOCAL, Model
 from jaxtrain.models.hugging_face import (
     COMMON,
     QKV_BIAS,
@@ -19,7 +18,7 @@ from jaxtrain.models.hugging_face import (
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="clamped_swiglu")
-PATTERN = windows.LOCAL + windows.GLOBAL
+PATTERN = LOCAL + GLOBAL
 LAYER, OURS = "model.layers.{i}.", "layers.{i}."
 TENSORS = {
     f"{OURS}attention.bo": HfTensor(f"{LAYER}self_attn.o_proj.bias", "D", "D"),

@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 
+from jaxtrain.config.layout import Arrangement, Layout
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.models import flops
 from jaxtrain.plan import result
 from jaxtrain.plan.result import Collective, Memory
 from jaxtrain.sharding import Placement
 from jaxtrain.step import auto_remat
-from jaxtrain.step.stages import Arrangement, Schedule
+from jaxtrain.step.stages import Schedule, schedule_of
 
 STAGE, EXPERT = "stage", "expert"
 SMALL = 0.5  # times the bytes of the largest permutation: smaller permutations send no activations
 
 
-def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
-    """Return the figures of a run's pipeline; None if it has one stage. moved: every collective of a step."""
-    schedule = schedule_of(run, placement.size(STAGE))
+def pipeline(layout: Layout, moved: Sequence[Collective], memory: Memory) -> result.Pipeline | None:
+    """Return the figures of a pipeline; None if it has one stage. moved: every collective of a step."""
+    schedule = schedule_of(layout)
     if schedule.stages == 1:
         return None
     over = [c for c in moved if STAGE in c.axes]
@@ -26,7 +27,7 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
         stages=schedule.stages,
         groups=schedule.groups,
         microbatches=schedule.microbatches,
-        layers=layers(run.model.stacked_layers, schedule),
+        layers=layers(layout.stages),
         bubble=schedule.bubble,
         idle=_idle(schedule, permutes),
         in_flight=schedule.in_flight,
@@ -39,20 +40,12 @@ def pipeline(run: RunConfig, placement: Placement, moved: Sequence[Collective], 
     )
 
 
-def schedule_of(run: RunConfig, stages: int) -> Schedule:
-    """Return the pipeline schedule of a run with this number of stages."""
-    return Schedule(run.pipeline.schedule, stages, run.pipeline.groups if stages > 1 else 1, run.train.grad_accum)
-
-
-def layers(count: int, schedule: Schedule) -> tuple[str, ...]:
-    """Return the layers of each stage: "0-9", or "0-4 10-14" for two virtual stages. count: layers of the model."""
-    how = Arrangement(count, schedule.stages, schedule.groups)
+def layers(how: Arrangement) -> tuple[str, ...]:
+    """Return the layers of each stage: "0-9", or "0-4 10-14" for two virtual stages."""
     out = []
-    for stage in range(schedule.stages):
-        first = stage * schedule.groups * how.per_group
-        groups = (
-            how.order[at : at + how.per_group] for at in range(first, first + schedule.groups * how.per_group, how.per_group)
-        )
+    for stage in range(how.stages):
+        first = stage * how.groups * how.per_group
+        groups = (how.order[at : at + how.per_group] for at in range(first, first + how.groups * how.per_group, how.per_group))
         runs = [[layer for layer in group if layer is not None] for group in groups]
         out.append(" ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs if r))
     return tuple(out)
@@ -76,7 +69,7 @@ def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], l
         return None
     ranks = placement.size(placement.compute_axes("experts"))
     shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
-    tokens = run.train.global_batch * run.data.seq_len / run.train.grad_accum / shards
+    tokens = run.tokens_per_step / run.train.grad_accum / shards
     exchanged = [c for c in moved if EXPERT in c.axes and c.kind == "all-to-all" and "/experts/" in c.op_name]
     passes = m.stacked_layers / placement.size(STAGE) * run.train.grad_accum
     return result.Experts(

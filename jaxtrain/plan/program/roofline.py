@@ -15,8 +15,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxtrain.config.context import Context, pairs
-from jaxtrain.config.schema import Model, RunConfig
+from jaxtrain.config.context import pairs
+from jaxtrain.config.layout import Layout
+from jaxtrain.config.schema import Data, Model, Remat, RunConfig
 from jaxtrain.kernels.context_parallel import window
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models import flops, windows
@@ -26,10 +27,9 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
-from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.step.kernel import attention_specs
 from jaxtrain.step.model_flops import model_flops
-from jaxtrain.step.stages import Arrangement
+from jaxtrain.step.stages import schedule_of
 
 GIB = 2**30
 LINKS = ("communication", "host")  # kinds of work that have a stream each
@@ -357,7 +357,6 @@ def first(op_name: str) -> str:
 
 # ---- By formula
 
-ALONE = Context()
 
 # Kernel -> (FLOPs of attention's backward pass over those of its forward pass, whether it skips masked scores). "chunked" and
 # "reference" consist of XLA's own operations and compute all (T, S) scores. "chunked" recomputes them in its backward pass.
@@ -369,14 +368,10 @@ _ATTENTION = {
 }
 
 
-def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", context: Context = ALONE, stages: int = 1) -> float:
+def expected_flops(run: RunConfig, layout: Layout, attention: str = "cudnn") -> float:
     """Return the FLOPs that each device executes in a step by formula: forward, backward and recomputed.
 
-    Args:
-      devices: number of devices of the run.
-      attention: name of the attention kernel (`Program.kernel`).
-      context: how the kernel shards a sequence (`Program.context`).
-      stages: number of pipeline stages. FLOPs of the bubble and of padding layers count.
+    FLOPs of a pipeline's bubble and padding layers count. attention: name of the attention kernel (`Program.kernel`).
 
     Returns 0 for a model family whose FLOPs do not follow from the config, since those that remat recomputes are unknown.
 
@@ -391,49 +386,49 @@ def expected_flops(run: RunConfig, devices: int, attention: str = "cudnn", conte
     one = flops.attention(run.model, run.data.seq_len)
     # `flops.training` counts the backward pass as twice the forward pass. Attention is counted below.
     back = flops.differentiates_layers(run)
-    linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + _attention_repeats(run)))
+    again = _attention_repeats(run.remat)
+    linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + again))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
         each = flops.attention(alike, run.data.seq_len)
-        passes = (layers + run.model.mtp_layers) * (1 + back * (backward + _attention_repeats(run)))
-        computed += (each.causal if masked else each.full) * passes * _blocks(run, alike, context, masked)
-    groups = run.pipeline.groups if stages > 1 else 1
-    idle = schedule_of(run, stages).bubble
-    empty = Arrangement(run.model.stacked_layers, stages, groups).places / run.model.stacked_layers
+        passes = (layers + run.model.mtp_layers) * (1 + back * (backward + again))
+        computed += (each.causal if masked else each.full) * passes * _blocks(run.data, alike, layout, masked)
+    idle = schedule_of(layout).bubble
+    empty = layout.stages.places / run.model.stacked_layers
     head = flops.head(run)
     layers = (linear - head + computed) * empty / (1 - idle)
-    return (head + layers) * run.train.global_batch * run.data.seq_len / devices
+    return (head + layers) * run.tokens_per_step / layout.devices
 
 
-def attention_by_rank(run: RunConfig, devices: int, attention: str, context: Context) -> tuple[float, ...]:
+def attention_by_rank(run: RunConfig, layout: Layout, attention: str) -> tuple[float, ...]:
     """Return attention's FLOPs inside the causal mask (forward, backward, recomputed) per step, by index along mesh.seq."""
     backward, _ = _ATTENTION[attention]
-    out = [0.0] * context.size
+    out = [0.0] * layout.context.size
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)
-        passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run))
-        mean = flops.attention(alike, run.data.seq_len).causal * passes * run.train.global_batch * run.data.seq_len / devices
-        by_rank = pairs(context, run.data.seq_len, alike.sliding_window)
+        passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run.remat))
+        mean = flops.attention(alike, run.data.seq_len).causal * passes * run.tokens_per_step / layout.devices
+        by_rank = pairs(layout.context, run.data.seq_len, alike.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
     return tuple(out)
 
 
-def _attention_repeats(run: RunConfig) -> int:
+def _attention_repeats(remat: Remat) -> int:
     """Return the number of times that remat repeats the forward pass of attention."""
-    return int(run.remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(run.remat))
+    return int(remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(remat))
 
 
-def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> float:
+def _blocks(data: Data, alike: Model, layout: Layout, masked: bool) -> float:
     """Return the ratio of attention's FLOPs in a ring to its FLOPs on one device.
 
     A ring skips masked blocks; a window adds halo tokens.
     """
-    T, r = run.data.seq_len, context.ring
+    T, r = data.seq_len, layout.context.ring
     if r == 1:
         return 1.0
-    spec, split = attention_specs(dataclasses.replace(run, model=alike))[0], Split(context)
+    spec, split = attention_specs(alike, data, layout.dtypes.compute)[0], Split(layout.context)
     chunk = T // (2 * r)
     if not window.applies(spec, 2 * chunk, split):
         return 1.0 if masked else (2 * r + 1) / (4 * r)

@@ -30,13 +30,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxtrain.config.schema import RunConfig
-from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.activations import kept
 from jaxtrain.models.module import part
 from jaxtrain.plan.result import Kernel
 from jaxtrain.step.compiler import local_bytes
-from jaxtrain.step.definition import numerics_of
 from jaxtrain.step.program import Program
 
 # Part -> pattern of its kernels' labels and sources; the first match counts.
@@ -63,16 +60,16 @@ class Part:
     times: int = 0  # passes through a layer in a step; 0 for a part outside of layers
 
 
-def parts(run: RunConfig, program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
+def parts(program: Program, kernels: Sequence[Kernel]) -> tuple[Part, ...]:
     """Return the traffic of each part of PARTS, and the other traffic as OTHER. kernels: `Plan.kernels` of the run's plan."""
-    least = least_bytes(run, program)
+    least = least_bytes(program)
     counted = dict.fromkeys((*least, OTHER), 0.0)
     for k in kernels:
         if k.kind == "memory":
             text = f"{k.op_name} {k.source}"
             name = next((part for part, pattern in PARTS.items() if re.search(pattern, text)), OTHER)
             counted[name] += k.gb
-    times = run.model.num_layers * run.train.grad_accum
+    times = program.run.model.num_layers * program.layout.batch[0]
     return tuple(Part(name, gb, least.get(name, 0.0) / 1e9, times if name in OF_LAYERS else 0) for name, gb in counted.items())
 
 
@@ -81,12 +78,12 @@ def ratio(found: Sequence[Part]) -> float:
     return sum(p.counted_gb for p in found) / sum(p.least_gb for p in found)
 
 
-def least_bytes(run: RunConfig, program: Program) -> dict[str, float]:
+def least_bytes(program: Program) -> dict[str, float]:
     """Return part -> least bytes in a step, by the formulas of the module's docstring."""
-    m, p, numerics = run.model, program.placement, numerics_of(run)
+    run = program.run
+    m, p, numerics = run.model, program.placement, program.zero.numerics
     c, reduce, master = numerics.compute.itemsize, numerics.reduce.itemsize, numerics.params.itemsize
-    grads = DTYPES[run.dtypes.grads].itemsize
-    micro = run.train.grad_accum
+    grads, micro = numerics.sums.itemsize, program.layout.batch[0]
     tensor = p.size(p.mesh_axes("mlp"))
     n = run.train.global_batch // micro * run.data.seq_len / p.size(p.token_axes)  # tokens inside blocks
     narrow = n / tensor  # tokens between blocks: norms and residual stream

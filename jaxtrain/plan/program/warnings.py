@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.config.layout import Layout, StepDtypes
 from jaxtrain.config.numbers import GB_PER_GIB
-from jaxtrain.config.schema import MESH_AXES, RunConfig
+from jaxtrain.config.schema import MESH_AXES, Remat, RunConfig, Sharding, Train
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
@@ -24,13 +25,12 @@ from jaxtrain.models.precision import EXPERTS, uneven
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
 from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
-from jaxtrain.plan.program.pipeline_moe import schedule_of
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
-from jaxtrain.sharding import large_replicated_arrays, node_of
+from jaxtrain.sharding import Placement, large_replicated_arrays, node_of
 from jaxtrain.step.definition import fp8_weights, trained_parameters
 from jaxtrain.step.program import Program
-from jaxtrain.step.stages import IDLE
+from jaxtrain.step.stages import IDLE, schedule_of
 from jaxtrain.step.state import abstract_tensors
 
 LARGE = 1 << 20  # bytes; smaller launches and arrays cause no warning
@@ -50,7 +50,7 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
 def program_warnings(
-    run: RunConfig, program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
+    program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program.
 
@@ -63,22 +63,23 @@ def program_warnings(
       moved: its collectives, each summed over a step.
       step_ms: step time of the roofline.
     """
+    run = program.run
     large = [f for f in found if f.wire_bytes > LARGE]
     return (
-        *_float32(run, large),
-        *_invariant_gathers(module, large, microbatch_loops(run, found)),
+        *_float32(program.layout.dtypes, large),
+        *_invariant_gathers(module, large, microbatch_loops(run.train.grad_accum, found)),
         *_resharding(module, large),
         *(_replicated(program) if run.sharding.zero else ()),
         *_exposed(moved, step_ms),
     )
 
 
-def microbatch_loops(run: RunConfig, found: Collection[Found]) -> frozenset[str]:
+def microbatch_loops(microbatches: int, found: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
     The compiler may leave a loop without an op_name. So the loop is recognised by its collectives outside of inner loops.
     """
-    if run.train.grad_accum == 1:
+    if microbatches == 1:
         return frozenset()
     return frozenset(f.loops[0] for f in found if len(f.loops) == 1 and MICROBATCH.match(f.op_name))
 
@@ -104,16 +105,15 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
     return sorted(merged, key=lambda f: -f.count * f.wire_bytes)
 
 
-def _float32(run: RunConfig, found: Sequence[Found]) -> Iterator[str]:
+def _float32(dtypes: StepDtypes, found: Sequence[Found]) -> Iterator[str]:
     """Yield a warning for each float32 gather if `precision` is not f32, and float32 reduction if `dtypes.reduce` is not."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
-        if f.kind == "all-gather" and DTYPES[run.compute].itemsize < 4:
-            yield f"{start}precision is {run.precision}. Fix: cast before the gather, as Placement.gather does."
+        if f.kind == "all-gather" and dtypes.compute != "f32":
+            yield f"{start}precision is not f32. Fix: cast before the gather, as Placement.gather does."
         # A ring sums gradients of keys and values in float32, as attention on one device does.
-        narrow = DTYPES[run.dtypes.reduce].itemsize < 4
-        if f.kind in ("reduce-scatter", "all-reduce") and narrow and CONTEXT not in f.source:
-            yield f"{start}dtypes.reduce is {run.dtypes.reduce}. Fix: cast before the reduction."
+        if f.kind in ("reduce-scatter", "all-reduce") and dtypes.reduce != "f32" and CONTEXT not in f.source:
+            yield f"{start}dtypes.reduce is {dtypes.reduce}. Fix: cast before the reduction."
 
 
 def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
@@ -248,10 +248,11 @@ def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
     return Matmuls(total / each, eight / each, tuple(f"{name}, {n:,} a step" for name, n in wide.most_common()))
 
 
-def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> Iterator[str]:
+def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     """Yield a warning if fewer matmuls run in FP8 than precision=fp8 implies. matmuls: `fp8_matmuls` of the step."""
     if matmuls is None:
         return
+    run = program.run
     weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
@@ -271,20 +272,19 @@ def fp8_warnings(run: RunConfig, program: Program, matmuls: Matmuls | None) -> I
 
 
 def config_warnings(
-    run: RunConfig, mesh: Mesh, moved: Sequence[Collective], memory: Memory, timed: Roofline, rates: Rates
+    program: Program, moved: Sequence[Collective], memory: Memory, timed: Roofline, rates: Rates
 ) -> tuple[str, ...]:
     """Return the warnings about a config on this machine, from its plan.
 
-    Args:
-      mesh: the compiled step's mesh, whose devices have the number of their node.
-      moved: the program's collectives, each summed over a step.
+    moved: the program's collectives, each summed over a step.
     """
+    run, placement = program.run, program.placement
     return (
-        *_across_nodes(mesh, moved, timed),
-        *_few_rows(run, mesh, moved, timed, rates),
-        *_once_a_step(run, mesh, moved, timed),
-        *_bubble(run, mesh.shape.get("stage", 1)),
-        *_saved_activations(run, memory),
+        *_across_nodes(placement.mesh, moved, timed),
+        *_few_rows(program, moved, timed, rates),
+        *_once_a_step(run.sharding, run.train, placement, moved, timed),
+        *_bubble(program.layout, run.train.global_batch),
+        *_saved_activations(run.remat, memory),
     )
 
 
@@ -295,16 +295,6 @@ def _of_weights(c: Collective) -> bool:
 
 def _share(ms: float, timed: Roofline) -> str:
     return f"{ms:.1f} ms a step ({ms / timed.step_ms:.0%})"
-
-
-def _sharding_axes(run: RunConfig, mesh: Mesh, *logical: str) -> set[str]:
-    """Return the mesh axes, of size above 1, that shard these logical axes."""
-    rules = dict(run.sharding.rules)
-    return {a for name in logical for a in rules[name].split("+") if mesh.shape.get(a, 1) > 1}
-
-
-def _size(mesh: Mesh, axes: set[str]) -> int:
-    return math.prod(mesh.shape[a] for a in axes)
 
 
 def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
@@ -331,13 +321,13 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
         )
 
 
-def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
+def _few_rows(program: Program, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
     """Yield a warning if microbatches are too small to overlap the communication of weights, or the reads of weights."""
-    tokens, accum = run.train.global_batch * run.data.seq_len, run.train.grad_accum
-    parts = _size(mesh, _sharding_axes(run, mesh, "batch"))
-    rows = tokens / accum / parts / _size(mesh, _sharding_axes(run, mesh, "sequence"))  # tokens of a microbatch on a GPU
+    run, p = program.run, program.placement
+    parts = p.size(p.mesh_axes("batch"))
+    rows = run.tokens_per_step / run.train.grad_accum / p.size(p.token_axes)  # tokens of a microbatch on a GPU
     arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
-    weights = [c for c in moved if c.axes <= _sharding_axes(run, mesh, "embed") and _of_weights(c)]
+    weights = [c for c in moved if c.axes <= set(p.mesh_axes("embed")) and _of_weights(c)]
     communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
     often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch
     if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
@@ -345,7 +335,7 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
         yield (
             f"a microbatch gives each GPU {rows:,.0f} tokens, too few to overlap the communication of weights: that takes "
             f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
-            f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run, parts, rows, enough)}"
+            f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run.train, parts, rows, enough)}"
         )
     # FP8 halves both a weight's bytes and its matmul's time, so the balance stays that of 16 bits.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
@@ -353,13 +343,13 @@ def _few_rows(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Ro
     if rows < balance and idle > EXPOSED * timed.step_ms:
         yield (
             f"a microbatch gives each GPU {rows:,.0f} tokens, and below {balance:,.0f} a matmul takes longer to read its "
-            f"weights than to compute: that costs {_share(idle, timed)}. Fix: {_larger(run, parts, rows, balance)}"
+            f"weights than to compute: that costs {_share(idle, timed)}. Fix: {_larger(run.train, parts, rows, balance)}"
         )
 
 
-def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
+def _larger(train: Train, parts: int, rows: float, enough: float) -> str:
     """Return the fix that gives each GPU `enough` tokens a microbatch instead of `rows`. parts: shards of the batch."""
-    batch, accum = run.train.global_batch, run.train.grad_accum
+    batch, accum = train.global_batch, train.grad_accum
     fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
     if fewer:
         return f"set train.grad_accum={max(fewer)}."
@@ -367,11 +357,13 @@ def _larger(run: RunConfig, parts: int, rows: float, enough: float) -> str:
     return f"set train.global_batch to about {math.ceil(batch * enough / (rows * accum))}{also}, or use fewer GPUs."
 
 
-def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
+def _once_a_step(
+    sharding: Sharding, train: Train, placement: Placement, moved: Sequence[Collective], timed: Roofline
+) -> Iterator[str]:
     """Yield a warning if communication that runs once per step is exposed, because the step has too few microbatches."""
-    weights = _sharding_axes(run, mesh, "embed") if run.sharding.zero else set()
-    replicas = _sharding_axes(run, mesh, "batch", "sequence") - weights
-    held = run.sharding.zero == 1 or (run.sharding.zero == 3 and run.sharding.gather == "step")
+    weights = set(placement.mesh_axes("embed"))
+    replicas = set(placement.token_axes) - weights
+    held = sharding.zero == 1 or (sharding.zero == 3 and sharding.gather == "step")
     for axes, work, other in (
         (replicas, "gradients are summed", "a smaller mesh.data leaves less to sum"),
         (weights if held else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can overlap it"),
@@ -380,22 +372,22 @@ def _once_a_step(run: RunConfig, mesh: Mesh, moved: Sequence[Collective], timed:
         if exposed <= EXPOSED * timed.step_ms:
             continue
         times = 2 ** math.ceil(math.log2(exposed * (1 / EXPOSED - 1) / (timed.step_ms - exposed)))
-        more = f"set train.grad_accum={run.train.grad_accum * times} and train.global_batch={run.train.global_batch * times}"
+        more = f"set train.grad_accum={train.grad_accum * times} and train.global_batch={train.global_batch * times}"
         yield (
             f"{work} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(exposed, timed)} of that are "
-            f"exposed: train.grad_accum={run.train.grad_accum} is too few microbatches. Fix: {more} for {EXPOSED:.0%}; {other}."
+            f"exposed: train.grad_accum={train.grad_accum} is too few microbatches. Fix: {more} for {EXPOSED:.0%}; {other}."
         )
 
 
-def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
+def _bubble(layout: Layout, global_batch: int) -> Iterator[str]:
     """Yield a warning if a pipeline has too few microbatches, so that its bubble is too large."""
-    accum, groups = run.train.grad_accum, run.pipeline.groups
-    bubble = schedule_of(run, stages).bubble
+    accum, stages, groups = layout.batch[0], layout.stages.stages, layout.stages.groups
+    bubble = schedule_of(layout).bubble
     if bubble <= IDLE:
         return
     enough = math.ceil((stages - 1) * (1 / IDLE - 1) / groups / stages) * stages
-    more = run.train.global_batch * enough // accum
-    several = next((v for v in (2, 4) if v > groups and v * stages <= run.model.num_layers), 0)
+    more = global_batch * enough // accum
+    several = next((v for v in (2, 4) if v > groups and v * stages <= layout.stages.layers), 0)
     interleaved = f"set pipeline.schedule=interleaved pipeline.groups={several}, or " if several and accum % stages == 0 else ""
     yield (
         f"the bubble of {stages} stages is {bubble:.0%} of the step: train.grad_accum={accum} is too few microbatches. Fix: "
@@ -403,10 +395,10 @@ def _bubble(run: RunConfig, stages: int) -> Iterator[str]:
     )
 
 
-def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
+def _saved_activations(remat: Remat, memory: Memory) -> Iterator[str]:
     """Yield a warning about saved activations if the step does not fit and another remat policy saves at least 1 GiB less."""
     missing = memory.taken_gib - memory.usable_gib
-    if missing <= 0 or run.remat.policy == "full":
+    if missing <= 0 or remat.policy == "full":
         return
     total = sum(memory.saved.values())
     less = {policy: total - _kept(policy, memory) for policy in ("dots", "attention", "full")}
@@ -417,7 +409,7 @@ def _saved_activations(run: RunConfig, memory: Memory) -> Iterator[str]:
     listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:NAMED])
     enough = "" if less[policy] > missing else ", which is not enough alone: take a smaller microbatch too"
     yield (
-        f"the step is {missing:.1f} GiB too big, and remat.policy={run.remat.policy} saves {total:.1f} "
+        f"the step is {missing:.1f} GiB too big, and remat.policy={remat.policy} saves {total:.1f} "
         f"GiB of activations for the backward pass ({listed}). Fix: set remat.policy={policy} remat.tensors='': about "
         f"{less[policy]:.0f} GiB less{enough}."
     )

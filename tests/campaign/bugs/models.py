@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "attention: local and global layers swap their rotary bases",
         "jaxtrain/models/attention.py",
-        "local if kind == windows.LOCAL else scaled",
-        "scaled if kind == windows.LOCAL else local",
+        "local if kind == LOCAL else scaled",
+        "scaled if kind == LOCAL else local",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(
@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "Hugging Face: layer types swapped",
         "jaxtrain/models/hugging_face.py",
-        "{SLIDING: windows.LOCAL, FULL: windows.GLOBAL}",
-        "{SLIDING: windows.GLOBAL, FULL: windows.LOCAL}",
+        "{SLIDING: LOCAL, FULL: GLOBAL}",
+        "{SLIDING: GLOBAL, FULL: LOCAL}",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(

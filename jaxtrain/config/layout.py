@@ -1,0 +1,227 @@
+"""What follows from a config and its devices, derived once: `resolve_layout`. Imports no jax."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from jaxtrain.config.context import Context, make_context
+from jaxtrain.config.schema import (
+    EXPERT_AXIS,
+    MESH_AXES,
+    OPTIONAL_AXES,
+    ConfigError,
+    Mesh,
+    Problem,
+    RunConfig,
+    Sharding,
+    wrong_rules,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrangement:
+    """Assigns layers to the slots of a stack that is sharded evenly over the stages.
+
+    The slots are in order of stage, and within a stage in order of group.
+    """
+
+    layers: int
+    stages: int = 1
+    groups: int = 1  # of each stage
+
+    @property
+    def per_group(self) -> int:
+        """Return the number of slots in each group."""
+        return -(-self.layers // (self.stages * self.groups))
+
+    @property
+    def places(self) -> int:
+        """Return the number of slots in the stack."""
+        return self.per_group * self.stages * self.groups
+
+    @functools.cached_property
+    def order(self) -> tuple[int | None, ...]:
+        """Return the layer of each slot; None for an empty slot."""
+        count = self.stages * self.groups
+        short, longer = divmod(self.layers, count)
+        of_group: list[list[int | None]] = []
+        first = 0
+        for q in range(count):
+            own = short + (q < longer)
+            of_group.append([*range(first, first + own), *[None] * (self.per_group - own)])
+            first += own
+        return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDtypes:
+    """The dtypes of a step, as names: f32 | bf16."""
+
+    compute: str  # activations, gathered weights
+    reduce: str  # weight gradients in their reduction over devices
+    sums: str  # weight gradients summed over microbatches
+    params: str  # master weights, without adapters
+    vectors: str  # master weights that are scales of norms or biases
+    adapters: str  # master weights of adapters
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A train step on its devices: all that follows from a config and the number of devices. Hashable.
+
+    Attributes:
+        mesh: (mesh axis, its size), for every axis of MESH_AXES.
+        rules: (logical axis, mesh axes that shard it).
+        context: the sharding of a sequence's tokens over mesh.seq.
+        stages: the layers on the pipeline stages of mesh.stage; one stage without a pipeline.
+        schedule: pipeline.schedule.
+        batch: microbatches of a step, sequences of a microbatch, tokens of a sequence: (A, B, T).
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    rules: tuple[tuple[str, tuple[str, ...]], ...]
+    context: Context
+    stages: Arrangement
+    schedule: str
+    dtypes: StepDtypes
+    batch: tuple[int, int, int]
+
+    def size(self, *mesh_axes: str) -> int:
+        """Return the product of the sizes of these mesh axes."""
+        return math.prod(size for axis, size in self.mesh if axis in mesh_axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return mesh axis -> size."""
+        return dict(self.mesh)
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def used_mesh(self) -> dict[str, int]:
+        """Return mesh axis -> size, without optional axes of size 1: the mesh of the devices."""
+        return {axis: size for axis, size in self.mesh if axis not in OPTIONAL_AXES or size > 1}
+
+    @property
+    def pipelined(self) -> bool:
+        """Return whether the layers are on several stages."""
+        return self.stages.stages > 1
+
+
+def resolve_layout(run: RunConfig, devices: int, node: int) -> Layout:
+    """Return the layout of a run on `devices` devices, `node` of them in each node.
+
+    Raises ConfigError for a mesh that does not fill the devices, and for rules that the step has no collectives for.
+    """
+    sizes = mesh_sizes(run.mesh, devices, node)
+    rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
+    check_rules(run.sharding, rules, sizes)
+    return Layout(
+        tuple(sizes.items()),
+        tuple(rules.items()),
+        context_of(run, rules, sizes),
+        arrange(run, sizes["stage"]),
+        run.pipeline.schedule,
+        dtypes_of(run),
+        (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len),
+    )
+
+
+def check_rules(sharding: Sharding, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if the step has no collectives for a rule in use (`schema.wrong_rules`)."""
+    table = {axis: [a for a in onto if sizes[a] > 1] for axis, onto in rules.items()}
+    if wrong := wrong_rules(table):
+        written = dict(sharding.rules)
+        raise ConfigError([Problem(f"sharding.rules.{axis}", written[axis], *why) for axis, *why in wrong])
+
+
+def context_of(run: RunConfig, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Context:
+    """Return the sharding of a run's sequences over the seq axis."""
+    ranks, tensor = (math.prod(sizes[a] for a in rules[axis]) for axis in ("sequence", "heads"))
+    kv_heads = max(1, run.model.num_kv_heads // tensor)
+    return make_context(run.parallel.context, run.attention.ulysses, ranks, run.model.num_heads // tensor, kv_heads)
+
+
+def arrange(run: RunConfig, stages: int) -> Arrangement:
+    """Return the arrangement of a run's stacked layers on `stages` pipeline stages."""
+    several = stages > 1 and run.pipeline.schedule == "interleaved"
+    return Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if several else 1)
+
+
+def dtypes_of(run: RunConfig) -> StepDtypes:
+    """Return the dtypes of a run's step.
+
+    With LoRA, frozen base weights are stored in the compute dtype: every use rounds them to this dtype, and checkpoints do not
+    include them. The router stays in dtypes.params.
+
+    Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
+    """
+    d = run.dtypes
+    params, vectors = (run.compute, run.compute) if run.lora.rank else (d.params, "f32")
+    return StepDtypes(run.compute, d.reduce, d.grads, params, vectors, d.params)
+
+
+def rules_in_use(sharding: Sharding, num_experts: int, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """Return logical axis -> mesh axes that shard it, on a mesh of these sizes.
+
+    With sharding.zero = 0, weights, gradients and moments are replicated over mesh axes that shard the batch and the sequence.
+
+    Of sharding.rules.experts, `expert` shards the experts, and so does each further axis as long as the product of the sizes
+    divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
+    """
+    rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in sharding.rules}
+    # Shards of whole experts are contiguous in memory for the all-gather.
+    whole: list[str] = []
+    for axis in rules["experts"]:
+        parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
+        if axis == EXPERT_AXIS or (num_experts > 0 and num_experts % parts == 0):
+            whole.append(axis)
+    of_experts = tuple(a for a in rules["expert_embed"] if a not in whole) if num_experts else ()
+    rules |= {"experts": tuple(whole), "expert_embed": of_experts}
+    if sharding.zero > 0:
+        return rules
+    batch = {*rules["batch"], *rules["sequence"]}
+    # Experts stay sharded over the expert axis, because tokens are sent to them.
+    stay = dict.fromkeys(("batch", "sequence", "residual"), batch) | {"experts": {EXPERT_AXIS}}
+    return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
+
+
+def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
+    """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
+
+    If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices divided by all given sizes,
+    and the devices of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data
+    has the size that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the
+    devices.
+    """
+    asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
+    rule = "must be a positive number, or -1 for the devices that are left"
+    wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
+    if wrong:
+        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
+    free = [axis for axis, size in asked.items() if size == -1]
+    if len(free) > 1 and free != ["data", "fsdp"]:
+        others = " or ".join(f"mesh.{axis}" for axis in free)
+        rule = "only data and fsdp may both be -1, otherwise the sizes are not determined"
+        raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if devices % fixed or (not free and fixed != devices):
+        rule = f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has "
+        remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices}"
+        remedy += "." if free else ", or one of them to -1."
+        raise ConfigError([Problem("mesh", shown, rule + (what or f"{devices} devices"), remedy)])
+    rest = devices // fixed
+    if len(free) < 2:
+        return {axis: rest if size == -1 else size for axis, size in asked.items()}
+    inner = fixed // asked["stage"]
+    if node % inner and inner % node:
+        within = [axis for axis in asked if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or asked[axis] > 1)]
+        rule = f"groups of {' x '.join(within)} = {inner} devices neither divide the {node} of a node nor fill nodes"
+        raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
+    fsdp = math.gcd(rest, max(1, node // inner))
+    return asked | {"data": rest // fsdp, "fsdp": fsdp}
