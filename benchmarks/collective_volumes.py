@@ -15,8 +15,9 @@ from typing import Any
 
 from benchmarks import studies
 from jaxtrain.config import launch
+from jaxtrain.config.layout import rules_in_use
 from jaxtrain.config.numbers import GB_PER_GIB, number, size
-from jaxtrain.config.schema import MESH_AXES, ConfigError, Model, RunConfig, rules_in_use
+from jaxtrain.config.schema import MESH_AXES, ConfigError, Model, RunConfig
 from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.plan import topology as machines
@@ -195,7 +196,9 @@ def terms_of(run: RunConfig, mesh: Mapping[str, int]) -> list[Term]:
     if (n := sizes["expert"]) > 1 and m.num_experts:
         # Dispatch and combine, forward and backward, and a third dispatch if remat does not save the dispatched tokens.
         trips = 4 + (run.remat.policy != "none")
-        sent = (n - 1) / n * accum * m.num_layers / sizes["stage"] * trips * BF16 * tokens * expert_room(run, n) * m.d_model
+        sent = (
+            (n - 1) / n * accum * m.num_layers / sizes["stage"] * trips * BF16 * tokens * expert_room(m, run.moe, n) * m.d_model
+        )
         terms.append(Term("all-to-all", "expert", "experts", f"(n-1)/n A l {trips} R", sent))
     return terms
 

@@ -370,7 +370,7 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
         return answer
     seconds, losses = answer.pop("step_times"), answer.pop("losses")
     step_s = train_step.spread(seconds)
-    rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run, answer["device"]))
+    rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run.log, run.compute, answer["device"]))
     # PyTorch's checkpointing recomputes other activations than the remat policy, so HFU is unknown.
     rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
     steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}

@@ -92,7 +92,7 @@ def layouts(model: Model, topology: Topology, moments: str) -> list[Layout]:
     """
     rates = rates_for(topology.gpu, "bf16")
     run, check = base(model, topology, moments), training_check(topology)
-    policies = list(remat_policies(run))
+    policies = list(remat_policies())
     found = []
     for axes in meshes(run, topology):
         if dict(axes)["mesh.data"] not in (1, topology.nodes):

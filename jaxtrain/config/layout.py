@@ -11,7 +11,9 @@ from jaxtrain.config.schema import (
     MESH_AXES,
     OPTIONAL_AXES,
     ConfigError,
+    Dtypes,
     Mesh,
+    Pipeline,
     Problem,
     RunConfig,
     Sharding,
@@ -120,13 +122,15 @@ def resolve_layout(run: RunConfig, devices: int, node: int) -> Layout:
     sizes = mesh_sizes(run.mesh, devices, node)
     rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
     check_rules(run.sharding, rules, sizes)
+    ranks, tensor = (math.prod(sizes[a] for a in rules[axis]) for axis in ("sequence", "heads"))
+    heads = run.model.num_heads // tensor, max(1, run.model.num_kv_heads // tensor)
     return Layout(
         tuple(sizes.items()),
         tuple(rules.items()),
-        context_of(run, rules, sizes),
-        arrange(run, sizes["stage"]),
+        make_context(run.parallel.context, run.attention.ulysses, ranks, *heads),
+        arrange(run.model.stacked_layers, run.pipeline, sizes["stage"]),
         run.pipeline.schedule,
-        dtypes_of(run),
+        step_dtypes(run.compute, run.dtypes, run.lora.rank > 0),
         (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len),
     )
 
@@ -139,30 +143,22 @@ def check_rules(sharding: Sharding, rules: Mapping[str, tuple[str, ...]], sizes:
         raise ConfigError([Problem(f"sharding.rules.{axis}", written[axis], *why) for axis, *why in wrong])
 
 
-def context_of(run: RunConfig, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> Context:
-    """Return the sharding of a run's sequences over the seq axis."""
-    ranks, tensor = (math.prod(sizes[a] for a in rules[axis]) for axis in ("sequence", "heads"))
-    kv_heads = max(1, run.model.num_kv_heads // tensor)
-    return make_context(run.parallel.context, run.attention.ulysses, ranks, run.model.num_heads // tensor, kv_heads)
+def arrange(layers: int, pipeline: Pipeline, stages: int) -> Arrangement:
+    """Return the arrangement of stacked layers on `stages` pipeline stages."""
+    several = stages > 1 and pipeline.schedule == "interleaved"
+    return Arrangement(layers, stages, pipeline.groups if several else 1)
 
 
-def arrange(run: RunConfig, stages: int) -> Arrangement:
-    """Return the arrangement of a run's stacked layers on `stages` pipeline stages."""
-    several = stages > 1 and run.pipeline.schedule == "interleaved"
-    return Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if several else 1)
-
-
-def dtypes_of(run: RunConfig) -> StepDtypes:
-    """Return the dtypes of a run's step.
+def step_dtypes(compute: str, stored: Dtypes, adapters: bool) -> StepDtypes:
+    """Return the dtypes of a step. stored: the section `dtypes`. adapters: only these are trained.
 
     With LoRA, frozen base weights are stored in the compute dtype: every use rounds them to this dtype, and checkpoints do not
     include them. The router stays in dtypes.params.
 
     Scales of norms, and biases, are float32 for any dtypes.params: near 1, bfloat16 is coarser than their updates.
     """
-    d = run.dtypes
-    params, vectors = (run.compute, run.compute) if run.lora.rank else (d.params, "f32")
-    return StepDtypes(run.compute, d.reduce, d.grads, params, vectors, d.params)
+    params, vectors = (compute, compute) if adapters else (stored.params, "f32")
+    return StepDtypes(compute, stored.reduce, stored.grads, params, vectors, stored.params)
 
 
 def rules_in_use(sharding: Sharding, num_experts: int, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:

@@ -61,7 +61,7 @@ def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], position
         "use_cache": True,
     }
     if run.model.outside:
-        out |= {FAMILY: run.model.family, **own_of(run)}
+        out |= {FAMILY: run.model.family, **own_of(run.model, run.own)}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
         again, model = in_force(model_of(out)), in_force(run.model)
@@ -81,15 +81,15 @@ def raw_json(run: RunConfig, special: Mapping[str, Any], positions: int = 0) -> 
     return {
         "model_type": RAW,
         "model": model,
-        **own_of(run),
+        **own_of(run.model, run.own),
         "max_position_embeddings": max(run.data.seq_len, positions),
         **special,
     }
 
 
-def own_of(run: RunConfig) -> dict[str, Any]:
+def own_of(model: schema.Model, own: tuple[tuple[str, schema.Value], ...]) -> dict[str, Any]:
     """Return the key of config.json with the section `own` of a config; {} if no family from outside the package reads it."""
-    return {OWN: dict(run.own)} if run.own and run.model.outside else {}
+    return {OWN: dict(own)} if own and model.outside else {}
 
 
 def in_force(m: schema.Model) -> schema.Model:

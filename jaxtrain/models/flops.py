@@ -43,7 +43,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
-from jaxtrain.config.schema import Model, Remat, RunConfig, parts_of
+from jaxtrain.config.schema import Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
 from jaxtrain.models import windows
 from jaxtrain.models.activations import kept
 
@@ -199,28 +199,28 @@ def newton_schulz(model: Model) -> float:
     )
 
 
-def learns(run: RunConfig, name: str) -> bool:
+def learns(lora: Lora, train: Train, name: str) -> bool:
     """Return whether a parameter of the model is trained; False with adapters. name: without layer numbers."""
-    return not run.lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(run.train.freeze))
+    return not lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(train.freeze))
 
 
-def differentiates_layers(run: RunConfig) -> bool:
+def differentiates_layers(lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
-    return run.lora.rank > 0 or any(learns(run, name) for name in _BELOW)
+    return lora.rank > 0 or any(learns(lora, train, name) for name in _BELOW)
 
 
-def passes_mtp(run: RunConfig) -> bool:
+def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the modules of multi-token prediction."""
-    names = [name for name in by_weight(run.model) if name.startswith("mtp.")]
-    return differentiates_layers(run) or any(learns(run, name) for name in ("final_norm.scale", *names))
+    names = [name for name in by_weight(model) if name.startswith("mtp.")]
+    return differentiates_layers(lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
-def adapters(run: RunConfig) -> float:
+def adapters(model: Model, lora: Lora) -> float:
     """Return forward FLOPs per token of the adapters of all layers: 2 rank (inputs + outputs) for each adapted weight."""
-    m, d = run.model, run.model.d_model
+    m, d = model, model.d_model
     ends = {name: sum(pair) for name, pair in projections(m).items()}
     ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
-    return m.num_layers * 2 * run.lora.rank * sum(ends.get(name, 0) for name in parts_of(run.lora.targets))
+    return m.num_layers * 2 * lora.rank * sum(ends.get(name, 0) for name in parts_of(lora.targets))
 
 
 def training(run: RunConfig) -> Flops:
@@ -232,32 +232,32 @@ def training(run: RunConfig) -> Flops:
     layer.
     """
     m, everything = run.model, per_token(run.model, run.data.seq_len)
-    saved = sum(cost for name, cost in by_weight(m).items() if not learns(run, name))
-    saved += 0 if learns(run, "embed.embedding" if m.tied_head else "head") else heads(m)
-    total = everything + Flops(1.0, 1.0) * (3 * adapters(run) - saved)
-    if differentiates_layers(run):
+    who = run.lora, run.train
+    saved = sum(cost for name, cost in by_weight(m).items() if not learns(*who, name))
+    saved += 0 if learns(*who, "embed.embedding" if m.tied_head else "head") else heads(m)
+    total = everything + Flops(1.0, 1.0) * (3 * adapters(m, run.lora) - saved)
+    if differentiates_layers(*who):
         return total
     main = dataclasses.replace(m, mtp_layers=0)
-    if not passes_mtp(run):
+    if not passes_mtp(m, *who):
         of_mtp = forward(m, run.data.seq_len) + forward(main, run.data.seq_len) * -1
         total += (of_mtp + attention(m, run.data.seq_len) * m.mtp_layers) * -1
     head = heads(main)
     within = forward(main, run.data.seq_len) + Flops(-head, -head)
     through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
-    to_norm = 0 if learns(run, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
+    to_norm = 0 if learns(*who, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
-def head(run: RunConfig) -> float:
+def head(model: Model, lora: Lora, train: Train) -> float:
     """Return the FLOPs per token of `training` in matmuls with the output head, multi-token prediction included.
 
     These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
-    m = run.model
-    one = heads(dataclasses.replace(m, mtp_layers=0))
-    wanted = differentiates_layers(run) or learns(run, "final_norm.scale")
-    weight = learns(run, "embed.embedding" if m.tied_head else "head")
-    return one * (1 + wanted + weight + m.mtp_layers * (1 + passes_mtp(run) + weight))
+    one = heads(dataclasses.replace(model, mtp_layers=0))
+    wanted = differentiates_layers(lora, train) or learns(lora, train, "final_norm.scale")
+    weight = learns(lora, train, "embed.embedding" if model.tied_head else "head")
+    return one * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
 
 
 def beyond(run: RunConfig) -> Flops:
@@ -266,19 +266,21 @@ def beyond(run: RunConfig) -> Flops:
     These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
     beyond an even load. A capacity below 1 drops tokens, so the result may be negative.
     """
-    back = differentiates_layers(run)
+    back = differentiates_layers(run.lora, run.train)
     extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
     twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
-    rows = expert_rows(run)
+    rows = expert_rows(run.model, run.moe, run.mesh)
     if not run.model.num_experts or rows == run.model.experts_per_token:
         return extra + Flops(twice, twice)
     spare = layers(run.model, rows) - layers(run.model)
     again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
-    passes = 1 + back * (1 + learns(run, "layers.mlp.gate"))  # the backward pass: gradients of activations and weights
+    passes = 1 + back * (
+        1 + learns(run.lora, run.train, "layers.mlp.gate")
+    )  # the backward pass: gradients of activations and weights
     return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
 
 
-def expert_rows(run: RunConfig) -> float:
+def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
     The result is the number of experts per token times a factor, and at most the number of experts. With a capacity, the factor
@@ -286,8 +288,8 @@ def expert_rows(run: RunConfig) -> float:
     device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
     (kernels/experts/feed_forward.py). Otherwise the factor is 1.
     """
-    e, m = run.moe, run.model
-    alone = m.num_experts > 1 and run.mesh.expert == m.num_experts and e.impl == "auto"
+    e, m = moe, model
+    alone = m.num_experts > 1 and mesh.expert == m.num_experts and e.impl == "auto"
     return min(m.experts_per_token * (e.capacity_factor or (e.buffer if alone else 1.0)), m.num_experts)
 
 

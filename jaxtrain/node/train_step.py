@@ -23,7 +23,7 @@ import rich.console
 from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import Loaded
-from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
+from jaxtrain.config.schema import ConfigError, Dtypes, Log, Mesh, Model, Optimizer, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import loading, pipeline
 from jaxtrain.models import flops
 from jaxtrain.report import bench
@@ -92,15 +92,15 @@ def one_device(cache: str | None = None) -> RunConfig:
     return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
 
 
-def state_gib(run: RunConfig, count: int) -> float:
+def state_gib(model: Model, optimizer: Optimizer, dtypes: Dtypes, count: int) -> float:
     """Return a lower bound of the training state in GiB on each of `count` devices: parameters and moments.
 
     Offloaded moments are left out, as are the second moments of Muon's AdamW part.
     """
     known = {"adamw": ("m", "v"), "muon": ("m",)}
-    moments = known.get(run.optimizer.name, ()) if run.optimizer.offload == "none" else ()
-    each = sum(BYTES[getattr(run.dtypes, name)] for name in ("params", *moments))
-    return flops.parameters(run.model)["total"] * each / count / 2**30
+    moments = known.get(optimizer.name, ()) if optimizer.offload == "none" else ()
+    each = sum(BYTES[getattr(dtypes, name)] for name in ("params", *moments))
+    return flops.parameters(model)["total"] * each / count / 2**30
 
 
 def start_devices(run: RunConfig, count: int) -> list[Any]:
@@ -142,7 +142,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     if wrong := find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run, there = loaded.run, devices_for(request["devices"])
-    if there.kind == "gpu" and (least := state_gib(run, there.count)) > there.memory_gib:
+    if there.kind == "gpu" and (least := state_gib(run.model, run.optimizer, run.dtypes, there.count)) > there.memory_gib:
         rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
     devices = start_devices(run, request["devices"])
@@ -195,7 +195,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         "grad_accum": run.train.grad_accum,
         "remat": run.remat.policy,
         "remat_tensors": run.remat.tensors,
-        "remat_auto": auto_remat.words(run) if auto else "",
+        "remat_auto": auto_remat.words(run.model, run.remat) if auto else "",
         "parameters": program.parameters,
         "config_sha256": digest,
         "devices": device_facts(devices),
@@ -241,7 +241,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
             "trace": NOT_DONE if traced else "",
         }
         kind = devices[0].device_kind if devices[0].platform == "gpu" else ""
-        out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run, kind))
+        out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run.log, run.compute, kind))
         if not all(map(math.isfinite, losses)):
             out |= {"verdict": FAILED, "why": f"a loss is not finite: {losses}", "loss": None}
         save_partial(request, out)
@@ -309,13 +309,13 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     receipt.finish(0, "traced")
 
 
-def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
+def peak_tflops(log: Log, compute: str, device_kind: str) -> float | None:
     """Return the dense peak in TFLOP/s of a device for MFU, as in training; None for an unknown device.
 
     The peak is `log.peak_tflops` if set, else the peak in the dtype of activations. In an fp8 run that dtype is bfloat16.
     """
     gpu = hardware.lookup(device_kind)
-    return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)
+    return log.peak_tflops or (gpu.peak(compute) if gpu else None)
 
 
 def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: 
     rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
     found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
-    filled = expert_fill(run, program.placement.size(program.placement.compute_axes("experts")))
+    filled = expert_fill(run.model, run.moe, program.placement.size(program.placement.compute_axes("experts")))
     timed = roofline.predict(module, rates, found, filled=filled)
     found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
     range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None

@@ -59,11 +59,11 @@ def read_plan(
     run: the config that was compiled, in which remat.policy may still be auto.
     """
     program = compiled.program
-    kept = auto_remat.words(program.run) if run.remat.policy == "auto" else ""
+    kept = auto_remat.words(program.run.model, program.run.remat) if run.remat.policy == "auto" else ""
     run = program.run
     rates = rates or rates_for(topology.gpu, run.precision)
     ranks = program.placement.size(program.placement.compute_axes("experts"))
-    rounds = auto_remat.expert_rounds(run, ranks, experts_load) if run.model.num_experts else 1
+    rounds = auto_remat.expert_rounds(run.model, run.moe, ranks, experts_load) if run.model.num_experts else 1
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1, kind_shares=kind_shares(run.model))
     mesh = dict(program.placement.mesh.shape)
 
@@ -71,7 +71,7 @@ def read_plan(
     assigned = assignment.read(compiled.buffers, workspace.missing)
     memory = buffers.memory(assigned, program, module, compiled.card, workspace)
     found = collectives.read(module, mesh, topology.gpus)
-    filled = auto_remat.expert_fill(run, ranks, experts_load)
+    filled = auto_remat.expert_fill(run.model, run.moe, ranks, experts_load)
     timed = roofline.predict(module, rates, found, filled=filled)
     moved = tuple(sorted((c for c in timed.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
 

@@ -363,7 +363,7 @@ def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
         accum -= 1
     if batch % (accum * shards):
         batch = math.ceil(batch / shards) * shards
-    yield *split_over(run, shared, sizes["tensor"]), ("train.global_batch", batch), ("train.grad_accum", accum)
+    yield *split_over(run.mesh.fsdp, shared, sizes["tensor"]), ("train.global_batch", batch), ("train.grad_accum", accum)
 
 
 # ---- settings that save memory

@@ -307,7 +307,7 @@ def saved_bytes(sizes: Sizes) -> float:
         there -= {name for name, place in places.items() if place == "offload"}
     named = sum(sizes.activations[name] for name in there & READ_BACKWARD)
     every = 1 if remat.policy == "none" else remat.every
-    layers = auto_remat.layers_kept(sizes.run, sizes.shards["layers"])
+    layers = auto_remat.layers_kept(sizes.layout.stages, sizes.schedule)
     return layers * named + -(-layers // every) * sizes.activations["layer input"]
 
 
@@ -329,7 +329,7 @@ def _step_s(sizes: Sizes, rates: Rates) -> float:
 def _arithmetic_s(sizes: Sizes, rates: Rates) -> float:
     """Return the seconds of matmuls and attention per step. The bubble of a pipeline lengthens the time of layers."""
     run, m = sizes.run, sizes.run.model
-    devices, rows = sizes.layout.devices, flops.expert_rows(run)
+    devices, rows = sizes.layout.devices, flops.expert_rows(run.model, run.moe, run.mesh)
     gemm, by_layer = rates.gemm_tflops, rates.fp8_tflops if run.precision == "fp8" else rates.gemm_tflops
     attention = flops.attention(m, run.data.seq_len).causal * m.step_layers
     head = flops.heads(m)
@@ -363,7 +363,7 @@ def memory_bound_s(sizes: Sizes, rates: Rates) -> float:
     if micro > 1:
         moved += micro * sum(sizes.gradients.values()) * (2 * grads + 2)
     norms = 2 * (2 + 3) * sizes.residual  # each of two norms accesses two arrays forward, three backward
-    rows = m.d_ff * flops.expert_rows(run) + m.shared_d_ff if m.num_experts else m.d_ff
+    rows = m.d_ff * flops.expert_rows(run.model, run.moe, run.mesh) + m.shared_d_ff if m.num_experts else m.d_ff
     swiglu = (3 + 5) * rows / sizes.shards["mlp"]
     moved += sizes.tokens * sizes.layers * c * (norms + swiglu)
     if run.loss.name == "cross_entropy":

@@ -64,7 +64,7 @@ def _pipelines(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
                 yield ("mesh.stage", stage), ("pipeline.schedule", schedule), ("pipeline.groups", groups)
 
 
-def remat_policies(run: RunConfig) -> Iterator[Overrides]:
+def remat_policies() -> Iterator[Overrides]:
     """Yield remat.policy=auto, full remat of each layer, and full remat of every two layers together."""
     for policy, every in (("auto", 1), ("full", 1), ("full", 2)):
         yield ("remat.policy", policy), ("remat.tensors", ""), ("remat.every", every)
@@ -78,7 +78,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
     """
     if not check(run):
         yield ()
-    remats = [next(remat_policies(run))]
+    remats = [next(remat_policies())]
     if run.remat.policy != "auto":
         remats.append(tuple((key, value) for key, value in _flat(run).items() if key.startswith("remat.")))
     zeros = [(zero, gather) for zero, gather in ((3, "layer"), (3, "forward"), (3, "step"), (2, "layer"))]
@@ -109,11 +109,11 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
     groups = [(e, t) for e, t in groups if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
     placed: list[Overrides] = [()]
     for e, t in dict.fromkeys(((now["expert"], now["tensor"]), *groups)):
-        placed.append((*split_over(run, left // e, t), *((("mesh.expert", e),) if experts else ())))
+        placed.append((*split_over(run.mesh.fsdp, left // e, t), *((("mesh.expert", e),) if experts else ())))
     accums: list[Overrides] = [()]
     accums += [(("train.grad_accum", n),) for n in _divisors(run.train.global_batch) if n > run.train.grad_accum]
     batches = [(m, a) for m in placed for a in accums if not check(with_overrides(run, (*m, *a)))]
-    remats: list[Overrides] = [(), *remat_policies(run)]
+    remats: list[Overrides] = [(), *remat_policies()]
     zeros: list[Overrides] = [(), (("sharding.zero", 3), ("sharding.gather", "layer"))]
     chunks: list[Overrides] = [(), *([(("loss.chunk", FEW_ROWS),)] if run.loss.chunk > FEW_ROWS else [])]
     types: dict[Overrides, int] = {}
@@ -131,9 +131,12 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
                 yield rank, turned
 
 
-def split_over(run: RunConfig, total: int, tensor: int) -> Overrides:
-    """Return the overrides of a mesh of `total` GPUs with this size of the tensor axis, and all other GPUs on fsdp."""
-    return ("mesh.data", 1), ("mesh.fsdp", -1 if run.mesh.fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
+def split_over(fsdp: int, total: int, tensor: int) -> Overrides:
+    """Return the overrides of a mesh of `total` GPUs with this size of the tensor axis, and all other GPUs on fsdp.
+
+    fsdp: mesh.fsdp of the config, which stays if it is -1.
+    """
+    return ("mesh.data", 1), ("mesh.fsdp", -1 if fsdp == -1 else total // tensor), ("mesh.tensor", tensor)
 
 
 def _divisors(n: int) -> list[int]:

@@ -11,8 +11,8 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config.layout import Arrangement
-from jaxtrain.config.schema import Model, Remat, RunConfig
+from jaxtrain.config.layout import Arrangement, arrange
+from jaxtrain.config.schema import Model, Moe, Remat, RunConfig
 from jaxtrain.config.shapes import FURTHER_ROUND
 from jaxtrain.models import flops
 from jaxtrain.models.activations import LATENTS, kept
@@ -27,60 +27,57 @@ OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next 
 GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
-def layers_kept(run: RunConfig, stages: int) -> int:
+def layers_kept(layers: Arrangement, schedule: Schedule) -> int:
     """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
-    how = Arrangement(run.model.stacked_layers, stages, run.pipeline.groups if stages > 1 else 1)
-    if stages == 1:
-        return how.places
-    return how.per_group * Schedule(run.pipeline.schedule, stages, how.groups, run.train.grad_accum).slots[2]
+    return layers.per_group * schedule.slots[2] if layers.stages > 1 else layers.places
 
 
-def expert_room(run: RunConfig, ranks: int) -> float:
+def expert_room(model: Model, moe: Moe, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
     With a capacity factor, this is experts per token x capacity factor, at most the number of experts. Without a capacity
     factor, it is experts per token x `moe.buffer` (at most `ranks`) if experts are sharded, otherwise experts per token.
     """
-    m, x = run.model, run.moe
+    m, x = model, moe
     shares = (
         min(x.capacity_factor, m.num_experts / m.experts_per_token)
         if x.capacity_factor
-        else _round_sizes(run, ranks)[0]
+        else _round_sizes(moe, ranks)[0]
         if ranks > 1
         else 1.0
     )
     return m.experts_per_token * shares
 
 
-def expert_rounds(run: RunConfig, ranks: int, load: float = 1.0) -> int:
+def expert_rounds(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> int:
     """Return the number of rounds of a layer's dispatch, if the load of the busiest expert is `load` times an even load.
 
     All other experts share the remaining tokens equally. With a capacity factor, or if experts are not sharded, there is one
     round.
     """
-    if run.moe.capacity_factor or ranks == 1:
+    if moe.capacity_factor or ranks == 1:
         return 1
-    first, further = _round_sizes(run, ranks)
-    return 1 + max(0, math.ceil((_busiest(run, ranks, load) - first) / further - 1e-9))
+    first, further = _round_sizes(moe, ranks)
+    return 1 + max(0, math.ceil((_busiest(model, ranks, load) - first) / further - 1e-9))
 
 
-def _round_sizes(run: RunConfig, ranks: int) -> tuple[float, float]:
+def _round_sizes(moe: Moe, ranks: int) -> tuple[float, float]:
     """Return (rows of the first round of a dispatch, rows of each further round), as multiples of a device's even load."""
-    first = min(run.moe.buffer, ranks)
+    first = min(moe.buffer, ranks)
     return first, min(first, FURTHER_ROUND)
 
 
-def _busiest(run: RunConfig, ranks: int, load: float) -> float:
+def _busiest(model: Model, ranks: int, load: float) -> float:
     """Return the load of the device with the busiest expert, as a multiple of a device's even load.
 
     load: the load of the busiest expert, as a multiple of an expert's even load.
     """
-    m = run.model
+    m = model
     others = m.num_experts // ranks - 1
     return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
 
 
-def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
+def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
     """Return the fraction of the expert buffers that tokens fill, over all rounds of a layer's dispatch.
 
     With a capacity factor the whole buffer is computed, so the result is 1. If experts are not sharded (`ranks` is 1), the
@@ -88,12 +85,12 @@ def expert_fill(run: RunConfig, ranks: int, load: float = 1.0) -> float:
 
     load: the load of the busiest expert, as a multiple of an expert's even load.
     """
-    if run.moe.capacity_factor or not run.model.num_experts:
+    if moe.capacity_factor or not model.num_experts:
         return 1.0
     if ranks == 1:
         return 1.0
-    first, further = _round_sizes(run, ranks)
-    return _busiest(run, ranks, load) / (first + further * (expert_rounds(run, ranks, load) - 1))
+    first, further = _round_sizes(moe, ranks)
+    return _busiest(model, ranks, load) / (first + further * (expert_rounds(model, moe, ranks, load) - 1))
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
@@ -107,7 +104,7 @@ def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool 
     narrower = flops.value_dim(m) / flops.head_dim(m)
     documents = run.data.most_documents + 1 if packed_stats else 1
     compute = 4 if run.precision == "f32" else 2
-    wide = m.d_ff * expert_room(run, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
+    wide = m.d_ff * expert_room(m, run.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
     return {
         "q_latent": m.q_lora_rank * compute,
         "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
@@ -126,7 +123,9 @@ def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], pa
     """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
     tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
     width = bytes_per_token(run, axes, packed_stats)
-    return layers_kept(run, axes["layers"]) * tokens * sum(width[name] for name in names)
+    layers = arrange(run.model.stacked_layers, run.pipeline, axes["layers"])
+    schedule = Schedule(run.pipeline.schedule, layers.stages, layers.groups, run.train.grad_accum)
+    return layers_kept(layers, schedule) * tokens * sum(width[name] for name in names)
 
 
 @functools.lru_cache(maxsize=4)
@@ -164,10 +163,10 @@ def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_s
     return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
 
 
-def words(run: RunConfig) -> str:
+def words(model: Model, remat: Remat) -> str:
     """Return a line for the log: the activations that the chosen remat policy saves."""
-    names = sorted(name for name in kept(run.remat) if run.model.kv_lora_rank or name not in LATENTS)
+    names = sorted(name for name in kept(remat) if model.kv_lora_rank or name not in LATENTS)
     if not names:
         return "remat.policy=auto saves only each layer's input"
-    of_own = f", as far as the layers of {run.model.family} name them (checkpoint_name)" if run.model.outside else ""
+    of_own = f", as far as the layers of {model.family} name them (checkpoint_name)" if model.outside else ""
     return f"remat.policy=auto keeps {', '.join(names)}{of_own}"

@@ -79,15 +79,15 @@ def compile_to_fit(
         say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
         program = build(less, list(program.placement.mesh.devices.flat))
     if auto:
-        say(auto_remat.words(program.run))
+        say(auto_remat.words(program.run.model, program.run.remat))
     return program, compiled
 
 
 def less_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
     """Return the program's run with fewer saved activations if its compiled step does not fit.
 
-    Returns None if the step fits, or if the run saves no activations. The run has remat.policy=auto, or is an earlier
-    result of this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
+    Returns None if the step fits, or if the run saves no activations. The run has remat.policy=auto, or is an earlier result of
+    this function. If no choice is small enough, the result has full recomputation, and its step is refused later if it is too
     big. taken_gib: allocated memory of the compiled step.
     """
     run = program.run

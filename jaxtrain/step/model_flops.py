@@ -117,7 +117,7 @@ def count(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     tally = Tally()
     active = [*jax.tree.leaves(trained), *(False for _ in rows)]
     (hidden,), total = tally.of_jaxpr(traced, active)
-    learns = run.lora.rank == 0 and flops.learns(run, "embed.embedding" if run.model.tied_head else "head")
+    learns = flops.learns(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
     head = flops.heads(run.model) * (1 + hidden + learns)
     return total * (1 / run.data.seq_len) + Flops(head, head), tuple(sorted(tally.unknown))
 

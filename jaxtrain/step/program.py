@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Layout
-from jaxtrain.config.schema import ConfigError, Model, Optimizer, Problem, RunConfig, own_settings, parts_of
+from jaxtrain.config.schema import ConfigError, Model, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
 from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import grouped
@@ -127,19 +127,21 @@ def make_balance(run: RunConfig, layout: Layout, definition: Definition) -> Bala
     return Balance(run.moe, run.model.num_experts, layout.stages.order, moves, run.model.mtp_layers)
 
 
-def adds_in_backward(run: RunConfig, definition: Definition) -> bool:
+def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bool:
     """Return whether the backward pass of each layer adds its gradient to the sum over earlier microbatches.
+
+    unrolled: layers are not in a loop.
 
     Raises:
       ConfigError: train.accumulate = layer, and the model's layers are not run by remat.Plan.run.
     """
-    if run.train.grad_accum == 1:
+    if train.grad_accum == 1:
         return False
-    if run.train.accumulate == "layer" and not definition.uses_plan_run:
-        rule = f"the {run.model.family} model does not add gradients layer by layer, as this config has it"
+    if train.accumulate == "layer" and not definition.uses_plan_run:
+        rule = "the model does not add gradients layer by layer, as this config has it"
         raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
     # In a loop, adding in place prevents XLA from overlapping a layer's reduce-scatters with the next iteration.
-    asked = not run.parallel.scan_layers if run.train.accumulate == "auto" else run.train.accumulate == "layer"
+    asked = unrolled if train.accumulate == "auto" else train.accumulate == "layer"
     return definition.uses_plan_run and asked
 
 
@@ -212,7 +214,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
     balance = make_balance(run, layout, definition) if run.model.num_experts else None
     objective = make_objective(run, zero, trained, balance)
-    adds = not pipe and adds_in_backward(run, definition)
+    adds = not pipe and adds_in_backward(run.train, not run.parallel.scan_layers, definition)
     local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
     param_specs = definition.specs(placement)
     in_specs = param_specs, placement.spec(MICROBATCHES)

@@ -51,7 +51,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(run.model.attention_pattern) - {LOCAL, GLOBAL}
-    lying = None if bad & own or letters or context.ring == 1 else arrange(run, stages)
+    lying = None if bad & own or letters or context.ring == 1 else arrange(run.model.stacked_layers, run.pipeline, stages)
     if lying is None or run.model.stacked_layers < lying.stages * lying.groups:
         return
     kinds, first = run.model.kinds, run.model.kinds[0]
@@ -79,7 +79,7 @@ def _schedule(run: RunConfig) -> Iterable[Problem]:
 
 
 def _layers(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
-    lying = arrange(run, stages)
+    lying = arrange(run.model.stacked_layers, run.pipeline, stages)
     count = lying.stages * lying.groups
     of = f"mesh.stage = {stages}" + (f" x pipeline.groups = {lying.groups}" if lying.groups > 1 else "")
     if run.model.stacked_layers < count:

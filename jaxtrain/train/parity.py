@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import RunConfig, own_settings
+from jaxtrain.config.schema import Dtypes, RunConfig, own_settings
 from jaxtrain.data import pipeline
 from jaxtrain.step import compiler
 from jaxtrain.step.batch import place_batch
@@ -164,9 +164,9 @@ def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     return take_steps(program, step, state, rows.batch, steps)[0]
 
 
-def is_float32(run: RunConfig) -> bool:
+def is_float32(precision: str, dtypes: Dtypes) -> bool:
     """Return whether every dtype of a run is float32."""
-    return run.precision == "f32" and {*dataclasses.asdict(run.dtypes).values()} == {"f32"}
+    return precision == "f32" and {*dataclasses.asdict(dtypes).values()} == {"f32"}
 
 
 # ---- comparing

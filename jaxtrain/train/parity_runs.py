@@ -61,7 +61,7 @@ def compare_layouts(
 
     exact = yardstick = None
     (reference, first), *others = runs
-    in_float32 = all(parity.is_float32(run) for _, run in runs)
+    in_float32 = all(parity.is_float32(run.precision, run.dtypes) for _, run in runs)
     types = "float32" if in_float32 else first.precision
     total, done = len(runs) + (not in_float32), 0
 

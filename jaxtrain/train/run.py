@@ -241,10 +241,10 @@ def train_attempt(
     """Check the run, lock its folder, open log and receipt, train, and close everything."""
     start_times = StartTimes()
     set_compile_cache(run)
-    checkpoints = open_checkpoints(run, workdir, peers)
+    checkpoints = open_checkpoints(run.checkpoint, workdir, peers)
     with contextlib.ExitStack() as stack:
         try:
-            check_shared(run, workdir, checkpoints, peers)
+            check_shared(run.checkpoint.dir, workdir, checkpoints, peers)
             setup = check_setup(run, workdir, launch, checkpoints, own_process)  # writes nothing
             refuse_together("room", peers, lambda: check_room(setup))
             with metrics.naming(workdir):
@@ -294,13 +294,16 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
             os.close(handle)
 
 
-def check_shared(run: RunConfig, workdir: Path, checkpoints: Checkpoints, peers: Peers) -> None:
-    """Raise SharedRefusal if the processes do not share the run's folder, and that of its checkpoints, in which all write."""
+def check_shared(folder: str, workdir: Path, checkpoints: Checkpoints, peers: Peers) -> None:
+    """Raise SharedRefusal if the processes do not share the run's folder, and that of its checkpoints, in which all write.
+
+    folder: checkpoint.dir.
+    """
     folders = {"--workdir": workdir}
     if not checkpoints.storage.is_bucket:
         folders["checkpoint.dir"] = Path(checkpoints.storage.path)
     unshared = find_unshared(folders, peers, AGREE_S)
-    if "--workdir" in unshared and not run.checkpoint.dir:  # it is one mistake
+    if "--workdir" in unshared and not folder:  # it is one mistake
         unshared.pop("checkpoint.dir", None)
     remedies = {
         "--workdir": "Name a folder on a file system that all nodes share, by its full path.",

@@ -14,7 +14,7 @@ from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config import hardware, own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import Launch
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, resolve, shared_settings
+from jaxtrain.config.schema import Checkpoint, ConfigError, Problem, RunConfig, resolve, shared_settings
 from jaxtrain.data import text_format
 from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
@@ -85,9 +85,8 @@ class Compiled:
     memory: dict[str, float]
 
 
-def open_checkpoints(run: RunConfig, workdir: Path, peers: Peers) -> Checkpoints:
+def open_checkpoints(c: Checkpoint, workdir: Path, peers: Peers) -> Checkpoints:
     """Return the `Checkpoints` of the folder checkpoint.dir, by default of `checkpoints` in the run's folder."""
-    c = run.checkpoint
     return Checkpoints(c.dir or workdir / "checkpoints", c.keep, c.keep_every, peers, keep_best=c.keep_best)
 
 
@@ -113,8 +112,8 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
-        text = text_of_run(run, data, checkpoints, start)
-        positions = positions_of_run(run, checkpoints, start)
+        text = text_of_run(run.data.tokenizer, run.init.from_, data, checkpoints, start)
+        positions = positions_of_run(run.data.seq_len, run.init.from_, checkpoints, start)
         # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
         tokenizer = None
         if run.sample.max_tokens and not data.synthetic:
@@ -130,31 +129,30 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
     return Setup(asked, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
 
-def text_of_run(run: RunConfig, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
+def text_of_run(spec: str, init_from: str, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
     """Return the text format of a run's checkpoints: of its data, its checkpoint or init.from, and its tokenizer's files.
 
     Raises CheckpointError, HuggingFaceError or TokenizerError if one of them cannot be read.
     """
-    spec = run.data.tokenizer
     tokenizer = load_tokenizer(spec) if not data.synthetic and text_format.is_here(spec) else None
     own = text_format.of_files(spec) if tokenizer else TextFormat()
     known = getattr(data, "text", own)  # a user's own source may leave it out
     if start.resumed:
         before = TextFormat.of(checkpoints.meta(start.step)["text"])
     else:
-        before = open_origin(run.init.from_).text() if run.init.from_ else TextFormat()
+        before = open_origin(init_from).text() if init_from else TextFormat()
     if data.synthetic:  # it teaches no end of a text
         return before if before.tokenizer_sha256 else known
     return text_format.merge(known, tokenizer, before, own)
 
 
-def positions_of_run(run: RunConfig, checkpoints: Checkpoints, start: Start) -> int:
+def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, start: Start) -> int:
     """Return the longest sequence of this run, or of those that it began from: max_position_embeddings of an export."""
     if start.resumed:
         before = checkpoints.meta(start.step)["positions"]
     else:
-        before = open_origin(run.init.from_).positions if run.init.from_ else 0
-    return max(before, run.data.seq_len)
+        before = open_origin(init_from).positions if init_from else 0
+    return max(before, seq_len)
 
 
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
@@ -231,7 +229,7 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
     """Return the first problems of `check_setup` that do not depend on the contents of the data. Reads and writes no data."""
     try:
         import_named_parts(run)
-        checkpoints = open_checkpoints(run, workdir, Peers(0, 1))
+        checkpoints = open_checkpoints(run.checkpoint, workdir, Peers(0, 1))
         program = build(run, jax.devices())
         compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         choose_start(drop_used_step(run, checkpoints), checkpoints, program)

@@ -26,6 +26,11 @@ def run(*overrides: str):
     return loading.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
 
 
+def experts(*overrides: str):
+    r = run(*overrides)
+    return r.model, r.moe
+
+
 def test_the_first_choice_computes_no_gemm_again():
     r = run()
     assert flops.recompute(r.model, r.remat, r.data.seq_len).causal == 0
@@ -53,19 +58,19 @@ def test_bytes_of_experts_and_of_a_pipeline():
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
     assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
     assert auto_remat.bytes_kept(run(*few), up, axes | {"experts": 4}, False) == one * (2 * 1.25 + 0.5)
-    assert auto_remat.expert_fill(run(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(run(*few), 1) == 1
+    assert auto_remat.expert_fill(*experts(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(*experts(*few), 1) == 1
     assert auto_remat.bytes_kept(run(*few, "--config.moe.capacity_factor=2"), up, axes | {"experts": 4}, False) == one * 4.5
     # Experts on one device share its buffer. For two experts, an example: loads of 1.5 and 6.5 / 7 even shares average to 1.21.
     # The first round holds 1.25 even shares, and each further round a quarter.
-    alone = [auto_remat.expert_rounds(run(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
+    alone = [auto_remat.expert_rounds(*experts(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
     assert alone == [1, 1, 2, 2, 3, 6, 12]
-    pairs = [auto_remat.expert_rounds(run(*few), 4, load) for load in (1.0, 1.5, 1.6, 4.0)]
+    pairs = [auto_remat.expert_rounds(*experts(*few), 4, load) for load in (1.0, 1.5, 1.6, 4.0)]
     assert pairs == [1, 1, 2, 6]
     tight = (*few, "--config.moe.buffer=0.125")
-    assert auto_remat.expert_rounds(run(*tight), 8) == 8  # no further round is larger than the first
-    assert auto_remat.expert_fill(run(*few), 8, 1.5) == pytest.approx(1)
-    assert auto_remat.expert_fill(run(*few), 8, 1.6) == pytest.approx(1.6 / (1.25 + 2 * 0.25))
-    assert auto_remat.expert_fill(run(*few), 8, 1.25) == pytest.approx(1)
+    assert auto_remat.expert_rounds(*experts(*tight), 8) == 8  # no further round is larger than the first
+    assert auto_remat.expert_fill(*experts(*few), 8, 1.5) == pytest.approx(1)
+    assert auto_remat.expert_fill(*experts(*few), 8, 1.6) == pytest.approx(1.6 / (1.25 + 2 * 0.25))
+    assert auto_remat.expert_fill(*experts(*few), 8, 1.25) == pytest.approx(1)
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
     waiting = Schedule("1f1b", 4, 1, 64).slots[2], Schedule("interleaved", 4, 2, 64).slots[2]
     assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 32 * 8 * waiting[0]

@@ -25,7 +25,7 @@ def ask(**more):
 def test_fp8_and_bf16_share_one_peak():
     """MFU of a step with FP8 is relative to the bfloat16 peak FLOP/s, as in the log of a run and in plans."""
     runs = {p: loading.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
-    peaks = {p: train_step.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
+    peaks = {p: train_step.peak_tflops(run.log, run.compute, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
 
 
@@ -36,7 +36,7 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
     r = train_step.measure(ask(argv=argv, devices=1))
     assert r["verdict"] == "out of memory" and "525.7 GiB" in r["why"] and "140.0" in r["why"]
     run = loading.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
-    assert train_step.state_gib(run, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
+    assert train_step.state_gib(run.model, run.optimizer, run.dtypes, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
 
 
 # ---- A case, in its own process

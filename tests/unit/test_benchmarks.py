@@ -251,5 +251,5 @@ def test_the_peers_answer_in_our_terms(precision, device):
     assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5
     assert (found["steps"], found["warmup"], found["loss"]) == (2, 1, {"first": 5.0, "last": 4.0})
     assert found["memory"]["peak_gib"] == 2.0 and found["hfu"] == found["mfu_causal"]
-    assert found["peak_tflops"] == train_step.peak_tflops(run, device)
+    assert found["peak_tflops"] == train_step.peak_tflops(run.log, run.compute, device)
     assert device == "cpu" or found["peak_tflops"] == pytest.approx(989.4, rel=1e-3)

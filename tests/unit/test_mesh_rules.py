@@ -3,7 +3,8 @@
 import pytest
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import MESH_AXES, Problem, rules_in_use
+from jaxtrain.config.layout import rules_in_use
+from jaxtrain.config.schema import MESH_AXES, Problem
 from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 

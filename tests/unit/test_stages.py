@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxtrain.step.stages import SCHEDULES, Arrangement, Schedule
+from jaxtrain.config.layout import Arrangement
+from jaxtrain.step.stages import SCHEDULES, Schedule
 
 CASES = [
     *[(name, stages, 1, m) for name in ("1f1b", "gpipe") for stages in (2, 3) for m in (1, 2, 4, 17)],

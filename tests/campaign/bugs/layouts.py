@@ -245,15 +245,15 @@ BUGS = (
     Bug(
         "ZeRO 1: weights are gathered layer by layer",
         "jaxtrain/models/zero.py",
-        's.zero == 1 or s.gather == "step"',
-        's.zero == 1 and s.gather == "step"',
+        'sharding.zero == 1 or sharding.gather == "step"',
+        'sharding.zero == 1 and sharding.gather == "step"',
         "unit/test_zero_stages.py",
     ),
     Bug(
         "ZeRO 3: weights are gathered once a step",
         "jaxtrain/models/zero.py",
-        "once or s.zero == 2,",
-        "once or s.zero >= 2,",
+        "once or sharding.zero == 2,",
+        "once or sharding.zero >= 2,",
         "unit/test_zero_stages.py",
     ),
     Bug(
@@ -280,7 +280,7 @@ BUGS = (
     ),
     Bug(
         "stages: one group too many is a layer longer",
-        "jaxtrain/step/stages.py",
+        "jaxtrain/config/layout.py",
         "own = short + (q < longer)",
         "own = short + (q <= longer)",
         "unit/test_stages.py",

@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "bound: remat.policy=auto is refused with everything saved",
         BOUND,
-        "return Bound(_step_s(layout, rates), smallest / 2**30,",
-        "return Bound(_step_s(layout, rates), memory / 2**30,",
+        "return Bound(_step_s(sizes, rates), smallest / 2**30,",
+        "return Bound(_step_s(sizes, rates), memory / 2**30,",
         "unit/test_bound.py -k knows_what_costs",
     ),
     Bug(

@@ -75,7 +75,7 @@ BUGS = (
     ),
     Bug(
         "mesh: what is left of a node goes to fsdp with the stages still in it",
-        "jaxtrain/config/schema.py",
+        "jaxtrain/config/layout.py",
         "math.gcd(rest, max(1, node // inner))",
         "math.gcd(rest, max(1, node // fixed))",
         "unit/test_config.py -k mesh_sizes",
@@ -209,7 +209,7 @@ BUGS = (
     Bug(
         "start: weights alone bring their optimizer's state",
         "jaxtrain/train/initial_state.py",
-        'if run.init.what == "weights+optimizer" else',
+        'if program.run.init.what == "weights+optimizer" else',
         'if run.init.what != "weights+optimizer" else',
         "proofs/test_resume.py -k weights_and_optimizer",
     ),
