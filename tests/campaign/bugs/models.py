@@ -503,7 +503,7 @@ BUGS = (
     Bug(
         "folders: the longest sequence is that of the last stage",
         "jaxtrain/train/setup.py",
-        "return max(before, run.data.seq_len)",
+        "return max(before, seq_len)",
         "return run.data.seq_len",
         "proofs/test_hf_folders.py -k all_stages --campaign",
     ),
