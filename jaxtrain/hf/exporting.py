@@ -18,7 +18,7 @@ import safetensors.numpy
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import LOCAL, RunConfig
+from jaxtrain.config.schema import LOCAL
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
@@ -39,52 +39,44 @@ YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attenti
 # ---- config.json
 
 
-def config_json(run: RunConfig, dtype: str, special: Mapping[str, Any], positions: int = 0) -> dict[str, Any]:
+def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a model as a dict. Raises HuggingFaceError if the family's format cannot represent the model.
 
     Args:
-        run: the config of the model's run.
         dtype: dtype of the tensors, f32 | bf16.
-        special: bos_token_id, eos_token_id and pad_token_id.
-        positions: the longest sequence that the models before this run were trained with, in tokens.
+        positions: the longest sequence that the model was trained with, in tokens.
+        more: further keys: bos_token_id, eos_token_id and pad_token_id, and those of `own_of`.
     """
-    layout = format_of(run.model.family)
+    layout = format_of(model.family)
     stored = DTYPES[dtype].name
     out = {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,
-        **layout.write(run.model),
-        "max_position_embeddings": max(run.data.seq_len, positions),
+        **layout.write(model),
+        "max_position_embeddings": positions,
         "torch_dtype": stored,
         "dtype": stored,
-        **special,
+        **more,
         "use_cache": True,
     }
-    if run.model.outside:
-        out |= {FAMILY: run.model.family, **own_of(run.model, run.own)}
+    if model.outside:
+        out |= {FAMILY: model.family}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
-        again, model = in_force(model_of(out)), in_force(run.model)
+        again, here = in_force(model_of(out)), in_force(model)
     except HuggingFaceError as error:
         rule = f"checkpoints of {layout.architecture} cannot hold this model: {error}"
-        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule} {fix}.") from error
-    for key in (field.name for field in dataclasses.fields(model)):
-        if getattr(again, key) != getattr(model, key):
+        raise HuggingFaceError(f"model.family = {model.family!r}: {rule} {fix}.") from error
+    for key in (field.name for field in dataclasses.fields(here)):
+        if getattr(again, key) != getattr(here, key):
             rule = f"checkpoints of {layout.architecture} hold {getattr(again, key)!r} only"
-            raise HuggingFaceError(f"model.{key} = {getattr(run.model, key)!r}: {rule}. {fix}.")
+            raise HuggingFaceError(f"model.{key} = {getattr(model, key)!r}: {rule}. {fix}.")
     return out
 
 
-def raw_json(run: RunConfig, special: Mapping[str, Any], positions: int = 0) -> dict[str, Any]:
+def raw_json(model: schema.Model, positions: int, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a folder with jaxtrain's own names. Arguments are those of `config_json`."""
-    model = dataclasses.asdict(run.model)
-    return {
-        "model_type": RAW,
-        "model": model,
-        **own_of(run.model, run.own),
-        "max_position_embeddings": max(run.data.seq_len, positions),
-        **special,
-    }
+    return {"model_type": RAW, "model": dataclasses.asdict(model), "max_position_embeddings": positions, **more}
 
 
 def own_of(model: schema.Model, own: tuple[tuple[str, schema.Value], ...]) -> dict[str, Any]:
@@ -183,7 +175,8 @@ def export(
     if known and (lost := source.text().lost(known)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
     special = text.ids_to_write(known.bos if known else ())
-    described = raw_json(run, special, source.positions) if raw else config_json(run, chosen, special, source.positions)
+    positions, more = max(run.data.seq_len, source.positions), {**special, **own_of(run.model, run.own)}
+    described = raw_json(run.model, positions, more) if raw else config_json(run.model, chosen, positions, more)
     size = sum(math.prod(e.shape) * (1 + len(e.copies)) * dtypes[name].itemsize for name, e in wanted.items())
     check_space(out, size)
 

@@ -76,7 +76,7 @@ def read_plan(
     moved = tuple(sorted((c for c in timed.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
-    matmuls = warnings.fp8_matmuls(run, module)
+    matmuls = warnings.fp8_matmuls(program, module)
     return Plan(
         config=name,
         overrides=overrides,
@@ -108,7 +108,7 @@ def read_plan(
         kept=kept,
         matmuls=matmuls,
         pipeline=pipeline_moe.pipeline(program.layout, moved, memory),
-        experts=pipeline_moe.experts(run, program.placement, moved, experts_load),
+        experts=pipeline_moe.experts(program, moved, experts_load),
         kind=kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
@@ -123,7 +123,7 @@ def _flops(program: Program, topology: Topology, timed: roofline.Roofline) -> Fl
         hardware_per_step=timed.flops,
         expected_per_step=roofline.expected_flops(program.run, program.layout, program.kernel.name),
         attention_per_step=timed.flops - timed.gemm_flops,
-        attention_by_rank=roofline.attention_by_rank(program.run, program.layout, program.kernel.name) if by_rank else (),
+        attention_by_rank=roofline.attention_by_rank(program) if by_rank else (),
     )
 
 

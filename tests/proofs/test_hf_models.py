@@ -67,7 +67,7 @@ def test_yarn_turns_as_in_transformers():
         # A power in float32 may be off by some ten roundings.
         np.testing.assert_allclose(rotary_frequencies(model), frequencies, rtol=2e-6)
         run = helpers.tiny({f"model.{key}": value for key, value in dataclasses.asdict(model).items()})
-        written = exporting.config_json(run, "f32", {})
+        written = exporting.config_json(run.model, "f32", run.data.seq_len, {})
         assert settings.items() <= written["rope_parameters"].items()
         assert written["rope_scaling"] == {k: v for k, v in written["rope_parameters"].items() if k != "rope_theta"}
 
@@ -249,7 +249,7 @@ def test_peft_finds_the_base_by_its_name(tmp_path):
 def test_export_refuses_what_no_family_holds_and_what_is_there(llama, tmp_path):
     run = helpers.tiny({"model.qk_norm": True})
     with pytest.raises(HuggingFaceError, match=r"model.qk_norm"):
-        exporting.config_json(run, "f32", {})
+        exporting.config_json(run.model, "f32", run.data.seq_len, {})
     _, ours = llama
     exported(ours, tmp_path / "back")
     with pytest.raises(HuggingFaceError, match=str(tmp_path / "back")):

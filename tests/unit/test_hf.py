@@ -344,7 +344,7 @@ def test_presets_are_exported_and_read_back(name):
         tree = schema.default_config()
         tree.model.update(keys | {"family": name})
         run, problems = schema.resolve(tree)
-        back = model_of(exporting.config_json(run, "bf16", {}))
+        back = model_of(exporting.config_json(run.model, "bf16", run.data.seq_len, {}))
         assert not problems and back == dataclasses.replace(run.model, init_std=back.init_std)
         params = make_definition(run, zero, Kernel("reference", ())).abstract
         placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(zero.placement)), params)

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 from jaxtrain.config.layout import Arrangement, Layout
-from jaxtrain.config.schema import RunConfig
 from jaxtrain.models import flops
 from jaxtrain.plan import result
 from jaxtrain.plan.result import Collective, Memory
-from jaxtrain.sharding import Placement
 from jaxtrain.step import auto_remat
+from jaxtrain.step.program import Program
 from jaxtrain.step.stages import Schedule, schedule_of
 
 STAGE, EXPERT = "stage", "expert"
@@ -62,13 +61,14 @@ def _idle(schedule: Schedule, permutes: Sequence[Collective]) -> float:
     return 1 - 2 * schedule.units / passes if passes else 0.0
 
 
-def experts(run: RunConfig, placement: Placement, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
+def experts(program: Program, moved: Sequence[Collective], load: float = 1.0) -> result.Experts | None:
     """Return the figures of a model's experts; None for a dense model. load: the busiest expert's load over an even load."""
+    run, placement = program.run, program.placement
     m = run.model
     if not m.num_experts:
         return None
     ranks = placement.size(placement.compute_axes("experts"))
-    shards = placement.size((*placement.mesh_axes("batch"), *placement.mesh_axes("sequence")))
+    shards = placement.size(placement.token_axes)
     tokens = run.tokens_per_step / run.train.grad_accum / shards
     exchanged = [c for c in moved if EXPERT in c.axes and c.kind == "all-to-all" and "/experts/" in c.op_name]
     passes = m.stacked_layers / placement.size(STAGE) * run.train.grad_accum

@@ -29,6 +29,7 @@ from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
 from jaxtrain.step.kernel import attention_specs
 from jaxtrain.step.model_flops import model_flops
+from jaxtrain.step.program import Program
 from jaxtrain.step.stages import schedule_of
 
 GIB = 2**30
@@ -402,9 +403,10 @@ def expected_flops(run: RunConfig, layout: Layout, attention: str = "cudnn") -> 
     return (head + layers) * run.tokens_per_step / layout.devices
 
 
-def attention_by_rank(run: RunConfig, layout: Layout, attention: str) -> tuple[float, ...]:
+def attention_by_rank(program: Program) -> tuple[float, ...]:
     """Return attention's FLOPs inside the causal mask (forward, backward, recomputed) per step, by index along mesh.seq."""
-    backward, _ = _ATTENTION[attention]
+    run, layout = program.run, program.layout
+    backward, _ = _ATTENTION[program.kernel.name]
     out = [0.0] * layout.context.size
     for kind, layers in windows.layers_by_kind(run.model):
         alike = windows.all_of(run.model, kind)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.config.layout import Layout, StepDtypes
 from jaxtrain.config.numbers import GB_PER_GIB
-from jaxtrain.config.schema import MESH_AXES, Remat, RunConfig, Sharding, Train
+from jaxtrain.config.schema import MESH_AXES, Remat, Sharding, Train
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
@@ -226,11 +226,12 @@ def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
 # ---- FP8
 
 
-def fp8_matmuls(run: RunConfig, module: Module) -> Matmuls | None:
+def fp8_matmuls(program: Program, module: Module) -> Matmuls | None:
     """Return the number of matmuls per layer and microbatch, by precision; None unless precision=fp8.
 
     If the compiler does not recognise the pattern of an FP8 matmul, the matmul runs in 16 bits, at half the speed.
     """
+    run = program.run
     if run.precision != "fp8":
         return None
     total, eight = 0, 0
