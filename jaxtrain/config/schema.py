@@ -684,8 +684,6 @@ class Log:
     peak_tflops: float = key(
         0.0, "dense peak of one device for MFU, for a device that is not in hardware.py; 0: from the table", at_least=0
     )
-    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none", at_least=0)
-    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -719,7 +717,6 @@ class Compiler:
     """XLA options of the step. jaxtrain/step/compiler.py has the defaults, each with its reason."""
 
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they override jaxtrain's own")
-    defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
 
 def parts_of(text: str) -> tuple[str, ...]:

@@ -403,7 +403,7 @@ def data_prefetch(runs):
 def train_deterministic(runs):
     """The key sets XLA's options for repeatable results on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
-        program = helpers.program(runs.config("base", **{"train.deterministic": asked, "compiler.defaults": False}))
+        program = helpers.program(runs.config("base", **{"train.deterministic": asked}))
         chosen = compiler.choose(program, compiler.card(141.0)).options
         assert (chosen.items() >= hardware.REPEATABLE.items()) == asked
     plain = compiler.Chosen({}, "", ())
@@ -450,8 +450,6 @@ ELSEWHERE = {
     "paths.cache",  # tests/unit/test_startup.py
     "data.source_schedule",  # tests/unit/test_data_mix.py
     "data.tokenizer",  # tests/unit/test_data.py
-    "log.gpu_every_s",  # tests/unit/test_monitor.py
-    "log.mfu_alert",
     "train.memory_fraction",  # tests/unit/test_config.py
     "train.epochs",  # tests/unit/test_config.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
@@ -472,7 +470,6 @@ ELSEWHERE = {
     "train.max_skipped_steps",
     "train.sdc_check_every",  # tests/campaign/test_corruption.py
     "compiler.options",  # tests/unit/test_compiler.py
-    "compiler.defaults",
 }
 
 
