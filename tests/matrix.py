@@ -109,7 +109,7 @@ SAMPLE = (
     f"kinds of layers: stage2xfsdp2xtensor2{TWO}/remat.policy=full",
     "8 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",  # sums the embedding table's gradient over seq, in one microbatch
     "sinks: fsdp2xtensor2xseq2/sharding.zero=2/remat.policy=dots",
-    "experts: fsdp2xexpert2xtensor2/sharding.zero=1/moe.buffer=0.5",
+    "experts: fsdp2xexpert2xtensor2/sharding.zero=1",
 )
 SAMPLE_BF16 = (f"8 queries a key: data2xfsdp4{TWO}/sharding.gather=step",)
 # More devices on an axis, and more settings together. With these each axis is with each stage of ZeRO.
@@ -130,7 +130,7 @@ FURTHER = {
     ),
     "kinds in phase": (f"stage2xfsdp2xseq2{TWO}{GPIPE}/sharding.gather=forward/parallel.context=ulysses",),
     "everything": (f"stage4xfsdp2{FOUR}{GPIPE}", f"stage2xtensor2xseq2{FOUR}/remat.policy=full"),
-    "experts": ("expert8/moe.buffer=0.5", "fsdp2xexpert2xseq2/sharding.rules.experts=expert+seq"),
+    "experts": ("expert8", "fsdp2xexpert2xseq2/sharding.rules.experts=expert+seq"),
     "experts on stages": (f"stage2xexpert2xtensor2{FOUR}{INTERLEAVED}/sharding.gather=forward/remat.policy=full",),
     "experts with room": (f"expert2xtensor2xseq2{TWO}/train.accumulate=layer",),
     "latent": (

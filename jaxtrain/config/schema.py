@@ -359,11 +359,6 @@ class Moe:
     capacity_factor: float = key(
         0.0, "capacity factor: tokens per expert over an even load; others are dropped; 0: no token is dropped", at_least=0
     )
-    buffer: float = key(
-        1.25,
-        "with mesh.expert and no capacity: size of the first all-to-all over an even load; smaller ones send the rest",
-        above=0,
-    )
     balance_loss: float = key(
         0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch", at_least=0
     )
@@ -501,7 +496,6 @@ class Data:
         at_least=0,
     )
     seed: int = key(0, "order of the sequences", at_least=0)
-    prefetch: int = key(2, "batches prepared ahead of the step, by one thread", at_least=1)
 
     @property
     def masks_documents(self) -> bool:
@@ -692,15 +686,11 @@ class Sample:
 
     every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
     prompt: str = key(
-        "", "continued by the model; several are separated by ||; '': the beginning of a document, or a line break"
-    )
-    conversations: int = key(
-        2, "of the held-out data: each is answered beside its own answer, instead of an empty prompt; 0: none", at_least=0
+        "",
+        "continued by the model; several are separated by ||; '': two held-out conversations, or else a document's beginning",
     )
     max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
     temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
-    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)
-    seed: int = key(0, "of the draws", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ TABLE = (
         "which tokens experts drop: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("moe.impl", "moe.buffer"), "free", "the same step up to rounding", LAYOUT),
+    Row(("moe.impl",), "free", "the same step up to rounding", LAYOUT),
     Row(("train.accumulate", "loss.chunk"), "free", "the same step up to rounding", LAYOUT),
     Row(("train.memory_fraction",), "free", "the same step up to rounding", MACHINE),
     Row(
@@ -87,7 +87,7 @@ TABLE = (
         "each source continues at its position, and a new one begins",
         INPUTS,
     ),
-    Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it", TIME),
+    Row(("data.eval_source", "eval.*"), "free", "training does not depend on it", TIME),
     Row(
         (
             *("log.*", "paths.*", "checkpoint.dir", "checkpoint.allow_change"),

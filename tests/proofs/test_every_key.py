@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import re
 import shutil
-import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.step import compiler
 from jaxtrain.train import generation
 from jaxtrain.train import run as train
-from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.initial_state import open_data
 
 BASE = {"model.num_layers": 2, "data.max_segments": 8}
@@ -137,7 +134,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, {"model.dense_layers": 2, "model.dense_d_ff": 80}),
     (EXPERTS, {"mesh.expert": 2, "moe.capacity_factor": 1.0}),
     ({**EXPERTS, "mesh.expert": 4, "mesh.data": 2}, {"moe.impl": "ragged"}),
-    (SPREAD, {"moe.buffer": 1.0, "sharding.rules.experts": ""}),
+    (SPREAD, {"sharding.rules.experts": ""}),
     (SPREAD | {"model.num_experts": 2}, {"sharding.rules.expert_embed": ""}),
     ({}, {f"mesh.{axis}": 2 for axis in ("data", "fsdp", "tensor", "seq")}),
     ({"train.grad_accum": 2}, {"mesh.stage": 2}),
@@ -227,11 +224,11 @@ def test_key_changes_the_program(key, text):
 def test_the_same_config_gives_the_same_program():
     """Otherwise every key would seem to change the program.
 
-    The two configs differ in sample.seed alone. No program depends on it, but the caches are keyed by the config: both
+    The two configs differ in sample.max_tokens alone. No program depends on it, but the caches are keyed by the config: both
     programs are lowered.
     """
     one = helpers.tiny(BASE)
-    other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, seed=5))  # another key of the caches
+    other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, max_tokens=5))  # another key of the caches
     assert one != other
     assert not differs(one, other)
 
@@ -376,28 +373,13 @@ def sampling(runs):
     sampler, weights = generation.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
 
     def write(**changes: Any) -> str:
-        ask = config.Sample(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
+        ask = samples.Ask(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
         return generation.continue_text(sampler, weights, ByteTokenizer(), ask, stops=[256])
 
     assert write(prompt="y").startswith("y") and write().startswith("x")
     assert len(write(max_tokens=2)) < len(write())
     assert write(top_p=1e-6) == write(temperature=0.0) != write()
     assert write(seed=1) != write()
-
-
-def data_prefetch(runs):
-    """The thread of BatchFeed prepares `prefetch` batches before the first request, and holds one more."""
-    program = helpers.program(runs.config("base"))
-    for prefetch in (1, 3):
-        made: list[int] = []
-        source = types.SimpleNamespace(batch=lambda step, *rows, made=made: made.append(step) or {})
-        feed = BatchFeed(source, 5, program.batch, program.context, prefetch)
-        ended = time.monotonic() + 60
-        while len(made) <= prefetch and time.monotonic() < ended:
-            time.sleep(0.001)
-        time.sleep(0.05)
-        feed.close()
-        assert made == list(range(5, 6 + prefetch))
 
 
 def train_deterministic(runs):
@@ -426,11 +408,10 @@ def paths_data(runs):
 
 ALONE: dict[str, Callable[[Runs], None]] = {
     "model.init_std": model_init_std,
-    "data.prefetch": data_prefetch,
     "train.seed": train_seed,
     "train.deterministic": train_deterministic,
     "eval.sequences": eval_sequences,
-    **{f"sample.{name}": sampling for name in ("prompt", "max_tokens", "temperature", "top_p", "seed")},
+    **{f"sample.{name}": sampling for name in ("prompt", "max_tokens", "temperature")},
     "paths.data": paths_data,
 }
 
@@ -459,7 +440,6 @@ ELSEWHERE = {
     "sharding.rules.heads",  # test_heads_are_split_together
     "sharding.rules.kv_heads",
     "sharding.rules.head_dim",
-    "sample.conversations",  # tests/proofs/test_dpo.py
     "checkpoint.keep_best",  # tests/proofs/test_train.py
     "checkpoint.step",  # tests/proofs/test_resume.py
     "checkpoint.allow_change",

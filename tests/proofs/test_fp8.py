@@ -328,7 +328,7 @@ def rounded(changes: dict[str, Any]) -> dict[Any, int]:
     """Return how many arrays one block of experts rounds to each format of FP8, forward and backward."""
     run = helpers.tiny(MOE | changes)
     placement, numerics = helpers.program(run).placement, numerics_of(run)
-    zero, how = make_zero(run, placement, numerics), (run.moe.capacity_factor, run.moe.buffer, placement, numerics)
+    zero, how = make_zero(run, placement, numerics), (run.moe.capacity_factor, placement, numerics)
     spec = feed_forward.Spec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
 
     def block(x, w):
@@ -357,7 +357,7 @@ def test_gradients_of_experts_are_rounded_as_such():
     rows are uneven. The second round of dispatch rounds as the first.
     """
     even, uneven = rounded({"moe.capacity_factor": 2.0}), rounded({})
-    assert (even[fp8.E5M2], uneven[fp8.E5M2], rounded(ALONE | {"moe.buffer": 0.5})[fp8.E5M2]) == (6, 3, 2 * 6)
+    assert (even[fp8.E5M2], uneven[fp8.E5M2], rounded(ALONE)[fp8.E5M2]) == (6, 3, 2 * 6)
     assert even[fp8.E4M3] - uneven[fp8.E4M3] == 3
 
 

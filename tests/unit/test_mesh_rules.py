@@ -100,7 +100,6 @@ WRONG = [
     (("mesh.expert=8", "model.num_experts=12"), "model.num_experts"),
     ((*EXPERTS, "model.experts_per_token=9"), "model.experts_per_token"),
     ((*EXPERTS, "model.experts_per_token=1"), "model.renormalize"),
-    ((*EXPERTS, "moe.buffer=0.0"), "moe.buffer"),
     ((*EXPERTS, "moe.bias_rate=0.01"), "moe.bias_rate"),
     ((*EXPERTS, "sharding.rules.experts="), "sharding.rules.experts"),
     ((*EXPERTS, "sharding.rules.experts=fsdp+expert"), "sharding.rules.experts"),
