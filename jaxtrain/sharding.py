@@ -29,6 +29,7 @@ from jaxtrain.config.schema import (
     ConfigError,
     RunConfig,
     mesh_sizes,
+    rule_of,
     rules_in_use,
     wrong_rules,
 )
@@ -172,10 +173,10 @@ class Placement:
         used = [a for part in parts for a in part]
         for a in used:
             if used.count(a) > 1:
-                who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
+                who = [str(axis) for axis, part in zip(axes, parts, strict=True) if a in part]
                 raise LayoutError(
                     f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
-                    f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
+                    f"change sharding.rules.{rule_of(who[0])} or sharding.rules.{rule_of(who[1])}"
                 )
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
 
@@ -185,9 +186,10 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
+                rule = rule_of(str(axis))
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{axis}"
+                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{rule}"
                 )
         return NamedSharding(self.mesh, spec)
 

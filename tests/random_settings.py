@@ -42,7 +42,6 @@ LAYOUT = (
         "remat.",
         "pipeline.",
         "attention.impl",
-        "attention.ulysses",
         "moe.impl",
     ),
     *("train.grad_accum", "train.accumulate", "loss.chunk"),

@@ -42,11 +42,8 @@ RULES = {
     "residual": "seq+tensor",
     "embed": "fsdp+expert+seq",
     "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": "",
     "mlp": "tensor",
     "vocab": "stage+tensor",
-    "layers": "stage",
     "experts": "expert+fsdp+seq",
     "expert_embed": "fsdp+seq",
 }
@@ -55,16 +52,18 @@ RULE_DOCS = {
     "sequence": "tokens, inside attention and feed-forward blocks",
     "residual": "tokens, in the residual stream and norms between those blocks",
     "embed": "the model dimension of every weight except experts'",
-    "heads": "query heads",
-    "kv_heads": "key/value heads; must be sharded like the query heads",
-    "head_dim": "the width of a head",
+    "heads": "query heads, and key/value heads with them",
     "mlp": "the feed-forward width",
     "vocab": "rows of the embedding and the head",
-    "layers": "the axis along which layers are stacked",
     "experts": "the experts of a layer, over axes that divide their number; in use only over expert",
     "expert_embed": "the model dimension of experts' weights, over axes that do not divide their number",
 }
-
+# Logical axes without a rule of their own -> what to set instead. `rules_in_use` has their mesh axes.
+DERIVED = {
+    "kv_heads": "Key/value heads are sharded like query heads: set sharding.rules.heads.",
+    "head_dim": "The width of a head is never sharded: leave it out.",
+    "layers": "Layers are sharded over mesh.stage alone: leave it out.",
+}
 
 # Logical axis -> the mesh axes that its rule may name, in this order. The step has collectives for these axes only.
 ALLOWED = {
@@ -73,14 +72,16 @@ ALLOWED = {
     "residual": ("seq", "tensor"),
     "embed": ("data", "fsdp", "expert", "seq"),
     "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("stage", "tensor"),
-    "layers": ("stage",),
     "experts": ("expert", "data", "fsdp", "seq"),
     "expert_embed": ("data", "fsdp", "seq"),
 }
+
+
+def rule_of(axis: str) -> str:
+    """Return the axis whose rule shards a logical axis: the axis itself, or heads for kv_heads."""
+    return "heads" if axis == "kv_heads" else axis
 
 
 def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
@@ -95,14 +96,10 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
         names = "+".join(a for a in allowed if a in tokens or axis not in ("embed", "expert_embed", "experts"))
         if other:
             rule = f"cannot be sharded over mesh axis {other[0]!r}"
-            remedy = f"Set '{names}', or fewer of these axes." if allowed else "Set ''."
-            found.append((axis, rule, remedy))
+            found.append((axis, rule, f"Set '{names}', or fewer of these axes."))
         elif table[axis] != [a for a in allowed if a in table[axis]]:
             ordered = "+".join(a for a in allowed if a in table[axis])
             found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
-    if table["heads"] != table["kv_heads"]:
-        rule = f"query heads are sharded over {table['heads']}, and a query head must be on the device of its key/value head"
-        found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
     if table["residual"][: len(table["sequence"])] != table["sequence"]:
         rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
         found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
@@ -417,11 +414,6 @@ class Attention:
         "type of the matmuls of attention's forward pass: the compute type; or fp8: e4m3, on Hopper, emulated on CPU. The "
         "backward pass is in the compute type, by attention.impl",
         choices=("compute", "fp8"),
-    )
-    ulysses: int = key(
-        0,
-        "parallel.context=ulysses: ranks of a Ulysses group; the groups form a ring; 0: as many ranks as heads allow",
-        at_least=0,
     )
 
 
@@ -944,6 +936,8 @@ def rules_in_use(run: RunConfig, sizes: Mapping[str, int]) -> dict[str, tuple[st
     divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in run.sharding.rules}
+    # A query head must be on the device of its key/value head.
+    rules |= {"kv_heads": rules["heads"], "head_dim": (), "layers": ("stage",)}
     # Shards of whole experts are contiguous in memory for the all-gather.
     whole: list[str] = []
     for axis in rules["experts"]:
@@ -1105,7 +1099,10 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     def build_rules(value: Any, prefix: str) -> tuple[tuple[str, str], ...]:
         rules = dict(RULES)
         for axis, onto in dict(value).items():
-            rules[axis] = check(prefix + axis, onto, "")
+            if axis in DERIVED:
+                problems.append(Problem(prefix + axis, onto, "no such key", DERIVED[axis]))
+            else:
+                rules[axis] = check(prefix + axis, onto, "")
         return tuple(rules.items())
 
     def build_own(value: Any) -> Iterator[tuple[str, Value]]:

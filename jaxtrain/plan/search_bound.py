@@ -405,8 +405,7 @@ def _traffic(layout: Layout) -> Iterator[Traffic]:
         yield p.mesh_axes("layers"), 2 * s.units * layout.tokens / s.microbatches * layout.residual * c, 2 * s.units, 0.0
 
     kv_heads = max(1, m.num_kv_heads // shards["kv_heads"])
-    how = run.parallel.context, run.attention.ulysses, shards["sequence"], m.num_heads // shards["heads"], kv_heads
-    context = make_context(*how)
+    context = make_context(run.parallel.context, shards["sequence"], m.num_heads // shards["heads"], kv_heads)
     if context.size > 1 and not m.sliding_window:
         # A ring sends keys and values forward, and again backward with float32 gradients. Ulysses exchanges tokens for heads.
         u, r = context.ulysses, context.ring

@@ -41,8 +41,7 @@ def context_of(run: RunConfig, placement: Placement) -> Context:
     tensor = placement.size(placement.mesh_axes("heads"))
     kv_heads = max(1, run.model.num_kv_heads // tensor)
     ranks = placement.size(placement.mesh_axes("sequence"))
-    a = run.attention
-    return make_context(run.parallel.context, a.ulysses, ranks, run.model.num_heads // tensor, kv_heads)
+    return make_context(run.parallel.context, ranks, run.model.num_heads // tensor, kv_heads)
 
 
 def choose_kernel(run: RunConfig, context: Context, device: Any) -> tuple[Kernel, str]:

@@ -27,7 +27,6 @@ from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import samples
 from jaxtrain.optim.optimizer import make_schedule
-from jaxtrain.sharding import LayoutError, make_placement
 from jaxtrain.step import compiler
 from jaxtrain.train import generation
 from jaxtrain.train import run as train
@@ -141,10 +140,9 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (STAGES, {"pipeline.schedule": "gpipe"}),
     (TURNS, {"pipeline.groups": 4}),
     (SPLIT, {"sharding.zero": 2, "sharding.gather": "step", "sharding.rules.batch": "fsdp"}),
-    (SPLIT, {f"sharding.rules.{name}": "" for name in ("residual", "embed", "mlp", "vocab")}),
+    (SPLIT, {f"sharding.rules.{name}": "" for name in ("residual", "embed", "heads", "mlp", "vocab")}),
     ({**RING, "sharding.rules.embed": "fsdp"}, {"sharding.rules.sequence": ""}),
     (RING, {"parallel.context": "gather"}),
-    ({**RING, "parallel.context": "ulysses"}, {"attention.ulysses": 2}),
     ({}, {f"dtypes.{name}": "bf16" for name in ("params", "m", "v", "grads")}),
     ({"precision": "bf16"}, {"dtypes.reduce": "f32", "attention.forward": "fp8"}),
     ({"precision": "fp8"}, {"fp8.exclude": "wo,down"}),
@@ -231,16 +229,6 @@ def test_the_same_config_gives_the_same_program():
     other = dataclasses.replace(one, sample=dataclasses.replace(one.sample, max_tokens=5))  # another key of the caches
     assert one != other
     assert not differs(one, other)
-
-
-def test_heads_are_split_together():
-    """The rules of heads and kv_heads change the program if both change. A change of one, or a sharded head_dim, is refused."""
-    both = {"sharding.rules.heads": "", "sharding.rules.kv_heads": ""}
-    assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
-    for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):
-        run = helpers.tiny(BASE | SPLIT | {key: value})
-        with pytest.raises(LayoutError):
-            make_placement(run, helpers.devices_of(run))
 
 
 # ---- Keys of the loop, seen in the files of two runs that differ in many keys at once
@@ -435,11 +423,6 @@ ELSEWHERE = {
     "train.epochs",  # tests/unit/test_config.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
     "train.timeouts",  # tests/unit/test_watchdog.py
-    # '' or stage: without stages the key has no effect, and with stages no other value is allowed (test_mesh_rules.py)
-    "sharding.rules.layers",
-    "sharding.rules.heads",  # test_heads_are_split_together
-    "sharding.rules.kv_heads",
-    "sharding.rules.head_dim",
     "checkpoint.keep_best",  # tests/proofs/test_train.py
     "checkpoint.step",  # tests/proofs/test_resume.py
     "checkpoint.allow_change",

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import MESH_AXES, Problem, rules_in_use
+from jaxtrain.config.schema import MESH_AXES, Problem, resolve, rules_in_use, to_dict
 from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
@@ -71,8 +71,6 @@ WRONG = [
     (("mesh.fsdp=8", "model.d_model=60", "model.num_heads=6", "model.num_kv_heads=6"), "model.d_model"),
     # ---- sequences
     (("mesh.seq=4", "mesh.data=2", "data.seq_len=60"), "data.seq_len"),
-    (("mesh.seq=4", "mesh.data=2", "attention.ulysses=2"), "attention.ulysses"),
-    ((*SEQ, "attention.ulysses=3"), "attention.ulysses"),
     # ---- the table of logical axes
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.sequence=tensor"), "sharding.rules.sequence"),
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.residual=tensor+seq"), "sharding.rules.residual"),
@@ -91,9 +89,7 @@ WRONG = [
     ((*STAGES, "remat.policy=full", "remat.every=3"), "remat.every"),
     ((*STAGES, "model.vocab_size=322"), "model.vocab_size"),
     (("mesh.stage=2", "mesh.tensor=4", "model.vocab_size=324"), "model.vocab_size"),
-    ((*STAGES, "sharding.rules.layers="), "sharding.rules.layers"),
     ((*STAGES, "sharding.rules.embed=fsdp+stage"), "sharding.rules.embed"),
-    (("sharding.rules.layers=fsdp", "mesh.fsdp=8"), "sharding.rules.layers"),
     (("mesh.stage=2", "mesh.tensor=4", "sharding.rules.vocab=tensor+stage"), "sharding.rules.vocab"),
     # ---- experts
     (("mesh.expert=8",), "mesh.expert"),
@@ -158,3 +154,17 @@ def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero,
     run = loading.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run, dict.fromkeys(MESH_AXES, 1) | sizes)
     assert (rules["experts"], rules["expert_embed"]) == (whole, cut)
+
+
+def test_axes_that_follow_others_have_no_rule_and_own_axes_may_have_one():
+    """Key/value heads are sharded like query heads, and layers over the stages."""
+    run = loading.load(["--config=configs/tiny.py", "--config.sharding.rules.heads="]).run
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": 2, "stage": 2}
+    rules = rules_in_use(run, sizes)
+    assert (rules["heads"], rules["kv_heads"], rules["head_dim"], rules["layers"]) == ((), (), (), ("stage",))
+    for axis, keys in (("kv_heads", ["sharding.rules.kv_heads"]), ("layers", ["sharding.rules.layers"]), ("channels", [])):
+        tree = to_dict(run)
+        tree["sharding"]["rules"][axis] = "tensor"
+        found, problems = resolve(tree)
+        assert [p.key for p in problems] == keys
+        assert (axis in dict(found.sharding.rules)) != bool(keys)
