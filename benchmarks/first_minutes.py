@@ -96,7 +96,7 @@ ITEMS: tuple[Item, ...] = (
     *map(steps, ("pallas, packed, loop", "deterministic, pallas, loop")),
     steps("half, fp8, unrolled", 200, 90, HALF_GIB),
     steps("half, packed, unrolled", 200, 90, HALF_GIB),
-    *map(steps, ("offload, loop", "XLA's options, loop", "8 segments, loop")),
+    *map(steps, ("offload, loop", "8 segments, loop")),
     tests("attention", "test_gpu_attention.py", 240, 45),
     *map(steps, ("mixtral", "1b loop")),
     Item("a run and its receipt", gpu_items.check_gpu_metrics, 150, 60),
@@ -107,7 +107,6 @@ ITEMS: tuple[Item, ...] = (
     steps("mixtral capacity"),
     *(timed_kernels(kind, kind, 60, 20) for kind in ("loss", "norm", "optimizer")),
     timed_kernels("experts", "kernels of experts", 90, 30),
-    Item("cost of sampling", gpu_items.time_gpu_metrics, 240, 120),
 )
 
 

@@ -79,7 +79,6 @@ CASES: dict[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "deterministic, pallas, loop": (EIGHT, (), (*LOOP, *PALLAS, "--config.train.deterministic=true")),
     "8 segments, loop": (EIGHT, (), (*LOOP, "--config.data.max_segments=8")),
     "offload, loop": (EIGHT, (), (*LOOP, "--config.optimizer.offload=moments")),
-    "XLA's options, loop": (EIGHT, (), (*LOOP, "--config.compiler.defaults=false")),
     "half, packed, loop": (HALF, (), LOOP),
     "half, packed, unrolled": (HALF, (), UNROLLED),
     "half, fp8, unrolled": (HALF, (), (*UNROLLED, *FP8)),
@@ -124,7 +123,6 @@ RESUME_ERROR = 0.05  # tolerated relative difference of repeated losses: cuDNN a
 TORCH = "cudnn,layers; cudnn,layers,checkpoint; flash,layers; flash,layers,checkpoint"
 REPORT_S = 40.0  # for the report of a trace
 METRICS_RUN = "run_with_gpu_metrics"  # folder
-TURNS = ("off", "on", "on", "off")  # log.gpu_every_s is 0 for "off"; with 1, "on", the driver is queried each second
 # Four layers, so that the checkpoint of a run is small, and a batch whose step takes about a second.
 SHORT = (
     f"--config={launch.REPO}/configs/llama3_1b.py:gpus=1",
@@ -571,23 +569,15 @@ def record_preflight(node: Node, limit_s: float) -> Outcome:
     return Outcome(verdict, outcome.found, outcome.lines, json.loads(file.read_text()) if file.exists() else {})
 
 
-def train(node: Node, name: str, every_s: int, limit_s: float) -> tuple[Outcome, dict[str, Any]]:
-    """Train a short run with GPU metrics every `every_s` seconds. Return its outcome and receipt."""
-    folder = node.path / name
-    command = jaxtrain_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN)
-    command += [f"--config.log.gpu_every_s={every_s}", f"--workdir={folder}"]
-    code, outcome = node.run_program(name, command, limit_s)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
-    return outcome, json.loads((folder / "receipt.json").read_text()) if code == 0 else {}
-
-
 def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
     """Check the GPU metrics of a short run, its report and its receipt."""
-    deadline = time.monotonic() + limit_s
-    outcome, receipt = train(node, METRICS_RUN, 2, limit_s)
+    deadline, folder = time.monotonic() + limit_s, node.path / METRICS_RUN
+    command = jaxtrain_command("main", *(TINY if node.smoke else SHORT), *DATA["synthetic"], *LEAN, f"--workdir={folder}")
+    code, outcome = node.run_program(METRICS_RUN, command, limit_s)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
+    receipt = json.loads((folder / "receipt.json").read_text()) if code == 0 else {}
     if outcome.verdict == BAD:
         return outcome
-    folder = node.path / METRICS_RUN
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seen = [line for line in lines if line["kind"] == "gpu"]
     code, said = node.run_program("report", jaxtrain_command("report", str(folder)), deadline - time.monotonic())
@@ -598,19 +588,3 @@ def check_gpu_metrics(node: Node, limit_s: float) -> Outcome:
     missing = sorted({key for line in seen for key, value in line.items() if value is None})
     text = f"lines of GPU metrics: {len(seen)}" + (f"; without {', '.join(missing)}" if missing else "")
     return Outcome(GOOD, f"{text}; receipt, metrics and page in {folder.name}/", data={"gpu": seen, "receipt": receipt})
-
-
-def time_gpu_metrics(node: Node, limit_s: float) -> Outcome:
-    """Time steps alternately with and without GPU metrics, which query the driver each second, and report the difference."""
-    medians: dict[str, list[float]] = {"off": [], "on": []}
-    turns = TURNS[:2] if node.smoke else TURNS
-    for turn, which in enumerate(turns):
-        name = f"turn{turn}_{which}"
-        outcome, receipt = train(node, name, int(which == "on"), limit_s / len(turns))
-        shutil.rmtree(node.path / name, ignore_errors=True)
-        if outcome.verdict == BAD:
-            return Outcome(BAD, f"turn {turn}, {which}: {outcome.found}", outcome.lines, medians)
-        medians[which].append(receipt["speed"]["step_time_s"]["median"])
-    on, off = statistics.mean(medians["on"]), statistics.mean(medians["off"])
-    times = ", ".join(f"{which} {' and '.join(f'{s:.4g}' for s in seconds)} s" for which, seconds in medians.items())
-    return Outcome(GOOD, f"a step takes {on / off - 1:+.2%} with it ({times})", data=medians)

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.layout import Layout, resolve_layout
-from jaxtrain.config.schema import EXPERT_AXIS, RunConfig
+from jaxtrain.config.schema import EXPERT_AXIS, RunConfig, rule_of
 
 Axes = tuple[str | None, ...]
 TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations
@@ -141,10 +141,10 @@ class Placement:
         used = [a for part in parts for a in part]
         for a in used:
             if used.count(a) > 1:
-                who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
+                who = [str(axis) for axis, part in zip(axes, parts, strict=True) if a in part]
                 raise LayoutError(
                     f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
-                    f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
+                    f"change sharding.rules.{rule_of(who[0])} or sharding.rules.{rule_of(who[1])}"
                 )
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
 
@@ -154,9 +154,10 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
+                rule = rule_of(str(axis))
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{axis}"
+                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{rule}"
                 )
         return NamedSharding(self.mesh, spec)
 

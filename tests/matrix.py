@@ -20,9 +20,10 @@ BASE = {"model.num_layers": 1, "model.init_std": 0.2, "data.max_segments": 6}
 EXPERTS = {"model.num_experts": 8, "model.d_ff": 32}
 # The balance and z losses are computed for each microbatch, so that another number of microbatches would train differently.
 NO_LOSSES = {"moe.balance_loss": 0.0, "moe.z_loss": 0.0}
-# Each model has 8 query heads. It has 4 key/value heads unless it sets another number.
+# Each model has 8 query heads and 4 key/value heads unless it sets other numbers.
 MODELS = {
     "2 queries a key": {},
+    "3 queries a key": {"model.num_heads": 6, "model.num_kv_heads": 2},
     "8 queries a key": {"model.num_kv_heads": 1},
     "kinds of layers": {
         "optimizer.name": "muon",
@@ -109,18 +110,18 @@ SAMPLE = (
     f"kinds of layers: stage2xfsdp2xtensor2{TWO}/remat.policy=full",
     "8 queries a key: fsdp2xtensor2xseq2/sharding.zero=0",  # sums the embedding table's gradient over seq, in one microbatch
     "sinks: fsdp2xtensor2xseq2/sharding.zero=2/remat.policy=dots",
-    "experts: fsdp2xexpert2xtensor2/sharding.zero=1/moe.buffer=0.5",
+    "experts: fsdp2xexpert2xtensor2/sharding.zero=1",
 )
 SAMPLE_BF16 = (f"8 queries a key: data2xfsdp4{TWO}/sharding.gather=step",)
 # More devices on an axis, and more settings together. With these each axis is with each stage of ZeRO.
 FURTHER = {
     "2 queries a key": (
         "seq8/parallel.context=gather",
-        "seq8/parallel.context=ulysses/attention.ulysses=2",
         f"fsdp2xseq4{CHUNKED}/remat.policy=full",
         f"data2xfsdp2xseq2{TWO}/train.accumulate=layer/sharding.zero=1",
         f"data2xfsdp2xtensor2{TWO}/sharding.gather=step",
     ),
+    "3 queries a key": ("seq8/parallel.context=ulysses",),  # Ulysses groups of two ranks, in a ring of four
     "8 queries a key": ("tensor8", "seq8/parallel.context=ulysses", "fsdp8/sharding.gather=forward"),
     "multi-token": (f"data2xfsdp2xexpert2{TWO}/parallel.scan_layers=False",),
     "kinds of layers": (
@@ -130,7 +131,7 @@ FURTHER = {
     ),
     "kinds in phase": (f"stage2xfsdp2xseq2{TWO}{GPIPE}/sharding.gather=forward/parallel.context=ulysses",),
     "everything": (f"stage4xfsdp2{FOUR}{GPIPE}", f"stage2xtensor2xseq2{FOUR}/remat.policy=full"),
-    "experts": ("expert8/moe.buffer=0.5", "fsdp2xexpert2xseq2/sharding.rules.experts=expert+seq"),
+    "experts": ("expert8", "fsdp2xexpert2xseq2/sharding.rules.experts=expert+seq"),
     "experts on stages": (f"stage2xexpert2xtensor2{FOUR}{INTERLEAVED}/sharding.gather=forward/remat.policy=full",),
     "experts with room": (f"expert2xtensor2xseq2{TWO}/train.accumulate=layer",),
     "latent": (

@@ -42,9 +42,7 @@ LAYOUT = (
         "remat.",
         "pipeline.",
         "attention.impl",
-        "attention.ulysses",
         "moe.impl",
-        "moe.buffer",
     ),
     *("train.grad_accum", "train.accumulate", "loss.chunk"),
 )
@@ -129,7 +127,7 @@ def draw(seed: int) -> dict[str, str]:
         found |= (
             maybe(0.3, model__shared_d_ff=16) | maybe(0.3, model__router="sigmoid") | maybe(0.2, model__renormalize="false")
         )
-        found |= maybe(0.2, model__dense_layers=1, model__dense_d_ff=32) | maybe(0.2, moe__buffer=0.5)
+        found |= maybe(0.2, model__dense_layers=1, model__dense_d_ff=32)
         found |= maybe(0.15, model__router_groups=2, model__groups_per_token=1)
     if rng.random() < 0.15:
         parts = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": one_of(8, 12)}

@@ -17,7 +17,7 @@ def named_fix(problem: Problem) -> str:
     if whole := re.match(r"Make it a multiple of (\d+)", remedy):
         return f"{problem.key}={problem.value + -problem.value % int(whole[1])}"
     value = re.search(r"such as ([^ ,]*[^ ,.])", remedy)
-    value = value or re.match(r"(?:Set one of|Set|Write|Use|Did you mean) ('[^']*'|[^ ,?]*[^ ,?.])", remedy)
+    value = value or re.match(r"(?:Set one of|Set|Write|Use|Did you mean) ('[^']*'|[^ ,;?]*[^ ,;?.])", remedy)
     if value and value[1] in declared() and problem.key not in declared():
         return f"{value[1]}={problem.value}"
     return f"{problem.key}={value[1]}" if value else ""

@@ -16,6 +16,7 @@ import rich.console
 from jaxtrain.config import launch, own_parts
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, flatten
 from jaxtrain.data import loading
+from jaxtrain.metrics.samples import Ask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -299,8 +300,7 @@ def generate(
     chat = None if talk is None else Chat(source.text(), spec, chat_template)
     known, text = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     loaded = load_model(os.fspath(model), jax.local_devices(), base)
-    asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    ask = dataclasses.replace(loaded.run.sample, **asked)
+    ask = Ask(prompt, max_tokens, temperature, top_p, seed)
     if talk is not None and chat is not None:
         return chat.answer(loaded, talk, ask)
     if note := text_format.control_in(prompt, known):

@@ -10,23 +10,23 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, schema, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, whole
-from jaxtrain.config.schema import Problem, declared
+from jaxtrain.config.schema import Key, Problem, declared
 from jaxtrain.data.readers import PrepareError, read_questions
 from jaxtrain.data.rows import question
 from jaxtrain.data.template import NAMED, Conversation
-from jaxtrain.metrics.samples import prompts
+from jaxtrain.metrics.samples import Ask, prompts
 from jaxtrain.runtime.startup import start_jax
 
 if TYPE_CHECKING:
     from jaxtrain.train.generation import Loaded
 
 
-def _in_range(key: str) -> Callable[[str], float]:
-    """Return a type of options: numbers in the range of a config key."""
+def _in_range(of: Key) -> Callable[[str], float]:
+    """Return a type of options: numbers in a declared range."""
 
     def number(text: str) -> float:
         value = float(text)
-        if wrong := declared()[key].out_of_range(value):
+        if wrong := of.out_of_range(value):
             raise Invalid(wrong[0])
         return value
 
@@ -61,15 +61,18 @@ def parser() -> Parser:
         modes=("chat",),
     )
     p.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=whole(1))
-    p.option("temperature", f"0: the most likely token ({OWN})", "T", type=_in_range("sample.temperature"), example="0.8")
-    p.option("top-p", f"probability mass to draw from ({OWN})", "P", type=_in_range("sample.top_p"), example="0.9")
-    p.option("seed", f"seed of the draws ({OWN})", "N", type=whole(0))
+    p.option(
+        "temperature", f"0: the most likely token ({OWN})", "T", type=_in_range(declared()["sample.temperature"]), example="0.8"
+    )
+    mass = Key("", above=0, at_most=1)
+    p.option("top-p", f"probability mass to draw from (default: {Ask.top_p})", "P", type=_in_range(mass), example="0.9")
+    p.option("seed", f"seed of the draws (default: {Ask.seed})", "N", type=whole(0))
     p.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
     p.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
     return p
 
 
-OF_SAMPLE = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are keys of the config's section sample
+OF_ASK = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Ask
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +90,7 @@ def _check(args: Args) -> list[Problem]:
 
 
 def _act(args: Args) -> int:
-    given = {name: getattr(args, name) for name in OF_SAMPLE if name.replace("_", "-") in args.given}
+    given = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.given}
     questions = read_all(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
@@ -102,10 +105,9 @@ def _act(args: Args) -> int:
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
     known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     model = load(args.workdir, jax.local_devices(), args.base)
-    # A run that writes no samples has max_tokens = 0.
-    ask = dataclasses.replace(
-        model.run.sample, **{"max_tokens": model.run.sample.max_tokens or schema.Sample().max_tokens, **given}
-    )
+    of_run = model.run.sample  # a run that writes no samples has max_tokens = 0
+    ask = Ask(of_run.prompt, of_run.max_tokens or schema.Sample().max_tokens, of_run.temperature)
+    ask = dataclasses.replace(ask, **given)
     print(f"[{args.workdir.rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
         return continue_prompts(model, *known, ask)
@@ -126,8 +128,8 @@ def _act(args: Args) -> int:
     return 0
 
 
-def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Any) -> int:
-    """Print each prompt of a config.Sample with its continuation, and return the exit code."""
+def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Ask) -> int:
+    """Print each prompt with its continuation, and return the exit code."""
     from jaxtrain.data import text_format
     from jaxtrain.train.generation import continue_all
 

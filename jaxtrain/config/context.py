@@ -47,12 +47,11 @@ class Context:
         return self.size * 2 if self.ring > 1 else self.size
 
 
-def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int) -> Context:
-    """Return the ring and Ulysses sizes for `ranks` ranks of the seq axis.
+def make_context(method: str, ranks: int, heads: int, kv_heads: int) -> Context:
+    """Return the ring and Ulysses sizes for `ranks` ranks of the seq axis. A Ulysses group is as large as the heads allow.
 
     Args:
       method: parallel.context. Unless it is ulysses, all ranks are ring ranks.
-      asked: attention.ulysses, the number of ranks in a Ulysses group; 0: as many as the heads allow.
       ranks: mesh.seq.
       heads, kv_heads: numbers of query and key/value heads on each rank of the tensor axis.
     """
@@ -60,8 +59,7 @@ def make_context(method: str, asked: int, ranks: int, heads: int, kv_heads: int)
         return Context()
     if method != "ulysses":
         return Context(1, ranks, method == "gather")
-    fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
-    group = asked or max(fits)
+    group = max(u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads))
     return Context(group, ranks // group)
 
 

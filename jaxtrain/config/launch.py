@@ -22,6 +22,7 @@ from jaxtrain.config import config_file
 from jaxtrain.config.commands import CONFIG, PREFIX
 from jaxtrain.config.environment import EXPORTED
 from jaxtrain.config.schema import (
+    DERIVED,
     OWN,
     ConfigError,
     Problem,
@@ -247,6 +248,8 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
         remedy = nearest_key(key, known)
+        if path == ["sharding", "rules"]:
+            remedy = DERIVED.get(last, remedy)
         if path == [OWN]:
             near = difflib.get_close_matches(last, [*(section or {})], 1)
             remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."

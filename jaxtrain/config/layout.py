@@ -127,7 +127,7 @@ def resolve_layout(run: RunConfig, devices: int, node: int) -> Layout:
     return Layout(
         tuple(sizes.items()),
         tuple(rules.items()),
-        make_context(run.parallel.context, run.attention.ulysses, ranks, *heads),
+        make_context(run.parallel.context, ranks, *heads),
         arrange(run.model.stacked_layers, run.pipeline, sizes["stage"]),
         run.pipeline.schedule,
         step_dtypes(run.compute, run.dtypes, run.lora.rank > 0),
@@ -170,6 +170,8 @@ def rules_in_use(sharding: Sharding, num_experts: int, sizes: Mapping[str, int])
     divides the number of experts. Other axes of sharding.rules.expert_embed shard the model dimension of experts' weights.
     """
     rules = {axis: tuple(filter(None, onto.split("+"))) for axis, onto in sharding.rules}
+    # A query head must be on the device of its key/value head.
+    rules |= {"kv_heads": rules["heads"], "head_dim": (), "layers": ("stage",)}
     # Shards of whole experts are contiguous in memory for the all-gather.
     whole: list[str] = []
     for axis in rules["experts"]:

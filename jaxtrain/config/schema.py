@@ -43,11 +43,8 @@ RULES = {
     "residual": "seq+tensor",
     "embed": "fsdp+expert+seq",
     "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": "",
     "mlp": "tensor",
     "vocab": "stage+tensor",
-    "layers": "stage",
     "experts": "expert+fsdp+seq",
     "expert_embed": "fsdp+seq",
 }
@@ -56,16 +53,18 @@ RULE_DOCS = {
     "sequence": "tokens, inside attention and feed-forward blocks",
     "residual": "tokens, in the residual stream and norms between those blocks",
     "embed": "the model dimension of every weight except experts'",
-    "heads": "query heads",
-    "kv_heads": "key/value heads; must be sharded like the query heads",
-    "head_dim": "the width of a head",
+    "heads": "query heads, and key/value heads with them",
     "mlp": "the feed-forward width",
     "vocab": "rows of the embedding and the head",
-    "layers": "the axis along which layers are stacked",
     "experts": "the experts of a layer, over axes that divide their number; in use only over expert",
     "expert_embed": "the model dimension of experts' weights, over axes that do not divide their number",
 }
-
+# Logical axes without a rule of their own -> what to set instead. `rules_in_use` has their mesh axes.
+DERIVED = {
+    "kv_heads": "Key/value heads are sharded like query heads: set sharding.rules.heads.",
+    "head_dim": "The width of a head is never sharded: leave it out.",
+    "layers": "Layers are sharded over mesh.stage alone: leave it out.",
+}
 
 # Logical axis -> the mesh axes that its rule may name, in this order. The step has collectives for these axes only.
 ALLOWED = {
@@ -74,14 +73,16 @@ ALLOWED = {
     "residual": ("seq", "tensor"),
     "embed": ("data", "fsdp", "expert", "seq"),
     "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
     "mlp": ("tensor",),
     "vocab": ("stage", "tensor"),
-    "layers": ("stage",),
     "experts": ("expert", "data", "fsdp", "seq"),
     "expert_embed": ("data", "fsdp", "seq"),
 }
+
+
+def rule_of(axis: str) -> str:
+    """Return the axis whose rule shards a logical axis: the axis itself, or heads for kv_heads."""
+    return "heads" if axis == "kv_heads" else axis
 
 
 def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
@@ -96,14 +97,10 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
         names = "+".join(a for a in allowed if a in tokens or axis not in ("embed", "expert_embed", "experts"))
         if other:
             rule = f"cannot be sharded over mesh axis {other[0]!r}"
-            remedy = f"Set '{names}', or fewer of these axes." if allowed else "Set ''."
-            found.append((axis, rule, remedy))
+            found.append((axis, rule, f"Set '{names}', or fewer of these axes."))
         elif table[axis] != [a for a in allowed if a in table[axis]]:
             ordered = "+".join(a for a in allowed if a in table[axis])
             found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
-    if table["heads"] != table["kv_heads"]:
-        rule = f"query heads are sharded over {table['heads']}, and a query head must be on the device of its key/value head"
-        found.append(("kv_heads", rule, "Give heads and kv_heads the same mesh axes."))
     if table["residual"][: len(table["sequence"])] != table["sequence"]:
         rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
         found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
@@ -372,11 +369,6 @@ class Moe:
     capacity_factor: float = key(
         0.0, "capacity factor: tokens per expert over an even load; others are dropped; 0: no token is dropped", at_least=0
     )
-    buffer: float = key(
-        1.25,
-        "with mesh.expert and no capacity: size of the first all-to-all over an even load; smaller ones send the rest",
-        above=0,
-    )
     balance_loss: float = key(
         0.01, "times the load-balancing loss (Fedus et al. 2021), mean of layers, of each microbatch", at_least=0
     )
@@ -435,11 +427,6 @@ class Attention:
         "type of the matmuls of attention's forward pass: the compute type; or fp8: e4m3, on Hopper, emulated on CPU. The "
         "backward pass is in the compute type, by attention.impl",
         choices=("compute", "fp8"),
-    )
-    ulysses: int = key(
-        0,
-        "parallel.context=ulysses: ranks of a Ulysses group; the groups form a ring; 0: as many ranks as heads allow",
-        at_least=0,
     )
 
 
@@ -514,7 +501,6 @@ class Data:
         at_least=0,
     )
     seed: int = key(0, "order of the sequences", at_least=0)
-    prefetch: int = key(2, "batches prepared ahead of the step, by one thread", at_least=1)
 
     @property
     def masks_documents(self) -> bool:
@@ -697,8 +683,6 @@ class Log:
     peak_tflops: float = key(
         0.0, "dense peak of one device for MFU, for a device that is not in hardware.py; 0: from the table", at_least=0
     )
-    gpu_every_s: float = key(10.0, "seconds between lines on each GPU: power, clocks, throttling, memory; 0: none", at_least=0)
-    mfu_alert: float = key(0.8, "warn while MFU is below this part of the lowest expected; 0: never", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -707,15 +691,11 @@ class Sample:
 
     every_steps: int = key(0, "and after the last step; 0: only then", at_least=0)
     prompt: str = key(
-        "", "continued by the model; several are separated by ||; '': the beginning of a document, or a line break"
-    )
-    conversations: int = key(
-        2, "of the held-out data: each is answered beside its own answer, instead of an empty prompt; 0: none", at_least=0
+        "",
+        "continued by the model; several are separated by ||; '': two held-out conversations, or else a document's beginning",
     )
     max_tokens: int = key(256, "tokens to write; 0: no sample", at_least=0)
     temperature: float = key(0.8, "0: always the likeliest token", at_least=0)
-    top_p: float = key(0.95, "keep the likeliest tokens whose probabilities sum to this", above=0, at_most=1)
-    seed: int = key(0, "of the draws", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -732,7 +712,6 @@ class Compiler:
     """XLA options of the step. jaxtrain/step/compiler.py has the defaults, each with its reason."""
 
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they override jaxtrain's own")
-    defaults: bool = key(True, "begin with jaxtrain's options; False: with XLA's")
 
 
 def parts_of(text: str) -> tuple[str, ...]:
@@ -1069,7 +1048,10 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     def build_rules(value: Any, prefix: str) -> tuple[tuple[str, str], ...]:
         rules = dict(RULES)
         for axis, onto in dict(value).items():
-            rules[axis] = check(prefix + axis, onto, "")
+            if axis in DERIVED:
+                problems.append(Problem(prefix + axis, onto, "no such key", DERIVED[axis]))
+            else:
+                rules[axis] = check(prefix + axis, onto, "")
         return tuple(rules.items())
 
     def build_own(value: Any) -> Iterator[tuple[str, Value]]:

@@ -29,9 +29,9 @@ Batches of a model with multi-token prediction have two more arrays for each mod
     weights_k    float32  weight of that token; 0 if it is in another document than the input token
 """
 
-# Size of each round after the first in the dispatch of tokens to experts, over an even load. A round has a fixed cost in
-# addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
-FURTHER_ROUND = 0.25
+# Sizes of the first round and of each further one in the dispatch of tokens to experts, over an even load. A round has a fixed
+# cost in addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
+FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
 
 DENSE = "dense_layers"  # the name of the first layers of a model with experts, which have no experts
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension

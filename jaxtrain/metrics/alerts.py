@@ -120,41 +120,41 @@ class GpuAlerts:
 
 
 class MfuAlert:
-    """Warns when the MFU of a run falls below a fraction of the lowest expected MFU.
+    """Warns when the MFU of a run falls below PART of the lowest expected MFU.
 
     Measured and expected MFU count the same FLOPs, so their ratio is the inverse ratio of the step times. The measured step
     time is the median of the last LINES lines, so that a single slow line causes no warning.
 
     Args:
         longest_s: longest expected step time in seconds (plan.expect.Expected.longest_s); None: no warnings.
-        part: the fraction (log.mfu_alert); 0: no warnings.
     """
 
     LINES = 8
+    PART = 0.8  # of the lowest expected MFU
     BACK = 1.02  # times the threshold: an MFU above it ends the condition
 
-    def __init__(self, longest_s: float | None, part: float):
-        self._longest, self._part = longest_s, part
+    def __init__(self, longest_s: float | None):
+        self._longest = longest_s
         self._steps: collections.deque[float] = collections.deque(maxlen=self.LINES)
         self._low = False
 
     def note(self, step_s: float | None) -> str | None:
         """Add a train line's `step_time_s`. Return a warning if MFU becomes low, a message if it recovers, else None."""
-        if step_s is None or not self._part or not self._longest:
+        if step_s is None or not self._longest:
             return None
         self._steps.append(step_s)
         if len(self._steps) < self.LINES:
             return None
         middle = statistics.median(self._steps)
         reached = self._longest / middle
-        if not self._low and reached < self._part:
+        if not self._low and reached < self.PART:
             self._low = True
             return (
-                f"MFU is {reached:.0%} of the lowest expected, below log.mfu_alert={self._part:g}: {middle:.3g} s a step, "
+                f"MFU is {reached:.0%} of the lowest expected, below {self.PART:.0%}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
                 f"GPUs. kill -USR2 {os.getpid()} records a trace; {spelled('python -m jaxtrain profile RUN')} divides its time."
             )
-        if self._low and reached >= self.BACK * self._part:
+        if self._low and reached >= self.BACK * self.PART:
             self._low = False
             return f"MFU is back at {reached:.0%} of the lowest expected: {middle:.3g} s a step"
         return None

@@ -1,6 +1,6 @@
 """Watch the GPUs of this process during training: a thread samples them, and the loop writes lines and warnings.
 
-    with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}, 10.0) as monitor:
+    with Monitor({d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}) as monitor:
         ...
         for line in monitor.lines(step):
             writers.gpu(**line)
@@ -30,6 +30,7 @@ from jaxtrain.metrics.card import Card, Lost, Sample, mean, rate_gb_s
 __all__ = ["MfuAlert", "Monitor"]
 
 LOGGER = logging.getLogger("jaxtrain")
+LINES_S = 10.0  # between two lines of a GPU
 SAMPLE_S = 1.0  # between two samples of a GPU; the driver's own figures are means over up to a second
 SILENT_S = 60.0  # without an answer of the driver, after which a warning is logged
 LISTEN_S = 5.0  # between two checks for an answer of the driver
@@ -44,7 +45,6 @@ class Monitor:
     Args:
         pools: index of a GPU among the visible GPUs (jax's local_hardware_id) -> the method memory_stats of its jax device.
             Only these GPUs are watched.
-        every_s: seconds between lines (log.gpu_every_s); 0: no GPU is watched.
         process: index of this process, for the lines.
         nvml: pynvml, or an object with the same functions.
         environ: environment variables. CUDA_VISIBLE_DEVICES selects the visible GPUs.
@@ -55,7 +55,6 @@ class Monitor:
     def __init__(
         self,
         pools: Pools,
-        every_s: float,
         *,
         process: int = 0,
         nvml: Any = pynvml,
@@ -63,8 +62,7 @@ class Monitor:
         sample_s: float = SAMPLE_S,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._pools: Pools = pools if every_s > 0 else {}
-        self._every_s, self._process, self._nvml, self._environ = every_s, process, nvml, environ
+        self._pools, self._process, self._nvml, self._environ = pools, process, nvml, environ
         self._sample_s, self._clock = sample_s, clock
         self._cards: dict[int, Card] = {}  # by index among the visible GPUs
         self._lock = threading.Lock()  # for the fields below, which the sampling thread writes
@@ -169,10 +167,10 @@ class Monitor:
     def lines(self, step: int) -> list[dict[str, Any]]:
         """Return a line for each GPU from the samples since its last line: metrics.GPU_KEYS without `kind` and `time_unix`.
 
-        Call it after every step. Until `every_s` seconds have passed since the last lines, the result is []. A GPU without
+        Call it after every step. Until LINES_S seconds have passed since the last lines, the result is []. A GPU without
         samples has no line.
         """
-        if not self._cards or self._clock() - self._written < self._every_s:
+        if not self._cards or self._clock() - self._written < LINES_S:
             return []
         self._written = self._clock()
         with self._lock:

@@ -9,6 +9,7 @@ With several prompts the line has the number of the prompt: `--- step 200, promp
 heading, a space is written before it. So the file can be read back. This module opens no file.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -23,6 +24,25 @@ class Sample(NamedTuple):
     step: int
     prompt: int
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """What to generate, and how.
+
+    Attributes:
+        prompt: the text to continue, or several (`prompts`).
+        max_tokens: most tokens to generate.
+        temperature: 0: always the likeliest token.
+        top_p: tokens are drawn from the likeliest ones whose probabilities sum to this.
+        seed: of the draws.
+    """
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    top_p: float = 0.95
+    seed: int = 0
 
 
 def prompts(text: str) -> list[str]:

@@ -44,6 +44,7 @@ import fnmatch
 from collections.abc import Sequence
 
 from jaxtrain.config.schema import Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
+from jaxtrain.config.shapes import FIRST_ROUND
 from jaxtrain.models import windows
 from jaxtrain.models.activations import kept
 
@@ -284,13 +285,13 @@ def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     """Return the rows per token that all experts together multiply, for the even load that a plan assumes.
 
     The result is the number of experts per token times a factor, and at most the number of experts. With a capacity, the factor
-    is the capacity factor, since buffers have the size of the capacity. Without a capacity, the factor is moe.buffer if each
+    is the capacity factor, since buffers have the size of the capacity. Without a capacity, the factor is FIRST_ROUND if each
     device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
     (kernels/experts/feed_forward.py). Otherwise the factor is 1.
     """
-    e, m = moe, model
-    alone = m.num_experts > 1 and mesh.expert == m.num_experts and e.impl == "auto"
-    return min(m.experts_per_token * (e.capacity_factor or (e.buffer if alone else 1.0)), m.num_experts)
+    alone = model.num_experts > 1 and mesh.expert == model.num_experts and moe.impl == "auto"
+    factor = moe.capacity_factor or (FIRST_ROUND if alone else 1.0)
+    return min(model.experts_per_token * factor, model.num_experts)
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:

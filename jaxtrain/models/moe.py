@@ -49,7 +49,6 @@ class ExpertsMLP(nnx.Module):
             GATED[ctx.structure.activation],
             ctx.moe.impl,
             ctx.moe.capacity_factor,
-            ctx.moe.buffer,
             ctx.placement,
             ctx.numerics,
         )

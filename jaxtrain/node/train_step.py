@@ -209,7 +209,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         return
 
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    feed = BatchFeed(rows, 0, program.batch, program.context, run.data.prefetch)
+    feed = BatchFeed(rows, 0, program.batch, program.context)
     batches = feed.batches()
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.layout import Arrangement, arrange
 from jaxtrain.config.schema import Model, Moe, Remat, RunConfig
-from jaxtrain.config.shapes import FURTHER_ROUND
+from jaxtrain.config.shapes import FIRST_ROUND, FURTHER_ROUND
 from jaxtrain.models import flops
 from jaxtrain.models.activations import LATENTS, kept
 from jaxtrain.step.stages import Schedule
@@ -36,15 +36,11 @@ def expert_room(model: Model, moe: Moe, ranks: int) -> float:
     """Return the capacity of a device's expert buffers, in rows per token of the device.
 
     With a capacity factor, this is experts per token x capacity factor, at most the number of experts. Without a capacity
-    factor, it is experts per token x `moe.buffer` (at most `ranks`) if experts are sharded, otherwise experts per token.
+    factor, it is experts per token x FIRST_ROUND if experts are sharded, otherwise experts per token.
     """
     m, x = model, moe
     shares = (
-        min(x.capacity_factor, m.num_experts / m.experts_per_token)
-        if x.capacity_factor
-        else _round_sizes(moe, ranks)[0]
-        if ranks > 1
-        else 1.0
+        min(x.capacity_factor, m.num_experts / m.experts_per_token) if x.capacity_factor else FIRST_ROUND if ranks > 1 else 1.0
     )
     return m.experts_per_token * shares
 
@@ -57,14 +53,7 @@ def expert_rounds(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> int:
     """
     if moe.capacity_factor or ranks == 1:
         return 1
-    first, further = _round_sizes(moe, ranks)
-    return 1 + max(0, math.ceil((_busiest(model, ranks, load) - first) / further - 1e-9))
-
-
-def _round_sizes(moe: Moe, ranks: int) -> tuple[float, float]:
-    """Return (rows of the first round of a dispatch, rows of each further round), as multiples of a device's even load."""
-    first = min(moe.buffer, ranks)
-    return first, min(first, FURTHER_ROUND)
+    return 1 + max(0, math.ceil((_busiest(model, ranks, load) - FIRST_ROUND) / FURTHER_ROUND - 1e-9))
 
 
 def _busiest(model: Model, ranks: int, load: float) -> float:
@@ -89,8 +78,7 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
         return 1.0
     if ranks == 1:
         return 1.0
-    first, further = _round_sizes(moe, ranks)
-    return _busiest(model, ranks, load) / (first + further * (expert_rounds(model, moe, ranks, load) - 1))
+    return _busiest(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
 
 
 def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:

@@ -124,7 +124,7 @@ def choose(program: Program, card: Card | None) -> Chosen:
     for deterministic steps, and for a value in `compiler.options` that XLA does not accept.
     """
     own, _ = parse_options(program.run.compiler.options)
-    wanted, why = _defaults(program, card) if card and program.run.compiler.defaults else ({}, "XLA's own" if card else "")
+    wanted, why = _defaults(program, card) if card else ({}, "")
     if card and program.run.train.deterministic:
         wanted |= hardware.REPEATABLE
         why += ", and options for deterministic steps"

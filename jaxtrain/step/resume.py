@@ -44,13 +44,13 @@ TABLE = (
         LAYOUT,
     ),
     Row(
-        ("attention.impl", "attention.ulysses", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
+        ("attention.impl", "parallel.*", "remat.*", "compiler.*", "pipeline.*"),
         "free",
-        "the same step up to rounding. With moe.capacity_factor and mesh.seq, parallel.context and attention.ulysses decide "
-        "which tokens experts drop: then only if named in checkpoint.allow_change",
+        "the same step up to rounding. With moe.capacity_factor and mesh.seq, parallel.context decides which tokens "
+        "experts drop: then only if named in checkpoint.allow_change",
         LAYOUT,
     ),
-    Row(("moe.impl", "moe.buffer"), "free", "the same step up to rounding", LAYOUT),
+    Row(("moe.impl",), "free", "the same step up to rounding", LAYOUT),
     Row(("train.accumulate", "loss.chunk"), "free", "the same step up to rounding", LAYOUT),
     Row(("train.memory_fraction",), "free", "the same step up to rounding", MACHINE),
     Row(
@@ -87,7 +87,7 @@ TABLE = (
         "each source continues at its position, and a new one begins",
         INPUTS,
     ),
-    Row(("data.eval_source", "data.prefetch", "eval.*"), "free", "training does not depend on it", TIME),
+    Row(("data.eval_source", "eval.*"), "free", "training does not depend on it", TIME),
     Row(
         (
             *("log.*", "paths.*", "checkpoint.dir", "checkpoint.allow_change"),
@@ -202,7 +202,7 @@ TABLE = (
 
 EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # each is computed for a microbatch
 # Keys that decide which tokens are on a device at one time.
-DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", "attention.ulysses")
+DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context")
 
 
 def rows_for(key: str) -> list[Row]:

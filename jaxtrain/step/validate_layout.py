@@ -9,7 +9,7 @@ from jaxtrain.config import hardware, layout
 from jaxtrain.config.context import make_context, ulysses_problem
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.layout import rules_in_use
-from jaxtrain.config.schema import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, wrong_rules
+from jaxtrain.config.schema import FIT, MESH_AXES, RULES, ConfigError, Problem, RunConfig, nearest, rule_of, wrong_rules
 from jaxtrain.models import FAMILIES
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, SMALL, SMALLEST_BLOCK, block, block_axis
@@ -75,7 +75,7 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     yield from split
     yield from _clashes(run, table)
     yield from _moments(run, sizes, table, bad)
-    yield from check_pipeline(run, sizes["stage"], table, bad)
+    yield from check_pipeline(run, sizes["stage"], bad)
     yield from check_experts(run, devices, sizes, table, bad)
 
 
@@ -140,20 +140,10 @@ def _context(
     """Yield the problems of context parallelism: heads, data.seq_len and kernels, if mesh axes shard a sequence."""
     a, m = run.attention, run.model
     tensor, ranks = (math.prod(sizes[axis] for axis in table[name]) for name in ("heads", "sequence"))
-    if bad & {"parallel.context", "attention.ulysses", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
+    if bad & {"parallel.context", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
         return
     heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
-    if a.ulysses and run.parallel.context != "ulysses":
-        rule = f"is read only with parallel.context = ulysses, which is {run.parallel.context}"
-        yield Problem("attention.ulysses", a.ulysses, rule, "Set 0, or parallel.context to ulysses.")
-    elif a.ulysses > 1 or (a.ulysses and ranks > 1):
-        fits = [u for u in range(1, ranks + 1) if ranks % u == 0 and not ulysses_problem(u, heads, kv_heads)]
-        if a.ulysses not in fits:
-            why = ulysses_problem(a.ulysses, heads, kv_heads) or f"is no divisor of mesh.seq = {ranks}"
-            remedy = f"Set one of {', '.join(map(str, fits))}, or 0." if ranks > 1 else "Set 0, or mesh.seq above 1."
-            yield Problem("attention.ulysses", a.ulysses, why, remedy)
-            return
-    context = make_context(run.parallel.context, a.ulysses if run.parallel.context == "ulysses" else 0, ranks, heads, kv_heads)
+    context = make_context(run.parallel.context, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
         rule = f"does not divide into two chunks for each of {context.ring} ranks of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
@@ -173,7 +163,6 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
     dimensions = [
         ("model.num_heads", "heads"),
         ("model.num_kv_heads", "kv_heads"),
-        ("model.head_dim", "head_dim"),
         ("model.d_ff", "mlp"),
         ("model.vocab_size", "vocab"),
         ("model.d_model", "embed"),
@@ -194,7 +183,8 @@ def _divisions(run: RunConfig, sizes: dict[str, int], table: dict[str, list[str]
             continue  # they are told of model.num_heads
         if key not in bad and value % parts:
             over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
-            rule = f"does not divide over {over} (sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r})"
+            named = rule_of(axis)
+            rule = f"does not divide over {over} (sharding.rules.{named} = {dict(run.sharding.rules)[named]!r})"
             remedy = f"{FIT}set mesh sizes that divide it"
             less = "+".join(a for a in table[axis] if a != "stage")
             remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
@@ -274,7 +264,7 @@ def _clashes(run: RunConfig, table: dict[str, list[str]]) -> Iterable[Problem]:
         yield Problem(f"sharding.rules.{axis}", dict(run.sharding.rules)[axis], rule, remedy)
     seen = set()
     for array, axes in arrays_of(run).items():
-        axes = [axis for axis in axes if axis not in wrong]
+        axes = [axis for axis in axes if axis in RULES and axis not in wrong]
         for i, first in enumerate(axes):
             for second in axes[i + 1 :]:
                 both = set(table[first]) & set(table[second])

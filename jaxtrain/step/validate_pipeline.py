@@ -1,6 +1,6 @@
 """Check pipeline stages: layers, microbatches, and saved activations."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import arrange
@@ -8,19 +8,16 @@ from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Problem, RunConfig
 from jaxtrain.models.activations import parse_tensors
 
 
-def check_pipeline(run: RunConfig, stages: int, table: Mapping[str, list[str]], bad: set[str]) -> Iterable[Problem]:
+def check_pipeline(run: RunConfig, stages: int, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a pipeline.
 
-    stages: mesh.stage. table: logical axis -> mesh axes of size above 1 that shard it. bad: keys that have an invalid value.
+    stages: mesh.stage. bad: keys that have an invalid value.
     """
     p = run.pipeline
     if not bad & {"pipeline.schedule", "pipeline.groups"}:
         yield from _schedule(run)
     if stages == 1:
         return
-    if not table["layers"]:
-        rule = f"does not shard layers, and mesh.stage = {stages} shards only layers"
-        yield Problem("sharding.rules.layers", dict(run.sharding.rules)["layers"], rule, "Set stage, or mesh.stage to 1.")
     several = p.groups > 1 and p.schedule == "interleaved"
     if several and "train.grad_accum" not in bad and run.train.grad_accum % stages:
         rule = f"microbatches go through the groups of a stage in runs of mesh.stage = {stages}, of which it is no multiple"
@@ -63,8 +60,7 @@ def check_kinds(run: RunConfig, stages: int, context: Context, whole: bool, bad:
         return
     rule = f"stages would deadlock: some run layers {groups[0]} while others run {other}"
     rule += f" (l: sliding window, g: all tokens), which have different collectives over mesh.seq = {context.size}"
-    ulysses = "parallel.context=ulysses" if run.parallel.context != "ulysses" else "attention.ulysses=0"
-    remedy = f"Set {ulysses}." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
+    remedy = "Set parallel.context=ulysses." if whole else f"Set mesh.stage=1 and mesh.seq={stages * context.size}."
     yield Problem("mesh.stage", stages, rule, remedy)
 
 

@@ -16,26 +16,26 @@ from jaxtrain.config.context import Context
 from jaxtrain.step.batch import HostBatch, place_batch, rows_here
 from jaxtrain.step.loss import Batch
 
+AHEAD = 2  # batches that wait for the loop; the thread holds one more
 POLL_S = 0.05  # between two checks whether a batch is still wanted
 
 
 class BatchFeed:
     """Reads the batches of a run ahead, in a thread. Every process reads only the rows for its own devices."""
 
-    def __init__(self, source: Any, first: int, abstract: Batch, context: Context, prefetch: int = 1, count: int | None = None):
+    def __init__(self, source: Any, first: int, abstract: Batch, context: Context, count: int | None = None):
         """Start to read batches.
 
         Args:
           source: `.batch(i)` returns batch `i`, and `.batch(i, rows)` returns only these rows of batch `i`.
           first: the index `i` of the first batch.
           abstract: shapes, dtypes and shardings of a batch on the devices.
-          prefetch: number of batches that are read ahead.
           count: number of batches to read; None: no limit.
         """
         self._abstract, self._context, self.rows = abstract, context, rows_here(abstract)
         only = () if self.rows is None else (np.asarray(self.rows),)
         batches = (source.batch(i, *only) for i in itertools.islice(itertools.count(first), count))
-        self._ready: queue.Queue[HostBatch | BaseException] = queue.Queue(prefetch)
+        self._ready: queue.Queue[HostBatch | BaseException] = queue.Queue(AHEAD)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(batches,), name="data", daemon=True)
         self._thread.start()

@@ -23,6 +23,7 @@ from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Setup
 
+CONVERSATIONS = 2  # most held-out conversations that samples answer
 LOOKED_AT = 1000  # documents of a file in which conversations to answer are searched
 
 
@@ -190,7 +191,7 @@ class SampleWriter:
         self._stops = setup.text.stops
         self._writers: Writers = services.writers
         self._sampler: generation.Sampler | None = None
-        count = self._run.sample.conversations if self._tokenizer is not None else 0
+        count = CONVERSATIONS if self._tokenizer is not None else 0
         self._questions = first_questions(setup.held_out, count, self._run.data.seq_len)
 
     def due(self, done: int) -> bool:
@@ -217,7 +218,8 @@ class SampleWriter:
 
     def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:
         """Return the continuation of each prompt, then the answer to each conversation with the reference answer below."""
-        ask, tokenizer = self._run.sample, self._tokenizer
+        asked, tokenizer = self._run.sample, self._tokenizer
+        ask = samples.Ask(asked.prompt, asked.max_tokens, asked.temperature)
         texts = []
         if ask.prompt or not self._questions:
             texts = generation.continue_all(sampler, params, tokenizer, ask, self._stops)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import schema
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.prepare import encode
@@ -25,7 +24,7 @@ from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
 from jaxtrain.kernels import attention
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.metrics.samples import prompts
+from jaxtrain.metrics.samples import Ask, prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
@@ -133,9 +132,7 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
     return order[jax.random.categorical(key, kept)].astype(jnp.int32)
 
 
-def continue_text(
-    sampler: Sampler, params: Params, tokenizer: Any, ask: schema.Sample, room: int = 0, *, stops: Sequence[int]
-) -> str:
+def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, room: int = 0, *, stops: Sequence[int]) -> str:
     """Return the prompt and its continuation, which ends before the first of `stops`, or else after max_tokens.
 
     stops: ids. room: as in `Sampler.tokens`.
@@ -146,7 +143,7 @@ def continue_text(
 
 
 def continue_ids(
-    sampler: Sampler, params: Params, prompt: Sequence[int], ask: schema.Sample, stops: Sequence[int], room: int = 0
+    sampler: Sampler, params: Params, prompt: Sequence[int], ask: Ask, stops: Sequence[int], room: int = 0
 ) -> list[int]:
     """Return the ids that continue a prompt of ids, up to the first of `stops`, which is left out, or max_tokens of them."""
     made: list[int] = []
@@ -183,7 +180,7 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
-def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: schema.Sample, stops: Sequence[int]) -> list[str]:
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, stops: Sequence[int]) -> list[str]:
     """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
     vocab_size = sampler.run.model.vocab_size
@@ -245,7 +242,7 @@ class Chat:
         ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(talk)))])
         return ids.tolist()
 
-    def answer(self, model: Loaded, talk: Conversation, ask: schema.Sample) -> str:
+    def answer(self, model: Loaded, talk: Conversation, ask: Ask) -> str:
         """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
 
         Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.

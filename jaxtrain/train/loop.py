@@ -82,8 +82,7 @@ class Loop:
     def _begin(self) -> None:
         """Start to read batches after step `done`, and take the counts of skipped steps from the state's guard."""
         source = Positioned(self.data, self.start.position)
-        how = (self.program.batch, self.program.context, self.run.data.prefetch)
-        self.feed = BatchFeed(source, self.start.position.step, *how)
+        self.feed = BatchFeed(source, self.start.position.step, self.program.batch, self.program.context)
         counts = {name: int(self.current.guard[name]) for name in ("in_a_row", "skipped")}
         self.skips = Bads(**counts, most=self.run.train.max_skipped_steps)
         if int(self.current.guard["held"]):

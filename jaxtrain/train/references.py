@@ -115,7 +115,7 @@ class References:
     ) -> np.ndarray | None:
         if self._params is None:
             raise CheckpointError(f"{path}: was deleted or changed while the run started. {ANEW}")
-        services, program, run = self._services, self._program, self._run
+        services, program = self._services, self._program
         abstract = program.eval_batch
         size = abstract["tokens"].shape[1]
         rows, count = NumberedRows(batches, source, row_R, size), -(-len(row_R) // size)
@@ -150,7 +150,7 @@ class References:
         with services.phase("step", "eval"):
             if self._compiled is None:
                 self._compiled = program.log_probs.lower(program.state.params, abstract).compile()
-            feed = BatchFeed(rows, 0, abstract, program.context, run.data.prefetch, count)
+            feed = BatchFeed(rows, 0, abstract, program.context, count)
             try:
                 for i in range(count):
                     host = None if unwanted() else feed.next(unwanted)

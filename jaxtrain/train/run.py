@@ -608,7 +608,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             return first_state(asked, dataclasses.replace(setup, start=start))
 
         pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
-        with Monitor(pools, setup.run.log.gpu_every_s, process=services.peers.process_index) as monitor:
+        with Monitor(pools, process=services.peers.process_index) as monitor:
             log = StepLog(setup.run, setup.data, services, monitor, watch)
             loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
             del restored  # its state is donated to the first step

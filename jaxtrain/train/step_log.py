@@ -80,7 +80,7 @@ class StepLog:
         self.rates = measure_rates(run, services.console)
         self._mfu: MfuAlert | None = None
         if watch is not None and services.peers.process_index == 0:  # one process warns for all
-            self._mfu = MfuAlert(watch.expected.longest_s, run.log.mfu_alert)
+            self._mfu = MfuAlert(watch.expected.longest_s)
 
     def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
         """Show the progress and warnings about GPUs after a step, and write the step's line if it is due (log.every_steps).

@@ -329,7 +329,7 @@ def rounded(changes: dict[str, Any]) -> dict[Any, int]:
     run = helpers.tiny(MOE | changes)
     zero = helpers.program(run).zero
     placement = zero.placement
-    how = run.moe.capacity_factor, run.moe.buffer, placement, zero.numerics
+    how = run.moe.capacity_factor, placement, zero.numerics
     spec = feed_forward.Spec(run.model.num_experts, layers.GATED["silu"], "auto", *how)
 
     def block(x, w):
@@ -358,7 +358,7 @@ def test_gradients_of_experts_are_rounded_as_such():
     rows are uneven. The second round of dispatch rounds as the first.
     """
     even, uneven = rounded({"moe.capacity_factor": 2.0}), rounded({})
-    assert (even[fp8.E5M2], uneven[fp8.E5M2], rounded(ALONE | {"moe.buffer": 0.5})[fp8.E5M2]) == (6, 3, 2 * 6)
+    assert (even[fp8.E5M2], uneven[fp8.E5M2], rounded(ALONE)[fp8.E5M2]) == (6, 3, 2 * 6)
     assert even[fp8.E4M3] - uneven[fp8.E4M3] == 3
 
 

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import Checkpoints, files, storage
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import loading
 from jaxtrain.step.state import to_tensors
+from jaxtrain.train import batch_feed
 from jaxtrain.train.initial_state import choose_start, initial_state
 
 STEPS, TOKENS = 8, 8 * 32  # tokens of a step
@@ -51,7 +52,8 @@ def copy(base: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("layout", [{}, pytest.param(OFFLOADED, marks=pytest.mark.more, id="offloaded")])
 def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(base, layout, tmp_path, monkeypatch):
     # The data thread reads at most two steps ahead, so that the test controls where the run ends.
-    workdir, how = tmp_path / "run", layout | {"data__prefetch": 1}
+    monkeypatch.setattr(batch_feed, "AHEAD", 1)
+    workdir = tmp_path / "run"
     whole = base
     if layout:
         whole = tmp_path / "whole"
@@ -59,16 +61,16 @@ def test_a_run_that_fails_and_is_stopped_gives_the_bits_of_one_that_is_not(base,
 
     with monkeypatch.context() as m:
         m.setitem(sources.BEFORE, 2, sources.fail)
-        assert train(workdir, **how) == 1
+        assert train(workdir, **layout) == 1
     assert runs.steps(workdir) == [], "before the first checkpoint"
     assert "Traceback" in (workdir / "log.txt").read_text()
     measured = [line["step"] for line in runs.lines(workdir)]
     with monkeypatch.context() as m:
         m.setitem(sources.BEFORE, 7, sources.interrupt)
-        assert train(workdir, **how) == 130
+        assert train(workdir, **layout) == 130
     stopped = runs.steps(workdir)[-1]
     assert 4 < stopped <= 7
-    assert train(workdir, **how) == 0
+    assert train(workdir, **layout) == 0
 
     assert runs.exact(workdir) == runs.exact(whole), "every line of metrics: none is missing, none stands there twice"
     ours, theirs = runs.tensors(workdir, STEPS), runs.tensors(whole, STEPS)

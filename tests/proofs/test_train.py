@@ -98,9 +98,9 @@ def test_checkpoints_tell_what_they_hold(plain: Plain) -> None:
 
 
 def test_switches_switch_off(plain: Plain, tmp_path: Path) -> None:
-    """The final tensors are the same without evaluations, TensorBoard and earlier saves, and with one batch read ahead."""
+    """The final tensors are the same without evaluations, TensorBoard and earlier saves."""
     workdir = tmp_path / "a run"
-    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false", "data__prefetch": 1}
+    off = {"eval__every_steps": 0, "checkpoint__every_steps": 0, "log__tensorboard": "false"}
     assert run(workdir, log__every_steps=3, **off) == 0
     assert [(line["kind"], line["step"]) for line in runs.lines(workdir)] == [("train", 3), ("train", 6), ("train", 8)]
     assert runs.steps(workdir) == [8]

@@ -334,7 +334,7 @@ def test_the_monitor_samples_by_itself_and_a_driver_that_hangs_does_not_hold_the
         return 0
 
     nvml.DeviceGetPowerUsage = power
-    with Monitor({0: dict}, 10.0, nvml=nvml, environ={}, sample_s=0.001) as monitor:
+    with Monitor({0: dict}, nvml=nvml, environ={}, sample_s=0.001) as monitor:
         assert three.wait(300)
         thread = monitor._thread
     assert thread and thread.daemon and thread.is_alive() and nvml.open == 1, "the library is still in use"

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError, TokenWriter, verify
 from jaxtrain.data.windows import Windows, open_windows
-from jaxtrain.train.batch_feed import BatchFeed
+from jaxtrain.train.batch_feed import AHEAD, BatchFeed
 
 LONGEST = 40  # most tokens of a document; rows of this length hold every conversation in full
 
@@ -193,7 +195,7 @@ def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks):
     flip(tmp_path / "b.tok", block * 64 + 30)
     got = []
     abstract: Any = {"tokens": jax.ShapeDtypeStruct((4, 16), np.int32)}
-    feed = BatchFeed(batches, 0, abstract, Context(), 3)
+    feed = BatchFeed(batches, 0, abstract, Context())
     with pytest.raises(TokenFileError, match=rf"b.tok: block {block} "):
         while True:
             got.append(feed.next(bool))
@@ -202,6 +204,20 @@ def test_the_error_comes_with_the_batch_it_belongs_to(tmp_path, small_blocks):
     for g, w in zip(got, want, strict=True):
         assert all(np.array_equal(g[k], w[k]) for k in BATCH_KEYS)
     assert threading.active_count() == before
+
+
+def test_batches_are_read_ahead_of_the_step():
+    """AHEAD batches wait before the first request, and the thread holds one more."""
+    made: list[int] = []
+    source = SimpleNamespace(batch=lambda step: made.append(step) or {})
+    abstract: Any = {"tokens": jax.ShapeDtypeStruct((4, 16), np.int32)}
+    feed = BatchFeed(source, 5, abstract, Context())
+    ended = time.monotonic() + 60
+    while len(made) <= AHEAD and time.monotonic() < ended:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    feed.close()
+    assert made == list(range(5, 6 + AHEAD))
 
 
 def test_damaged_offsets_are_a_problem_of_the_config_before_the_run(tmp_path):

@@ -163,8 +163,7 @@ def test_an_expert_that_is_alone_on_its_device_computes_its_spare_rows():
     """Each token has two experts, and a buffer has 1.25 times the rows of an even load. A device with one expert computes its
     whole buffer.
     """
-    few = dataclasses.replace(EXPERTS, moe=Moe(buffer=1.25))
     for ranks, rows in ((1, 2.0), (FEW.num_experts // 2, 2.0), (FEW.num_experts, 2.5)):
-        spread = dataclasses.replace(few, mesh=dataclasses.replace(few.mesh, expert=ranks))
+        spread = dataclasses.replace(EXPERTS, mesh=dataclasses.replace(EXPERTS.mesh, expert=ranks))
         assert flops.expert_rows(spread.model, spread.moe, spread.mesh) == pytest.approx(rows)
-    assert flops.expert_rows(spread.model, Moe(buffer=1.25, impl="ragged"), spread.mesh) == 2.0
+    assert flops.expert_rows(spread.model, Moe(impl="ragged"), spread.mesh) == 2.0

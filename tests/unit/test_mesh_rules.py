@@ -4,7 +4,7 @@ import pytest
 
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.layout import rules_in_use
-from jaxtrain.config.schema import MESH_AXES, Problem
+from jaxtrain.config.schema import MESH_AXES, Problem, resolve, to_dict
 from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
@@ -72,8 +72,6 @@ WRONG = [
     (("mesh.fsdp=8", "model.d_model=60", "model.num_heads=6", "model.num_kv_heads=6"), "model.d_model"),
     # ---- sequences
     (("mesh.seq=4", "mesh.data=2", "data.seq_len=60"), "data.seq_len"),
-    (("mesh.seq=4", "mesh.data=2", "attention.ulysses=2"), "attention.ulysses"),
-    ((*SEQ, "attention.ulysses=3"), "attention.ulysses"),
     # ---- the table of logical axes
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.sequence=tensor"), "sharding.rules.sequence"),
     (("mesh.seq=4", "mesh.tensor=2", "sharding.rules.residual=tensor+seq"), "sharding.rules.residual"),
@@ -92,16 +90,13 @@ WRONG = [
     ((*STAGES, "remat.policy=full", "remat.every=3"), "remat.every"),
     ((*STAGES, "model.vocab_size=322"), "model.vocab_size"),
     (("mesh.stage=2", "mesh.tensor=4", "model.vocab_size=324"), "model.vocab_size"),
-    ((*STAGES, "sharding.rules.layers="), "sharding.rules.layers"),
     ((*STAGES, "sharding.rules.embed=fsdp+stage"), "sharding.rules.embed"),
-    (("sharding.rules.layers=fsdp", "mesh.fsdp=8"), "sharding.rules.layers"),
     (("mesh.stage=2", "mesh.tensor=4", "sharding.rules.vocab=tensor+stage"), "sharding.rules.vocab"),
     # ---- experts
     (("mesh.expert=8",), "mesh.expert"),
     (("mesh.expert=8", "model.num_experts=12"), "model.num_experts"),
     ((*EXPERTS, "model.experts_per_token=9"), "model.experts_per_token"),
     ((*EXPERTS, "model.experts_per_token=1"), "model.renormalize"),
-    ((*EXPERTS, "moe.buffer=0.0"), "moe.buffer"),
     ((*EXPERTS, "moe.bias_rate=0.01"), "moe.bias_rate"),
     ((*EXPERTS, "sharding.rules.experts="), "sharding.rules.experts"),
     ((*EXPERTS, "sharding.rules.experts=fsdp+expert"), "sharding.rules.experts"),
@@ -160,3 +155,17 @@ def test_experts_rest_as_wholes_while_their_number_divides(experts, sizes, zero,
     run = loading.load(["--config=configs/tiny.py", *named]).run
     rules = rules_in_use(run.sharding, run.model.num_experts, dict.fromkeys(MESH_AXES, 1) | sizes)
     assert (rules["experts"], rules["expert_embed"]) == (whole, cut)
+
+
+def test_axes_that_follow_others_have_no_rule_and_own_axes_may_have_one():
+    """Key/value heads are sharded like query heads, and layers over the stages."""
+    run = loading.load(["--config=configs/tiny.py", "--config.sharding.rules.heads="]).run
+    sizes = dict.fromkeys(MESH_AXES, 1) | {"tensor": 2, "stage": 2}
+    rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
+    assert (rules["heads"], rules["kv_heads"], rules["head_dim"], rules["layers"]) == ((), (), (), ("stage",))
+    for axis, keys in (("kv_heads", ["sharding.rules.kv_heads"]), ("layers", ["sharding.rules.layers"]), ("channels", [])):
+        tree = to_dict(run)
+        tree["sharding"]["rules"][axis] = "tensor"
+        found, problems = resolve(tree)
+        assert [p.key for p in problems] == keys
+        assert (axis in dict(found.sharding.rules)) != bool(keys)

@@ -92,7 +92,8 @@ REFUSED = [
     ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "sharding.rules.embed=fsdp"),
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed sharding.rules.embed", "sharding.rules.embed=fsdp"),
     ("sharding.rules.vocab=fsdp", "sharding.rules.vocab", ""),
-    ("mesh.tensor=2 sharding.rules.kv_heads=", "sharding.rules.kv_heads", "sharding.rules.kv_heads=tensor"),
+    ("sharding.rules.kv_heads=", "sharding.rules.kv_heads", "sharding.rules.heads="),
+    ("mesh.stage=2 train.grad_accum=2 sharding.rules.layers=", "sharding.rules.layers", "mesh.stage=1"),
     ("sharding.rules.batch=data", "sharding.rules.embed", "sharding.rules.embed=data"),
     # Steps
     ("optimizer.warmup_steps=701", "optimizer.warmup_steps", ""),
@@ -110,7 +111,7 @@ REFUSED = [
     # Stages with different kinds of layers around a ring would deadlock.
     (f"{RING}lggg", "mesh.stage", ""),
     (f"{RING}lg model.num_layers=3", "mesh.stage", ""),
-    (f"{RING}lggg mesh.seq=4 mesh.fsdp=1 parallel.context=ulysses attention.ulysses=2", "mesh.stage", ""),
+    (f"{RING}lggg mesh.seq=4 mesh.fsdp=1 parallel.context=ulysses model.num_heads=2 model.num_kv_heads=2", "mesh.stage", ""),
     # The pattern fits two stages, but not four groups of one layer.
     (f"{RING}lg pipeline.schedule=interleaved pipeline.groups=2", "mesh.stage", ""),
     (f"{RING}lg", "", ""),

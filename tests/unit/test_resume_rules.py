@@ -26,7 +26,7 @@ def test_every_key_stands_in_exactly_one_row():
     ("effect", "keys"),
     [
         (resume.NOTHING, ("paths.cache", "env.set")),
-        (resume.TIME, ("eval.every_steps", "sample.seed")),
+        (resume.TIME, ("eval.every_steps", "sample.prompt")),
         (resume.INPUTS, ("data.seed", "init.from")),
         (resume.MACHINE, ("train.deterministic", "optimizer.offload")),
         (resume.LAYOUT, ("mesh.fsdp", "moe.impl", "train.grad_accum")),

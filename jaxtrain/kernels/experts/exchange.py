@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.shapes import FURTHER_ROUND
+from jaxtrain.config.shapes import FIRST_ROUND, FURTHER_ROUND
 
 
 class Route(NamedTuple):
@@ -57,7 +57,6 @@ class Exchange:
     parts: int  # devices along `over`
     devices: tuple[str, ...]  # mesh axes along which devices have different tokens or experts
     capacity: float  # slots of each expert, as a multiple of the slots for an even load; 0: no assignment is dropped
-    buffer: float  # slots for each device in the first round, as a multiple of the slots for an even load
     alone: bool  # each device has one expert, whose rows are all slots, including empty ones
 
     @property
@@ -71,7 +70,7 @@ class Exchange:
         n = self.tokens * self.k
         if self.capacity:
             return min(self.tokens, math.ceil(self.capacity * n / self.experts))
-        return n if self.parts == 1 else min(n, math.ceil(self.buffer * n / self.parts))
+        return n if self.parts == 1 else min(n, math.ceil(FIRST_ROUND * n / self.parts))
 
     @property
     def further_room(self) -> int:

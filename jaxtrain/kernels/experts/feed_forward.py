@@ -44,7 +44,6 @@ class Spec:
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
     impl: str  # an implementation of grouped.py, or auto
     capacity: float
-    buffer: float
     placement: Placement
     numerics: Numerics
 
@@ -58,7 +57,7 @@ class Spec:
         (T, k), p = chosen_Tk.shape, self.placement
         devices = p.token_axes + tuple(a for a in self.split if a not in p.token_axes)
         parts = p.size(self.split)
-        return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self.buffer, self._alone)
+        return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self._alone)
 
     def check(self, weights: Sequence[Weight]) -> None:
         """Raise Unsupported for 8-bit weights on a GPU if `ragged` multiplies the rows: `ragged` has no 8-bit matmul there."""
