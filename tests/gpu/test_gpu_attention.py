@@ -97,7 +97,7 @@ def on_ranks(how: str, spec: Any, kernel: str, heads: tuple[int, int], rows: Row
     Each rank runs the trainer's own functions, forward and backward. ranks_on_one_device computes all ranks and their
     communication on one device.
     """
-    layout = make_context(how, 0, RANKS, *heads)
+    layout = make_context(how, RANKS, *heads)
     split, order = Split(layout), np.asarray(layout.chunks)
 
     def shard(x: Any) -> Any:  # (B, T, ...) -> (B, tokens of a rank, ...) of each rank
