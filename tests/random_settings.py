@@ -21,7 +21,6 @@ from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, ConfigError, Problem, RunConfig
 from jaxtrain.data import loading
-from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.models import FAMILIES, presets
 from jaxtrain.models.structure import SIZES
 from jaxtrain.sharding import LayoutError
@@ -175,7 +174,7 @@ def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
             build(loaded.run, helpers.devices_of(loaded.run))
         except ConfigError as error:
             problems = error.problems
-        except (LayoutError, Unsupported) as error:
+        except LayoutError as error:
             problems = [Problem("", None, str(error), "")]
     return loaded.run, problems
 

@@ -17,7 +17,7 @@ from jaxtrain.config.context import Context
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
 from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.models.remat import make_plan
@@ -175,14 +175,14 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Return the programs of a run on these devices, which may be devices of a topology without hardware.
 
     Raises:
-      LayoutError, Unsupported: the config asks for an impossible layout or kernel.
-      ConfigError: the model cannot run with a setting of the config.
+      LayoutError: the config asks for an impossible layout.
+      ConfigError: the model, or the kernels on these devices, cannot run with a setting of the config.
     """
     # The mesh, the attention kernel, the model.
     placement = make_placement(run, devices)
     kernel, kernel_reason = choose_kernel(run, context_of(run, placement), devices[0])
-    if run.model.num_experts:
-        grouped.check(run.moe.impl, Hardware.of(devices[0]), numerics_of(run).compute)
+    if wrong := support.problems(run.moe.impl, Hardware.of(devices[0]), run.compute == "f32"):
+        raise ConfigError(wrong)
     definition = make_definition(run, placement, kernel)
     numerics = numerics_of(run)
     stage_layout = arrangement(run, placement.size(STAGE))

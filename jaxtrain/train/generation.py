@@ -23,15 +23,15 @@ from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
-from jaxtrain.kernels import attention
+from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.samples import prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
 from jaxtrain.sharding import Placement, make_placement
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import for_inference, make_definition
-from jaxtrain.step.kernel import attention_specs
 from jaxtrain.step.program import make_pipeline
 from jaxtrain.step.stages import STAGE, arrangement
 
@@ -51,7 +51,7 @@ class Sampler:
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
             for spec in attention_specs(run)
         )
-        name, _ = attention.choose("auto", [(spec, 1) for spec in specs], attention.Hardware.of(placement.mesh.devices.flat[0]))
+        name, _ = support.choose("auto", [(spec, 1) for spec in specs], Hardware.of(placement.mesh.devices.flat[0]))
         kernel, stage_layout = Kernel(name, specs), arrangement(run, placement.size(STAGE))
         self.definition = make_definition(run, self.placement, kernel)
         check_decodes(run, self.definition)

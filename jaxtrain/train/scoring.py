@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.kernels import attention
+from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.sharding import LayoutError, make_placement, replicated
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import for_inference, make_definition
-from jaxtrain.step.kernel import attention_specs
 from jaxtrain.train.generation import Sampler
 
 SHORTEST = 64  # padded length of the shortest texts
@@ -58,7 +58,7 @@ class Scorer:
         # Each row is one document, so rows are not packed, for any data.packing.
         specs = tuple(dataclasses.replace(spec, packed=False, max_segments=1) for spec in attention_specs(run))
         longest = padded(self.max_length)
-        name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
+        name, _ = support.choose("auto", [(spec, longest) for spec in specs], Hardware.of(mesh.devices.flat[0]))
         definition = make_definition(spread, self.placement, Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._whole = replicated(self.placement)

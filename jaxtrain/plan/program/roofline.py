@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 
 from jaxtrain.config.context import Context, pairs
 from jaxtrain.config.schema import Model, RunConfig
-from jaxtrain.kernels.context_parallel import window
-from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models import flops, windows
 from jaxtrain.models.activations import kept
 from jaxtrain.models.attention import KIND_SWITCH
@@ -27,7 +25,7 @@ from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
 from jaxtrain.plan.program.pipeline_moe import schedule_of
-from jaxtrain.step.kernel import attention_specs
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.stages import Arrangement
 
@@ -433,10 +431,10 @@ def _blocks(run: RunConfig, alike: Model, context: Context, masked: bool) -> flo
     T, r = run.data.seq_len, context.ring
     if r == 1:
         return 1.0
-    spec, split = attention_specs(dataclasses.replace(run, model=alike))[0], Split(context)
+    spec = attention_specs(dataclasses.replace(run, model=alike))[0]
     chunk = T // (2 * r)
-    if not window.applies(spec, 2 * chunk, split):
+    if not spec.slides(T):
         return 1.0 if masked else (2 * r + 1) / (4 * r)
-    rows = chunk + window.halo_tokens(spec, chunk, split)
+    rows = chunk + spec.halo(chunk, r)
     each, whole = (attention_pairs("CAUSAL", spec.window, n, n) if masked else float(n * n) for n in (rows, T))
     return 2 * r * each / whole
