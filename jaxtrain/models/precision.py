@@ -61,12 +61,12 @@ def _parts(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
+def unsupported(precision: str, devices: Devices) -> list[Problem]:
     """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
 
     CPUs emulate FP8 matmuls: they round to 8 bits as a GPU does, and multiply in bfloat16.
     """
-    if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
+    if precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []
     rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"
-    return [Problem("precision", run.precision, rule, "Set precision to bf16.")]
+    return [Problem("precision", precision, rule, "Set precision to bf16.")]

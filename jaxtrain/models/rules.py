@@ -4,11 +4,13 @@ Imports no jax.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import schema
-from jaxtrain.config.schema import FIT, Model, Problem, spelled_value, with_fits
+from jaxtrain.config.schema import FIT, Model, Problem, parts_of, spelled_value, with_fits
 from jaxtrain.models import windows
+from jaxtrain.models.precision import EXPERTS
 
 # Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -32,6 +34,28 @@ def problems_of(m: Model) -> list[Problem]:
     """Return all problems of a model of jaxtrain's own families."""
     check = lambda key, number: {p.key for p in _problems(dataclasses.replace(m, **{key.removeprefix("model."): number}))}  # noqa: E731
     return with_fits(_problems(m), check)
+
+
+def wrong_targets(targets: str, known: Sequence[str], experts: bool) -> list[Problem]:
+    """Return a problem if lora.targets names no weight, or a name that no weight for adapters has.
+
+    known: names of the weights that can have adapters. experts: whether the model has experts.
+    """
+    asked = parts_of(targets)
+    wrong = [target for target in asked if target not in known]
+    if asked and not wrong:
+        return []
+    if not known:
+        return [Problem("lora.targets", targets, "the model has no adapters", "Give it models.lora.Adapters, or lora.rank=0.")]
+    meant = {target: difflib.get_close_matches(target, known, 1, 0.7) for target in wrong}
+    of_experts = [target for target in wrong if experts and f"layers.mlp.{target}" in EXPERTS]
+    rule = f"no weight for adapters has the name {', '.join(wrong)}" if wrong else "names no weight"
+    if wrong and of_experts == wrong:
+        rule = f"the weights of experts take no adapters, and {', '.join(wrong)} are theirs"
+    left = [name for target in asked for name in ([target] if target in known else meant[target])]
+    gone = [target for target in wrong if not meant[target] and target not in of_experts]
+    named = known if gone or not left else dict.fromkeys(left)
+    return [Problem("lora.targets", targets, rule, f"Set {','.join(named)}.")]
 
 
 def _problems(m: Model) -> list[Problem]:

@@ -62,15 +62,15 @@ BUGS = (
     Bug(
         "layout rule: key/value heads may lie on ranks that they do not divide",
         "jaxtrain/step/validate_layout.py",
-        "and parts % value == 0:",
-        "and value % parts != 0:",
+        "(parts % value == 0 or",
+        "(value % parts != 0 or",
         "unit/test_refusals.py -k num_kv_heads",
     ),
     Bug(
         "layout rule: a microbatch need not divide over the devices",
         "jaxtrain/step/validate_layout.py",
-        "if batch % (accum * parts) == 0:",
-        "if batch % max(accum, parts) == 0:",
+        "or batch % unit == 0:",
+        "or batch % max(accum, parts) == 0:",
         "unit/test_refusals.py -k grad_accum",
     ),
     Bug(
