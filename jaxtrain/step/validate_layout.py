@@ -105,7 +105,8 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
     yield from _rules(rules, m.family)
     hardware, context = None, None
     if devices.kind == "cpu" or devices.sm:
-        hardware = Hardware(devices.kind, divmod(devices.sm, 10), f"{devices.name} ({devices.source})")
+        name = devices.name if devices.kind == "gpu" else f"{devices.name} ({devices.source})"
+        hardware = Hardware(devices.kind, divmod(devices.sm, 10), name)
     if sizes is not None:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
         # Logical axis -> the mesh axes of size above 1 that shard it. _rules reports unknown mesh axes.
         table = {axis: [a for a in onto if sizes.get(a, 1) > 1] for axis, onto in rules_in_use(run, sizes).items()}

@@ -79,7 +79,12 @@ class Hardware:
     name: str = dataclasses.field(default="", compare=False)  # for messages
 
     def __str__(self) -> str:
-        return self.name + (" of compute capability {}.{}".format(*self.compute_capability) if self.platform == "gpu" else "")
+        return "{}.{}".format(*self.compute_capability) + (f" ({self.name})" if self.name else "")
+
+    @property
+    def without_gpu(self) -> str:
+        """Return the end of a rule that a kernel needs a GPU; "" on a GPU."""
+        return "" if self.platform == "gpu" else f", and the run would be on {self.name}"
 
     @property
     def hopper(self) -> bool:

@@ -10,7 +10,6 @@ from jaxtrain.kernels.attention import IMPLEMENTATIONS, Hardware, Spec
 
 LARGEST_FP8 = 192  # head_dim; with a larger one, two accumulators of a tile do not fit the registers
 LARGEST_PALLAS = 256  # head_dim; with a larger one, a tile's accumulator does not fit the registers
-HOPPER = "needs compute capability 9.0 (Hopper) or newer for"
 
 
 def cudnn(spec: Spec, hardware: Hardware) -> str | None:
@@ -19,13 +18,14 @@ def cudnn(spec: Spec, hardware: Hardware) -> str | None:
         return "needs an NVIDIA GPU"
     if spec.cached:
         return "is not used with a key/value cache"
-    hopper = hardware.compute_capability >= (9, 0)
     if hardware.compute_capability < (8, 0):
-        return "needs compute capability 8.0 or newer"
+        return f"needs compute capability 8.0 or newer, not {hardware}"
+    older = f"needs compute capability 9.0 (Hopper) or newer, not {hardware}, for"
+    hopper = hardware.compute_capability >= (9, 0)
     if spec.value_dim and not hopper:
-        return f"{HOPPER} values narrower than keys"
+        return f"{older} values narrower than keys"
     if spec.packed and not hopper:
-        return f"{HOPPER} packed documents and for sliding windows around a ring"
+        return f"{older} packed documents and for sliding windows around a ring"
     if spec.dtype != "bf16":
         return "has no float32"
     if wrong := _head_dim(spec, 256 if hopper else 128):
@@ -44,7 +44,7 @@ def pallas(spec: Spec, hardware: Hardware) -> str | None:
     if hardware.platform != "gpu":
         return "needs a GPU"
     if not hardware.hopper:
-        return "needs Hopper's WGMMA (compute capability 9.0)"
+        return f"needs Hopper's WGMMA (compute capability 9.0), not {hardware}"
     if spec.dtype != "bf16":
         return "has no float32"
     return _head_dim(spec, LARGEST_PALLAS)
@@ -81,10 +81,12 @@ def problems(name: str, specs: Sequence[Spec], hardware: Hardware) -> list[Probl
     """Return the problems of attention.forward and attention.impl. name: attention.impl. specs: of each kind of layer."""
     found = []
     if wrong := next(filter(None, (forward_fp8(spec, hardware) for spec in specs if spec.fp8)), None):
-        found.append(("attention.forward", "fp8", wrong, "Set attention.forward to compute."))
+        found.append(Problem("attention.forward", "fp8", wrong, "Set attention.forward to compute."))
     if name != "auto" and (wrong := unable(name, specs, hardware)):
-        found.append(("attention.impl", name, wrong, "Set attention.impl to auto, which takes a kernel that supports the run."))
-    return [Problem(key, value, f"{rule}; the run would be on {hardware}", fix) for key, value, rule, fix in found]
+        rule = wrong + hardware.without_gpu
+        remedy = "Set attention.impl to auto, which takes a kernel that supports the run."
+        found.append(Problem("attention.impl", name, rule, remedy))
+    return found
 
 
 def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:

@@ -11,7 +11,7 @@ def pallas(hardware: Hardware, exact: bool) -> str | None:
     if hardware.platform != "gpu":
         return "needs a GPU"
     if not hardware.hopper:
-        return "needs Hopper's WGMMA (compute capability 9.0)"
+        return f"needs Hopper's WGMMA (compute capability 9.0), not {hardware}"
     return "has no float32" if exact else None
 
 
@@ -26,7 +26,7 @@ def problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:
     """Return a problem if moe.impl is pallas, and the Pallas kernels do not support the rows."""
     if impl != "pallas" or not (rule := pallas(hardware, exact)):
         return []
-    return [Problem("moe.impl", impl, f"{rule}; the run would be on {hardware}", "Set auto, which takes ragged there.")]
+    return [Problem("moe.impl", impl, rule + hardware.without_gpu, "Set auto, which takes ragged there.")]
 
 
 def problems_fp8(impl: str, hardware: Hardware, weights: Sequence[str], experts: int) -> list[Problem]:
@@ -38,7 +38,7 @@ def problems_fp8(impl: str, hardware: Hardware, weights: Sequence[str], experts:
         return []
     rule, first = "moe.impl = ragged has no matmul in 8 bits", "moe.impl=auto"
     if impl == "auto":
-        rule = f"only Hopper multiplies uneven numbers of rows in 8 bits; the run would be on {hardware}"
+        rule = f"only Hopper (compute capability 9.0) multiplies uneven numbers of rows in 8 bits, not {hardware}"
         first = f"mesh.expert={experts}"
     instead = f"or leave them in bfloat16: fp8.exclude={','.join(weights)}"
     return [Problem("precision", "fp8", rule, f"Set {first}, or moe.capacity_factor, {instead}.")]
