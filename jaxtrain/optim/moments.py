@@ -48,12 +48,12 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
 
 
 def problems(
-    optimizer: Optimizer, dtypes: Dtypes, arrays: Mapping[str, tuple[Sequence[str], Sequence[int]]], shards: Mapping[str, int]
+    optimizer: Optimizer, dtypes: Dtypes, matrices: Mapping[str, Mapping[str, int]], shards: Mapping[str, int]
 ) -> Iterable[Problem]:
     """Yield a problem if moments cannot be stored in 8-bit blocks, or none of them would be.
 
     Args:
-      arrays: name of an array of the layers -> (its logical axes, its shape).
+      matrices: name of a matrix of the layers -> its logical axes, each with its length; empty with latent attention.
       shards: logical axis -> number of its shards. Each shard must have a whole number of blocks.
     """
     key = next((f"dtypes.{name}" for name in ("m", "v") if getattr(dtypes, name) == INT8), "")
@@ -63,12 +63,16 @@ def problems(
         rule = "blocks are for matrices of layers, which have no second moment with Muon"
         yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
         return
+    if not matrices:
+        yield Problem(key, INT8, "blocks are not supported for the weights of latent attention", "Set bf16.")
+        return
     cut: dict[tuple[str, int], int] = {}  # (logical axis, its length) -> block size
-    for name, (axes, shape) in arrays.items():
+    for name, lengths in matrices.items():
+        axes, shape = [*lengths], [*lengths.values()]
         along = block_axis(axes, shape)
         if along is not None:
             cut[axes[along], shape[along]] = block(shape[along])
-        elif len(axes) > 2 and math.prod(shape[1:]) >= SMALL:
+        elif math.prod(shape[1:]) >= SMALL:
             rule = f"no dimension of {name} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
             yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
             return

@@ -36,7 +36,7 @@ from jaxtrain.config.schema import (
     nearest,
     to_dict,
 )
-from jaxtrain.models import FAMILIES, flops
+from jaxtrain.models import FAMILIES
 from jaxtrain.models.activations import parse_tensors
 from jaxtrain.models.precision import eight_bit, matmuls, unsupported
 from jaxtrain.models.rules import check_model, wrong_targets
@@ -45,9 +45,10 @@ from jaxtrain.optim.moments import INT8, too_coarse
 from jaxtrain.runtime.timelimit import limit_s
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.step.resume import check_allow_change
+from jaxtrain.step.state_size import least_gib
 from jaxtrain.step.validate_layout import check_layout, mesh_sizes
 from jaxtrain.step.validate_pipeline import check_schedule
-from jaxtrain.step.validate_places import check_places
+from jaxtrain.step.validate_places import check_places, checkpoints_folder
 
 # Precisions that people ask for, and why they are not supported.
 REFUSED = {
@@ -243,13 +244,12 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
         yield Problem("checkpoint.keep_best", True, rule, "Set eval.every_steps=100.")
     if "train.steps" in bad:
         return
-    folder = Path(c.dir).expanduser() if c.dir else workdir / "checkpoints"
+    folder = checkpoints_folder(c.dir, workdir)
     if "checkpoint.step" in bad:
         pass
     elif c.step > steps:
-        yield Problem(
-            "checkpoint.step", c.step, f"is beyond the last step, train.steps = {steps}", "Set an earlier one, or -1."
-        )
+        rule = f"is beyond the last step, train.steps = {steps}"
+        yield Problem("checkpoint.step", c.step, rule, "Set an earlier one, or -1.")
     elif c.step >= 0 and not folder.is_dir():
         yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
     if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
@@ -260,42 +260,28 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
     yield from parse_budgets(run.train.timeouts)[1]
 
 
-WIDTH = {"f32": 4.0, "bf16": 2.0, INT8: 1.0}  # bytes of a number; the scales of int8's blocks are left out
 # Logical axes of the weights. A mesh axis that shards none of them holds replicas.
 OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts", "expert_embed")
 
 
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem if parameters, moments and gradients exceed the memory that the CPU devices of one process share.
-
-    The formula is a lower bound, without activations and temporaries. In a run with adapters or train.freeze, it counts only
-    parameters: frozen weights have no moments and no gradients.
-    """
+    """Yield a problem if parameters, moments and gradients exceed the memory that the CPU devices of one process share."""
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
         return
     sizes, _ = mesh_sizes(run.mesh, devices)
     if sizes is None:
         return
-    trained = not (run.lora.rank or run.train.freeze.strip())
-    moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ())
-    held = ("params", *moments, "grads") if trained else ("params",)
-    types = [getattr(run.dtypes, name) for name in held] if not run.lora.rank else [run.compute]  # adapters' base weights
-    each = sum(WIDTH.get(name, 0.0) for name in types)
     split = {axis for name, onto in schema.rules_in_use(run, sizes).items() if name in OF_WEIGHTS for axis in onto}
     copies = math.prod(size for axis, size in sizes.items() if axis not in split)
-    here = (devices.node or devices.count) / devices.count  # fraction of all devices that are in this process
-    need = flops.parameters(run.model)["total"] * each * copies * here / 2**30
-    have = devices.memory_gib * (devices.node or devices.count)
+    here = devices.node or devices.count  # devices in this process
+    need = least_gib(run, ("params", "moments", "grads")) * copies * here / devices.count
+    have = devices.memory_gib * here
     if need > have:
         rule = f"a step takes at least {need:.1f} GiB for parameters, moments and gradients, and {have:.1f} GiB of this "
         rule += "machine's memory are available"
-        yield Problem(
-            "devices",
-            f"{devices.count} cpu",
-            rule,
-            f"Plan it with python -m jaxtrain plan {CONFIG} --topology=h200:8, or run --config=configs/tiny.py.",
-        )
+        remedy = f"Plan it with python -m jaxtrain plan {CONFIG} --topology=h200:8, or run --config=configs/tiny.py."
+        yield Problem("devices", f"{devices.count} cpu", rule, remedy)
 
 
 def _repeatable(train: Train, compiler: Compiler, devices: Devices) -> Iterable[Problem]:

@@ -1,7 +1,6 @@
 """Check the mesh and sharding.rules: mesh axes divide dimensions evenly, and shard one dimension of an array at most."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,29 +31,6 @@ from jaxtrain.step.stages import Arrangement, arrangement
 from jaxtrain.step.validate_experts import check_experts
 from jaxtrain.step.validate_pipeline import check_kinds, check_pipeline
 
-SHARED = "mlp.gate"  # in a model with experts, the gate of the shared expert
-# Array of the model -> its logical axes. No mesh axis may shard two axes of one array.
-ARRAYS = {
-    "embed.embedding": ("vocab", "embed"),  # the head has the same axes
-    "attention.wq": ("layers", "embed", "heads", "head_dim"),
-    "attention.wk": ("layers", "embed", "kv_heads", "head_dim"),
-    "attention.wo": ("layers", "embed", "heads", "head_dim"),
-    SHARED: ("layers", "embed", "mlp"),
-    "the residual stream": ("batch", "residual"),
-    "queries": ("batch", "sequence", "heads", "head_dim"),
-    "keys": ("batch", "sequence", "kv_heads", "head_dim"),
-    "feed-forward activations": ("batch", "sequence", "mlp"),
-    "logits": ("batch", "sequence", "vocab"),
-}
-# Arrays of a model with experts. They replace SHARED, or are in addition to it if there is a shared expert.
-EXPERTS = {
-    "mlp.router": ("layers", "embed"),
-    "an expert's mlp.gate": ("layers", "experts", "expert_embed", "mlp"),
-}
-
-# Arrays of latent attention (LATENT) replace those of ATTENTION. Their latent dimension is sharded like the model dimension.
-ATTENTION = ("attention.wq", "attention.wk")
-LATENT = {"attention.wkv_down": ("layers", "embed"), "attention.wkv_up": ("layers", "embed", "heads", "head_dim")}
 DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dimension does not exist
     ("model.num_heads", "heads", ""),
     ("model.num_kv_heads", "kv_heads", ""),
@@ -72,26 +48,17 @@ DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dime
 OF_SHAPES = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "d_model", "num_layers")}
 
 
-def arrays_of(m: Model) -> dict[str, tuple[str, ...]]:
-    """Return name of an array of a model -> its logical axes."""
-    found = ARRAYS
-    if m.kv_lora_rank:
-        found = {name: axes for name, axes in found.items() if name not in ATTENTION} | LATENT
-    if not m.num_experts:
-        return found
-    return {name: axes for name, axes in found.items() if m.shared_d_ff or name != SHARED} | EXPERTS
-
-
-def shapes_of(m: Model) -> dict[str, tuple[tuple[str, ...], list[int]]]:
-    """Return name of a matrix of a model's layers -> (its logical axes, its shape). Latent attention is left out."""
-    length = {"layers": m.num_layers, "embed": m.d_model, "heads": m.num_heads, "kv_heads": m.num_kv_heads}
-    length |= {"head_dim": m.head_dim, "mlp": m.d_ff, "experts": m.num_experts, "expert_embed": m.d_model}
-    shared = length | ({"mlp": m.shared_d_ff} if m.num_experts else {})
-    return {
-        name: (axes, [(shared if name == SHARED else length)[axis] for axis in axes])
-        for name, axes in arrays_of(m).items()
-        if axes[0] == "layers"
+def layer_matrices(m: Model) -> dict[str, dict[str, int]]:
+    """Return name of a matrix of a model's layers -> its logical axes, each with its length. There is one of each shape."""
+    found = {
+        "attention.wq": {"embed": m.d_model, "heads": m.num_heads, "head_dim": m.head_dim},
+        "attention.wk": {"embed": m.d_model, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim},
     }
+    if width := m.shared_d_ff if m.num_experts else m.d_ff:
+        found["mlp.gate"] = {"embed": m.d_model, "mlp": width}
+    if m.num_experts:
+        found["an expert's mlp.gate"] = {"experts": m.num_experts, "expert_embed": m.d_model, "mlp": m.d_ff}
+    return {name: {"layers": m.num_layers} | lengths for name, lengths in found.items()}
 
 
 def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -116,12 +83,17 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
         uneven = [*_divisions(values, sizes, table, bad), *_batch(run.train, shards["batch"], table["batch"], bad)]
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
-        yield from _clashes(rules, arrays_of(m), table)
+        # No mesh axis shards two axes of an array: those that the rules allow are different.
+        told: dict[str, Problem] = {}
+        for axis, rule, remedy in wrong_rules(table):
+            told.setdefault(axis, Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy))
+        yield from told.values()
         if layers:
             yield from check_pipeline(run, layers, table, bad)
         yield from check_experts(run, hardware, sizes, table, bad)
         if not run.lora.rank and m.family in FAMILIES and not bad & OF_SHAPES:
-            yield from moments.problems(run.optimizer, run.dtypes, {} if m.kv_lora_rank else shapes_of(m), shards)
+            matrices = {} if m.kv_lora_rank else layer_matrices(m)
+            yield from moments.problems(run.optimizer, run.dtypes, matrices, shards)
     if hardware and "model.head_dim" not in bad:
         yield from attention_specs.problems(run, context or Context(), hardware)
 
@@ -235,22 +207,3 @@ def _batch(train: Train, parts: int, axes: Sequence[str], bad: set[str]) -> Iter
         rule = f"does not divide into train.grad_accum = {accum} microbatches"
     remedy = f"Set a multiple of {unit}, such as {max(1, round(batch / unit)) * unit}"
     yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
-
-
-def _clashes(
-    rules: Mapping[str, str], arrays: Mapping[str, Sequence[str]], table: Mapping[str, list[str]]
-) -> Iterable[Problem]:
-    """Yield a problem for each mesh axis of size above 1 that shards two dimensions of an array, and each unsupported rule."""
-    wrong: dict[str, tuple[str, str]] = {}
-    for axis, rule, remedy in wrong_rules(table):
-        wrong.setdefault(axis, (rule, remedy))  # a rule is reported once
-    for axis, (rule, remedy) in wrong.items():
-        yield Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy)
-    seen = set()
-    for array, axes in arrays.items():
-        for first, second in itertools.combinations([axis for axis in axes if axis not in wrong], 2):
-            both = set(table[first]) & set(table[second])
-            if both and (first, second) not in seen:
-                seen.add((first, second))
-                rule = f"mesh axis {min(both)!r} also shards sharding.rules.{second}, and {array} has both"
-                yield Problem(f"sharding.rules.{first}", rules[first], rule, "Name it in one of them only.")
