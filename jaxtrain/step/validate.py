@@ -36,10 +36,9 @@ from jaxtrain.config.schema import (
     nearest,
     to_dict,
 )
-from jaxtrain.models import FAMILIES
+from jaxtrain.models import FAMILIES, rules
 from jaxtrain.models.activations import parse_tensors
 from jaxtrain.models.precision import eight_bit, matmuls, unsupported
-from jaxtrain.models.rules import check_model, wrong_targets
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, too_coarse
 from jaxtrain.runtime.timelimit import limit_s
@@ -71,7 +70,9 @@ OF_EXPERTS = (
     *("routed_scaling", "router_groups", "groups_per_token"),
 )
 READ_WITH = (
+    *rules.READ_WITH,
     ("remat.tensors", "remat.policy", "custom"),
+    ("fp8.exclude", "precision", "fp8"),
     ("sharding.gather", "sharding.zero", 3),
     ("pipeline.groups", "pipeline.schedule", "interleaved"),
     *((f"model.{name}", "model.num_experts", None) for name in OF_EXPERTS),
@@ -149,7 +150,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     o, d = run.optimizer, run.dtypes
     problems = list(check_layout(run, values, devices, bad))
     problems += check_schedule(run.pipeline, bad)
-    problems += check_model(run.model, bad)
+    problems += rules.check_model(run.model, bad)
     problems += _remat(run.remat, run.model.num_layers, bad)
     if "precision" not in bad:
         problems += unsupported(run.precision, devices)
@@ -167,7 +168,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     if run.lora.rank and "lora.rank" not in bad:
         problems += _lora(run.train, run.init, d)
         if run.model.family in FAMILIES:
-            problems += wrong_targets(run.lora.targets, run.model.adaptable, run.model.num_experts > 0)
+            problems += rules.wrong_targets(run.lora.targets, run.model.adaptable, run.model.num_experts > 0)
     if run.loss.of_pairs:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
@@ -325,14 +326,14 @@ def _pairs(loss: Loss, data: Data, bad: set[str]) -> Iterable[Problem]:
 def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if another setting excludes multi-token prediction."""
     m, key = run.model, "model.mtp_layers"
-    rules = (
+    excluded = (
         (run.loss.name != "cross_entropy", f"the modules have a loss of their own beside cross_entropy, not {run.loss.name}"),
         (run.lora.rank > 0, "adapters are added to the model's own layers alone, and no other weight is trained"),
         (run.mesh.stage != 1, f"the modules are on no stage of a pipeline, and mesh.stage = {run.mesh.stage}"),
         (bool(m.attention_pattern), "the modules are built for models whose layers all see the same"),
         (m.family not in FAMILIES, f"the model of {m.family} runs no such modules"),
     )
-    if rule := next((rule for broken, rule in rules if broken), ""):
+    if rule := next((rule for broken, rule in excluded if broken), ""):
         yield Problem(key, m.mtp_layers, rule, "Set 0.")
     elif "data.seq_len" not in bad and m.mtp_layers >= run.data.seq_len:
         rule = f"no token of a sequence of data.seq_len = {run.data.seq_len} has a target so far ahead"
