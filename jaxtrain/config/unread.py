@@ -14,6 +14,11 @@ def defaults() -> Mapping[str, Any]:
     return dict(flatten(to_dict(RunConfig())))
 
 
+@functools.cache
+def _matches(pattern: str) -> list[str]:
+    return fnmatch.filter(defaults(), pattern)
+
+
 def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]], bad: Collection[str]) -> dict[str, Problem]:
     """Return key -> problem of each key that has another value than its default, and is not read.
 
@@ -30,7 +35,7 @@ def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]
             continue
         equal, to = (f" = {spelled_value(needed)}", f" to {spelled_value(needed)}") if needed is not None else ("", "")
         rule = f"is read only with {other}{equal}, which is {spelled_value(now)}"
-        for key in fnmatch.filter(values, pattern):
+        for key in _matches(pattern):
             if values[key] != defaults()[key] and key not in bad:
                 remedy = f"Set {spelled_value(defaults()[key])}, or {other}{to}."
                 found.setdefault(key, Problem(key, values[key], rule, remedy))

@@ -136,17 +136,17 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
     values = dict(flatten(to_dict(run)))
     wrong = {p.key: p for p in check_keys(values)}
     if not wrong:
-        return _beside(run, devices, set())
+        return _beside(run, values, devices, set())
     keys = schema.declared()
     floats = {key for key in wrong if isinstance(values[key], float)}
     run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.defaults()[key] for key in wrong})
-    not_read = {p.key: p for p in _beside(run, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
-    found = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in wrong.items()]
-    return found + [p for p in _beside(run, devices, set(wrong)) if p.key not in wrong]
-
-
-def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     values = dict(flatten(to_dict(run)))
+    not_read = {p.key: p for p in _beside(run, values, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
+    found = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in wrong.items()]
+    return found + [p for p in _beside(run, values, devices, set(wrong)) if p.key not in wrong]
+
+
+def _beside(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: set[str]) -> list[Problem]:
     o, d = run.optimizer, run.dtypes
     problems = list(check_layout(run, values, devices, bad))
     problems += check_schedule(run.pipeline, bad)
