@@ -27,6 +27,7 @@ from jaxtrain.config.schema import (
     MESH_AXES,
     OPTIONAL_AXES,
     ConfigError,
+    Problem,
     RunConfig,
     mesh_sizes,
     rules_in_use,
@@ -37,23 +38,15 @@ Axes = tuple[str | None, ...]
 TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations
 
 
-class LayoutError(ValueError):
-    """The mesh or the rules ask for an invalid layout."""
-
-
 def mesh_shape(run: RunConfig, num_devices: int, node: int = 0) -> dict[str, int]:
     """Return the size of each mesh axis with every -1 filled in, without stage and expert if their size is 1.
 
     Args:
       node: devices in a node; 0: all of them.
 
-    Raises:
-      LayoutError: a size is invalid, or the product is not num_devices.
+    Raises ConfigError: a size is invalid, or the product is not num_devices.
     """
-    try:
-        sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
-    except ConfigError as error:
-        raise LayoutError(str(error)) from None
+    sizes = mesh_sizes(run.mesh, num_devices, node or num_devices)
     return {axis: sizes[axis] for axis in MESH_AXES if axis not in OPTIONAL_AXES or sizes[axis] > 1}
 
 
@@ -73,14 +66,13 @@ def make_mesh(run: RunConfig, devices: Sequence[Any]) -> Mesh:
     `data` is the outermost axis and crosses nodes first. Neighbours in a node are on the right-most axes, which communicate
     most.
 
-    Raises:
-      LayoutError: the nodes hold different numbers of devices.
+    Raises ConfigError: the sizes do not fill the devices, or the nodes hold different numbers of devices.
     """
     ordered = sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id))
     counts = collections.Counter(map(node_of, ordered))
     if len({*counts.values()}) > 1:
         held = ", ".join(str(count) for count in counts.values())
-        raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
+        raise ConfigError([Problem("devices", held, "the nodes hold different numbers of devices", "Start as many on each.")])
     shape = mesh_shape(run, len(ordered), counts[node_of(ordered[0])])
     return Mesh(np.asarray(ordered).reshape(*shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
@@ -118,7 +110,8 @@ class Placement:
     def _rule(self, axis: str) -> tuple[str, ...]:
         table = self._table
         if axis not in table:
-            raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
+            rule = f"is needed for an array of the model, and there are only rules for {', '.join(table)}"
+            raise ConfigError([Problem(f"sharding.rules.{axis}", None, rule, "Add it; '' replicates the axis.")])
         return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
 
     @property
@@ -173,10 +166,9 @@ class Placement:
         for a in used:
             if used.count(a) > 1:
                 who = [str(x) for x, part in zip(axes, parts, strict=True) if a in part]
-                raise LayoutError(
-                    f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
-                    f"change sharding.rules.{who[0]} or sharding.rules.{who[1]}"
-                )
+                rule = f"mesh axis {a!r} also shards sharding.rules.{who[1]}, and {name} has both"
+                value = "+".join(self.mesh_axes(who[0]))
+                raise ConfigError([Problem(f"sharding.rules.{who[0]}", value, rule, "Name it in one of them only.")])
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
 
     def sharding(self, axes: Axes, name: str = "array", shape: tuple[int, ...] | None = None) -> NamedSharding:
@@ -185,10 +177,9 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
-                raise LayoutError(
-                    f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{axis}"
-                )
+                rule = f"axis {axis!r} of {name} has size {shape[dim]}, which does not divide over {parts} devices"
+                value, remedy = "+".join(self.mesh_axes(axis)), "Set mesh sizes that divide it, or another rule."
+                raise ConfigError([Problem(f"sharding.rules.{axis}", value, rule, remedy)])
         return NamedSharding(self.mesh, spec)
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -340,15 +331,15 @@ redirect.defvjp(_redirect_fwd, _redirect_bwd)
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """Return the placement of a config on these devices.
 
-    Raises:
-      LayoutError: the mesh or a rule asks for an impossible layout.
+    Raises ConfigError: the mesh or a rule asks for an impossible layout.
     """
     mesh = make_mesh(run, devices)
     rules = rules_in_use(run, mesh.shape)
     placement = Placement(mesh, tuple(rules.items()))
     table = {axis: list(placement.mesh_axes(axis)) for axis in rules}
-    for axis, rule, remedy in wrong_rules(table):
-        raise LayoutError(f"sharding.rules.{axis} = {dict(run.sharding.rules)[axis]!r}: {rule}. {remedy}")
+    asked = dict(run.sharding.rules)
+    if wrong := [Problem(f"sharding.rules.{axis}", asked[axis], *why) for axis, *why in wrong_rules(table)]:
+        raise ConfigError(wrong)
     return placement
 
 

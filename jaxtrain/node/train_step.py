@@ -138,12 +138,10 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     devices = start_devices(run, request["devices"])
     import jax
 
-    from jaxtrain.sharding import LayoutError
-
     out: dict[str, Any] = {}  # filled step by step: if memory runs out, the results so far are kept
     try:
         _measure(run, devices, request, out, began)
-    except (ConfigError, LayoutError) as error:
+    except ConfigError as error:
         return out | {"verdict": REFUSED, "why": str(error)}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -175,8 +175,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Return the programs of a run on these devices, which may be devices of a topology without hardware.
 
     Raises:
-      LayoutError: the config asks for an impossible layout.
-      ConfigError: the model, or the kernels on these devices, cannot run with a setting of the config.
+      ConfigError: the layout is impossible, or the model or the kernels on these devices cannot run with a setting.
     """
     # The mesh, the attention kernel, the model.
     placement = make_placement(run, devices)

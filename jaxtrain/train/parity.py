@@ -147,7 +147,7 @@ def compile_step(
       The run and its program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
     Raises:
-      LayoutError, ConfigError: the layout is impossible.
+      ConfigError: the layout is impossible.
       JaxRuntimeError: memory does not suffice.
     """
     program = build(run, devices)

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import schema
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.models.zero import make_zero
 from jaxtrain.optim.groups import METHODS
-from jaxtrain.sharding import LayoutError
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.definition import numerics_of
 from jaxtrain.step.loss import LOSSES, LossSpec, find_loss, token_weight
@@ -151,7 +150,7 @@ def test_family_builds(part, run):
     try:
         made = helpers.program(run)
         build(on(run, SPLIT), jax.devices()[:4])
-    except LayoutError as error:
+    except ConfigError as error:
         pytest.fail(f"axes of parameters have rules, and split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)")
 
     def shapes(params: Any, *row: Any) -> Any:

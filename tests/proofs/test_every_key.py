@@ -23,13 +23,13 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import hardware
 from jaxtrain.config import schema as config
 from jaxtrain.config.launch import Launch
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data import loading, stdlib
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import samples
 from jaxtrain.optim.optimizer import make_schedule
-from jaxtrain.sharding import LayoutError, make_placement
+from jaxtrain.sharding import make_placement
 from jaxtrain.step import compiler
 from jaxtrain.train import generation
 from jaxtrain.train import run as train
@@ -242,7 +242,7 @@ def test_heads_are_split_together():
     assert differs(helpers.tiny(BASE | SPLIT | both), helpers.tiny(BASE | SPLIT)), "heads and kv_heads change nothing"
     for key, value in (*both.items(), ("sharding.rules.head_dim", "tensor")):
         run = helpers.tiny(BASE | SPLIT | {key: value})
-        with pytest.raises(LayoutError):
+        with pytest.raises(ConfigError):
             make_placement(run, helpers.devices_of(run))
 
 
