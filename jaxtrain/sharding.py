@@ -23,14 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.layout import Layout, resolve_layout
-from jaxtrain.config.schema import EXPERT_AXIS, RunConfig, rule_of
+from jaxtrain.config.schema import EXPERT_AXIS, ConfigError, Problem, RunConfig, rule_of
 
 Axes = tuple[str | None, ...]
 TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations
-
-
-class LayoutError(ValueError):
-    """The mesh or the rules ask for an invalid layout."""
 
 
 def node_of(device: Any) -> int:
@@ -87,7 +83,8 @@ class Placement:
     def _rule(self, axis: str) -> tuple[str, ...]:
         table = self._table
         if axis not in table:
-            raise LayoutError(f"logical axis {axis!r} has no rule: add sharding.rules.{axis} (known: {', '.join(table)})")
+            rule = f"is needed for an array of the model, and there are only rules for {', '.join(table)}"
+            raise ConfigError([Problem(f"sharding.rules.{axis}", None, rule, "Add it; '' replicates the axis.")])
         return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
 
     @property
@@ -142,10 +139,9 @@ class Placement:
         for a in used:
             if used.count(a) > 1:
                 who = [str(axis) for axis, part in zip(axes, parts, strict=True) if a in part]
-                raise LayoutError(
-                    f"{name}: logical axes {' and '.join(who)} are both sharded over mesh axis {a!r}; "
-                    f"change sharding.rules.{rule_of(who[0])} or sharding.rules.{rule_of(who[1])}"
-                )
+                rule = f"mesh axis {a!r} also shards sharding.rules.{rule_of(who[1])}, and {name} has both"
+                key, value = f"sharding.rules.{rule_of(who[0])}", "+".join(self.mesh_axes(who[0]))
+                raise ConfigError([Problem(key, value, rule, "Name it in one of them only.")])
         return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
 
     def sharding(self, axes: Axes, name: str = "array", shape: tuple[int, ...] | None = None) -> NamedSharding:
@@ -154,11 +150,9 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
-                rule = rule_of(str(axis))
-                raise LayoutError(
-                    f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{rule}"
-                )
+                rule = f"axis {axis!r} of {name} has size {shape[dim]}, which does not divide over {parts} devices"
+                value, remedy = "+".join(self.mesh_axes(axis)), "Set mesh sizes that divide it, or another rule."
+                raise ConfigError([Problem(f"sharding.rules.{rule_of(str(axis))}", value, rule, remedy)])
         return NamedSharding(self.mesh, spec)
 
     def shard_map(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
@@ -310,14 +304,12 @@ redirect.defvjp(_redirect_fwd, _redirect_bwd)
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """Return the placement of a run on these devices.
 
-    Raises:
-      LayoutError: the nodes hold different numbers of devices.
-      ConfigError: as from `resolve_layout`.
+    Raises ConfigError for an impossible layout (`resolve_layout`), and if the nodes hold different numbers of devices.
     """
     counts = collections.Counter(map(node_of, devices))
     if len({*counts.values()}) > 1:
         held = ", ".join(str(count) for count in counts.values())
-        raise LayoutError(f"the nodes hold different numbers of devices ({held}): start as many on each")
+        raise ConfigError([Problem("devices", held, "the nodes hold different numbers of devices", "Start as many on each.")])
     layout = resolve_layout(run, len(devices), counts[node_of(devices[0])])
     return Placement(make_mesh(layout, devices), layout)
 

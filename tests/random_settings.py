@@ -21,10 +21,8 @@ from jaxtrain.config import launch
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import MESH_AXES, ConfigError, Problem, RunConfig
 from jaxtrain.data import loading
-from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.models import FAMILIES, presets
 from jaxtrain.models.structure import SIZES
-from jaxtrain.sharding import LayoutError
 from jaxtrain.step.program import build
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import parity
@@ -173,8 +171,6 @@ def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
             build(loaded.run, helpers.devices_of(loaded.run))
         except ConfigError as error:
             problems = error.problems
-        except (LayoutError, Unsupported) as error:
-            problems = [Problem("", None, str(error), "")]
     return loaded.run, problems
 
 

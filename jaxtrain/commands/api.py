@@ -88,8 +88,8 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
         overrides: keys of the config.
 
     Raises:
-        ConfigError: the config has mistakes, or training on this machine would refuse it.
-        LayoutError: the mesh or the rules do not fit the devices of this process.
+        ConfigError: the config has mistakes, or training on this machine would refuse it, or the devices of this process do not
+            fit.
         TopologyError: the machine is unknown.
     """
     from jaxtrain.plan.shardings import describe, of_tree

@@ -171,13 +171,11 @@ def _act(args: Args) -> int:
     start_jax(hardware.probe())
     import jax
 
-    from jaxtrain.kernels.attention import Unsupported
     from jaxtrain.node.calibrate import CalibrationError
     from jaxtrain.node.calibrate import run as calibrate
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.program.assignment import AssignmentError
     from jaxtrain.plan.program.hlo import HloError
-    from jaxtrain.sharding import LayoutError
 
     try:
         if args.mode == "calibrate":
@@ -193,7 +191,7 @@ def _act(args: Args) -> int:
         topology = args.topology
         rule = str(error).removeprefix(f"topology {topology!r}: ").rstrip(".")
         raise ConfigError([Problem("--topology", topology, rule, "For example --topology=h200:8.")]) from error
-    except (LayoutError, Unsupported, CalibrationError, ValueError) as error:
+    except (CalibrationError, ValueError) as error:
         raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
         return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Model, Problem, RunConfig, nearest
+from jaxtrain.config.schema import Model, Problem, RunConfig, nearest, parts_of
 from jaxtrain.models import flops
 
 # Weights of a model with experts that have one matrix for each expert.
@@ -32,17 +32,15 @@ def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], l
 
     An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
     """
-    key, items = "fp8.exclude", [item for item in map(str.strip, run.fp8.exclude.split(",")) if item]
     if run.precision != "fp8":
-        rule = f"is read only with precision = fp8, which is {run.precision}"
-        return frozenset(), [Problem(key, run.fp8.exclude, rule, "Set '', or precision to fp8.")] if items else []
+        return frozenset(), []
     if not weights:
         rule = "this model has no weight from param(..., dot=True)"
         return frozenset(), [
             Problem("precision", run.precision, rule, "Set precision to bf16, or create its weights with dot=True.")
         ]
-    chosen, problems = set(weights), []
-    for item in items:
+    key, chosen, problems = "fp8.exclude", set(weights), []
+    for item in parts_of(run.fp8.exclude):
         named = {name for name in weights if f".{item}." in f".{name}."}
         chosen -= named
         if not named and any(part.isdigit() for part in item.split(".")):
@@ -61,12 +59,12 @@ def _parts(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def unsupported(run: RunConfig, devices: Devices) -> list[Problem]:
+def unsupported(precision: str, devices: Devices) -> list[Problem]:
     """Return a problem if precision is fp8 and the devices are GPUs that cannot multiply in 8 bits.
 
     CPUs emulate FP8 matmuls: they round to 8 bits as a GPU does, and multiply in bfloat16.
     """
-    if run.precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
+    if precision != "fp8" or devices.kind != "gpu" or not 0 < devices.sm < SM:
         return []
     rule = f"FP8 needs a GPU of compute capability 8.9 or above (Ada, Hopper, Blackwell); {devices.name} has {devices.sm / 10}"
-    return [Problem("precision", run.precision, rule, "Set precision to bf16.")]
+    return [Problem("precision", precision, rule, "Set precision to bf16.")]

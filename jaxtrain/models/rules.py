@@ -4,13 +4,19 @@ Imports no jax.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 
-from jaxtrain.config import schema
-from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Problem, spelled_value, with_fits
+from jaxtrain.config import schema, unread
+from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Problem, parts_of, spelled_value, with_fits
+from jaxtrain.models.precision import EXPERTS
 
-# Keys that are read only with model.kv_lora_rank.
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# For unread.problems.
+READ_WITH = (
+    *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
+    ("model.dense_d_ff", "model.dense_layers", None),
+)
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys of attention without latents. Latent attention does not support them.
 WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
@@ -19,10 +25,10 @@ WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "loca
 def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a model's keys beside each other. bad: keys that have an invalid value by themselves."""
     yield from _attention(m, bad)
-    if not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
-        yield from _latent(m) if m.kv_lora_rank else _unread(m, OF_LATENT, "kv_lora_rank")
-    if not bad & {f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")}:
-        yield from _dense(m) if m.dense_layers else _unread(m, ("dense_d_ff",), "dense_layers")
+    if m.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
+        yield from _latent(m)
+    if m.dense_layers and not bad & {f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")}:
+        yield from _dense(m)
     if m.num_experts and "model.num_experts" not in bad:
         yield from _experts(m, bad)
 
@@ -33,12 +39,35 @@ def problems_of(m: Model) -> list[Problem]:
     return with_fits(_problems(m), check)
 
 
+def wrong_targets(targets: str, known: Sequence[str], experts: bool) -> list[Problem]:
+    """Return a problem if lora.targets names no weight, or a name that no weight for adapters has.
+
+    known: names of the weights that can have adapters. experts: whether the model has experts.
+    """
+    asked = parts_of(targets)
+    wrong = [target for target in asked if target not in known]
+    if asked and not wrong:
+        return []
+    if not known:
+        return [Problem("lora.targets", targets, "the model has no adapters", "Give it models.lora.Adapters, or lora.rank=0.")]
+    meant = {target: difflib.get_close_matches(target, known, 1, 0.7) for target in wrong}
+    of_experts = [target for target in wrong if experts and f"layers.mlp.{target}" in EXPERTS]
+    rule = f"no weight for adapters has the name {', '.join(wrong)}" if wrong else "names no weight"
+    if wrong and of_experts == wrong:
+        rule = f"the weights of experts take no adapters, and {', '.join(wrong)} are theirs"
+    left = [name for target in asked for name in ([target] if target in known else meant[target])]
+    gone = [target for target in wrong if not meant[target] and target not in of_experts]
+    named = known if gone or not left else dict.fromkeys(left)
+    return [Problem("lora.targets", targets, rule, f"Set {','.join(named)}.")]
+
+
 def _problems(m: Model) -> list[Problem]:
     keys = {name: key for name, key in schema.declared().items() if name.startswith("model.")}
     values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
     found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
     bad = {problem.key for problem in found}
-    return [*found, *(problem for problem in check_model(m, bad) if problem.key not in bad)]
+    found += [problem for problem in check_model(m, bad) if problem.key not in bad]
+    return [*found, *unread.problems(values, READ_WITH, bad).values()]
 
 
 def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
@@ -73,12 +102,6 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
     if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
         rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
         yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
-
-
-def _unread(m: Model, names: Iterable[str], needed: str) -> Iterable[Problem]:
-    for name in names:
-        if value := getattr(m, name):
-            yield Problem(f"model.{name}", value, f"is read only with model.{needed}, which is 0", f"Set 0, or model.{needed}.")
 
 
 def _latent(m: Model) -> Iterable[Problem]:

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 
 from jaxtrain.config import hardware
 from jaxtrain.kernels import attention as attention_table
+from jaxtrain.kernels.attention.support import unable
 from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts.support import choose
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
@@ -96,7 +98,7 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
         for packed in (False, True):
             spec = attention_table.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
             what = f"{name}{', packed' if packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
-            why_not = attention_table.implementation(name, spec).unsupported(spec, attention_table.Hardware.of(device))
+            why_not = unable(name, [spec], attention_table.Hardware.of(device))
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
             if why_not:
@@ -199,7 +201,7 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
     """
     n = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
-    impl = grouped.choose("auto", attention_table.Hardware.of(device), n.compute)
+    impl = choose("auto", attention_table.Hardware.of(device), n.compute == jnp.float32)
 
     def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels import attention, fp8
-from jaxtrain.kernels.attention import cudnn
+from jaxtrain.kernels.attention import cudnn, support
 
 AXIS = "x"
 # Compiler options of the train step for matmuls (step/compiler.py): use cuBLAS, do not merge matmuls that share an operand.
@@ -333,7 +333,7 @@ def attention_pair(device: Any, hardware: attention.Hardware, packed: bool, size
     """
     B, T, N, K, H = sizes.attention
     spec = attention.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
-    name, _ = attention.choose("auto", [(spec, T)], hardware)
+    name, _ = support.choose("auto", [(spec, T)], hardware)
     if name == "cudnn":
         group = N // K
         B, N = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if packed else 1)

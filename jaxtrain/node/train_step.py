@@ -23,11 +23,12 @@ import rich.console
 from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import Loaded
-from jaxtrain.config.schema import ConfigError, Dtypes, Log, Mesh, Model, Optimizer, Problem, RunConfig, default_config, resolve
+from jaxtrain.config.schema import ConfigError, Log, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import loading, pipeline
 from jaxtrain.models import flops
 from jaxtrain.report import bench
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
+from jaxtrain.step.state_size import least_gib
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
 
@@ -38,7 +39,6 @@ TRACED_STEPS = 2
 START_S = 120.0  # in which JAX starts on the GPUs of a node
 NOT_DONE = "it was not done"  # a trace, if the case ended before it
 MIN_STEPS = 3  # least timed steps before a time limit ends a case
-BYTES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0}  # bytes of a number; scales of int8 blocks are left out
 
 
 # ---- Devices and configs
@@ -92,17 +92,6 @@ def one_device(cache: str | None = None) -> RunConfig:
     return dataclasses.replace(run, mesh=Mesh(data=1, fsdp=1), paths=paths)
 
 
-def state_gib(model: Model, optimizer: Optimizer, dtypes: Dtypes, count: int) -> float:
-    """Return a lower bound of the training state in GiB on each of `count` devices: parameters and moments.
-
-    Offloaded moments are left out, as are the second moments of Muon's AdamW part.
-    """
-    known = {"adamw": ("m", "v"), "muon": ("m",)}
-    moments = known.get(optimizer.name, ()) if optimizer.offload == "none" else ()
-    each = sum(BYTES[getattr(dtypes, name)] for name in ("params", *moments))
-    return flops.parameters(model)["total"] * each / count / 2**30
-
-
 def start_devices(run: RunConfig, count: int) -> list[Any]:
     """Start JAX as a training run does, with its environment and compile cache. Return the first `count` devices.
 
@@ -142,19 +131,17 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     if wrong := find_problems(loaded, request["devices"]):
         return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
     run, there = loaded.run, devices_for(request["devices"])
-    if there.kind == "gpu" and (least := state_gib(run.model, run.optimizer, run.dtypes, there.count)) > there.memory_gib:
+    parts = ("params", "moments") if run.optimizer.offload == "none" else ("params",)
+    if there.kind == "gpu" and (least := least_gib(run, parts) / there.count) > there.memory_gib:
         rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
     devices = start_devices(run, request["devices"])
     import jax
 
-    from jaxtrain.kernels.attention import Unsupported
-    from jaxtrain.sharding import LayoutError
-
     out: dict[str, Any] = {}  # filled step by step: if memory runs out, the results so far are kept
     try:
         _measure(run, devices, request, out, began)
-    except (ConfigError, LayoutError, Unsupported) as error:
+    except ConfigError as error:
         return out | {"verdict": REFUSED, "why": str(error)}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

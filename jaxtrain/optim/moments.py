@@ -4,7 +4,11 @@ The blocks depend on the tensor and not on the mesh, so a checkpoint has the sam
 dimension that fsdp does not shard.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxtrain.config.schema import Dtypes, Optimizer, Problem
+from jaxtrain.optim import groups
 
 INT8 = "int8"
 BLOCK = 256  # values that share a scale, at most; as Dettmers et al. 2023 (bitsandbytes from 0.38 on)
@@ -14,6 +18,7 @@ SMALL = 4096  # tensors of fewer elements stay in float32 (Dettmers et al. 2022,
 # and the head, whose rows of rare tokens also have gradients of another size. Axes in SPLIT either are sharded by fsdp, into
 # shards that shrink as the mesh grows, or count matrices.
 WIDE, SPLIT = "vocab", ("embed", "expert_embed", "experts")
+SLOWEST = 0.98  # decay of a second moment in bfloat16, up to which updates are accurate to 1%
 
 
 def block(size: int) -> int:
@@ -36,10 +41,58 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
     stacked = int(axes[0] == "layers")
     if len(axes) - stacked < 2 or WIDE in axes:
         return None
-    elements = 1
-    for size in shape[stacked:]:
-        elements *= size
-    if elements < SMALL:
+    if math.prod(shape[stacked:]) < SMALL:
         return None
     usable = (d for d in reversed(range(stacked, len(axes))) if axes[d] not in SPLIT and block(shape[d]))
     return next(usable, None)
+
+
+def problems(
+    optimizer: Optimizer, dtypes: Dtypes, matrices: Mapping[str, Mapping[str, int]], shards: Mapping[str, int]
+) -> Iterable[Problem]:
+    """Yield a problem if moments cannot be stored in 8-bit blocks, or none of them would be.
+
+    Args:
+      matrices: name of a matrix of the layers -> its logical axes, each with its length; empty with latent attention.
+      shards: logical axis -> number of its shards. Each shard must have a whole number of blocks.
+    """
+    key = next((f"dtypes.{name}" for name in ("m", "v") if getattr(dtypes, name) == INT8), "")
+    if not key or optimizer.name not in groups.METHODS:
+        return
+    if optimizer.name == "muon" and dtypes.v == INT8 and "adamw" not in dict(groups.moved(optimizer.groups)).values():
+        rule = "blocks are for matrices of layers, which have no second moment with Muon"
+        yield Problem("dtypes.v", INT8, rule, "Set f32 or bf16.")
+        return
+    if not matrices:
+        yield Problem(key, INT8, "blocks are not supported for the weights of latent attention", "Set bf16.")
+        return
+    cut: dict[tuple[str, int], int] = {}  # (logical axis, its length) -> block size
+    for name, lengths in matrices.items():
+        axes, shape = [*lengths], [*lengths.values()]
+        along = block_axis(axes, shape)
+        if along is not None:
+            cut[axes[along], shape[along]] = block(shape[along])
+        elif math.prod(shape[1:]) >= SMALL:
+            rule = f"no dimension of {name} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
+            yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
+            return
+    if not cut:
+        rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
+        yield Problem(key, INT8, rule, "Set f32 or bf16.")
+    for (axis, whole), size in cut.items():
+        if whole % (shards[axis] * size):
+            rule = f"a block of {size} along {axis} = {whole} would lie on two of its {shards[axis]} devices"
+            yield Problem(key, INT8, rule, f"Set bf16, or mesh sizes whose product divides {whole // size}.")
+
+
+def too_coarse(optimizer: Optimizer, dtypes: Dtypes) -> Iterable[Problem]:
+    """Yield a problem if Adam's second moment has too few bits for its slow decay.
+
+    A step multiplies the moment by beta2 when gradients become small. bfloat16 has 8 significant bits and rounds to nearest,
+    so it loses decreases of less than 2**-9 to 2**-8 of the value. The error of updates (root mean square over parameters) is
+    0.2% at beta2 = 0.98, 1.4% at 0.99, and 14% at 0.995. From 0.998 on, the moment never decreases, and the error is half or
+    more (test_optimizer_steps.py).
+    """
+    if dtypes.v == "bf16" and optimizer.name in groups.METHODS and optimizer.beta2 > SLOWEST:
+        rule = f"rounds away the decay of optimizer.beta2 = {optimizer.beta2:g}, so the second moment hardly decays"
+        yield Problem("dtypes.v", "bf16", rule, "Set f32.")

@@ -72,7 +72,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
       cudnn: cuDNN's library, from which XLA gets the workspaces of attention for GPUs that are not present; None: plans compute
         these workspaces by formula.
 
-    Raises LayoutError or Unsupported for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
+    Raises ConfigError for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
     """
     program = build(run, machines.devices(topology))
     card = compiler.card(topology.memory_gib, run.train.memory_fraction)

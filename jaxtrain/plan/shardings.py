@@ -241,7 +241,7 @@ def describe(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings[Ro
         topology: a machine, or a list of devices, which need not be present.
 
     Raises:
-        LayoutError, Unsupported: the layout is impossible.
+        ConfigError: the layout is impossible.
         RuntimeError: the GPUs are not present, and XLA's GPU compiler is not installed.
     """
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)

@@ -15,6 +15,7 @@ from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, names
 from jaxtrain.models.remat import make_plan
+from jaxtrain.models.rules import wrong_targets
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import build_as
 from jaxtrain.models.zero import Zero
@@ -87,13 +88,8 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     known = jax.tree.leaves(called)
     if run.lora.rank:
         adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
-        gone = [target for target in parts_of(run.lora.targets) if target not in adapted]
-        if gone:
-            rule = f"the {run.model.family} model gives no adapter to {', '.join(gone)}"
-            remedy = (
-                f"It has: {', '.join(sorted(adapted))}." if adapted else "Give it models.lora.Adapters, or set lora.rank to 0."
-            )
-            raise ConfigError([Problem("lora.targets", run.lora.targets, rule, remedy)])
+        if problems := wrong_targets(run.lora.targets, sorted(adapted), run.model.num_experts > 0):
+            raise ConfigError(problems)
         return jax.tree.map(is_adapter, called)
     patterns = parts_of(run.train.freeze)
     every = f"Set '', or patterns of these parameters: {', '.join(known)}."

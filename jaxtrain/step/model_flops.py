@@ -30,8 +30,8 @@ from jaxtrain.models.attention import Kernel, kind_shares
 from jaxtrain.models.flops import Flops
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import make_definition, trained_parameters
-from jaxtrain.step.kernel import attention_specs
 
 APART = 0.03  # a count within this part of the formula is of the same model, and the formula stands
 NOTHING = Flops(0.0, 0.0)

@@ -18,7 +18,7 @@ from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import ConfigError, Model, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
 from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, layer_kinds
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.models.remat import make_plan
@@ -183,15 +183,14 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Return the programs of a run on these devices, which may be devices of a topology without hardware.
 
     Raises:
-      LayoutError, Unsupported: the config asks for an impossible layout or kernel.
-      ConfigError: the model cannot run with a setting of the config.
+      ConfigError: the layout is impossible, or the model or the kernels on these devices cannot run with a setting.
     """
     # The mesh, the dtypes, the attention kernel, the model.
     placement = make_placement(run, devices)
     layout, zero = placement.layout, make_zero(run.sharding, placement)
     kernel, kernel_reason = choose_kernel(run, layout.context, devices[0])
-    if run.model.num_experts:
-        grouped.check(run.moe.impl, Hardware.of(devices[0]), zero.numerics.compute)
+    if wrong := support.problems(run.moe.impl, Hardware.of(devices[0]), run.compute == "f32"):
+        raise ConfigError(wrong)
     definition = make_definition(run, zero, kernel)
     pipe = make_pipeline(run.model, placement, definition)
 

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import digests, stacks
 from jaxtrain.checkpoint.stacks import ON_HOST
 from jaxtrain.config.layout import Arrangement
+from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.models.module import Definition, Params, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
-from jaxtrain.sharding import LayoutError, Placement, replicated
+from jaxtrain.sharding import Placement, replicated
 from jaxtrain.step import guard
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
@@ -74,10 +75,9 @@ def abstract_state(
         if isinstance(a, optax.MaskedNode):
             return a
         if is_blocks(a) and dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
-            raise LayoutError(
-                f"moments of a parameter {p.shape}: a block of 8-bit values would lie on two devices, split as "
-                f"{p.sharding.spec}; set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor"
-            )
+            rule = f"a block of 8-bit moments of a parameter {p.shape} would lie on two devices, split as {p.sharding.spec}"
+            remedy = "Set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor."
+            raise ConfigError([Problem("mesh", None, rule, remedy)])
         home = p.sharding.with_memory_kind(ON_HOST) if offload else p.sharding
         if is_blocks(a):
             return Blocks(_like(a.codes, home), _like(a.scales, home))

@@ -31,7 +31,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     for key, place in written.items():
         checkpoints = key == "checkpoint.dir"
         yield from remote(key, place, checkpoints) or ([] if is_bucket(place) else writable(key, Path(place).expanduser()))
-    resumes = bool(_steps(run, workdir))  # then init.from is not read, or only for the base of adapters
+    resumes = bool(_steps(run.checkpoint.dir, workdir))  # then init.from is not read, or only for the base of adapters
     for key, place in (("init.from", run.init.from_), ("init.base", run.init.base)):
         gone = remote(key, place, checkpoints=True)
         yield from gone
@@ -44,14 +44,15 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     yield from remote("data.eval_source", run.data.eval_source)
 
 
-def _folder(run: RunConfig, workdir: Path) -> Path:
-    return Path(run.checkpoint.dir).expanduser() if run.checkpoint.dir else workdir / "checkpoints"
+def checkpoints_folder(asked: str, workdir: Path) -> Path:
+    """Return the local folder of checkpoints. asked: checkpoint.dir."""
+    return Path(asked).expanduser() if asked else workdir / "checkpoints"
 
 
-def _steps(run: RunConfig, workdir: Path) -> list[int] | None:
+def _steps(asked: str, workdir: Path) -> list[int] | None:
     """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
-    folder = _folder(run, workdir)
-    if is_bucket(str(run.checkpoint.dir or workdir)) or not os.path.isdir(folder):
+    folder = checkpoints_folder(asked, workdir)
+    if is_bucket(asked or str(workdir)) or not os.path.isdir(folder):
         return None
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
 
@@ -63,8 +64,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     past train.steps, and forbidden changes of the config since the newest checkpoint. The start of the run checks again, with
     JAX. Checkpoints in a bucket, an unreadable meta.json, and experts with a capacity factor are checked only at the start.
     """
-    folder = _folder(run, workdir)
-    steps = _steps(run, workdir)
+    folder, steps = checkpoints_folder(run.checkpoint.dir, workdir), _steps(run.checkpoint.dir, workdir)
     if steps is None:
         return []
     asked = run.checkpoint.step

@@ -22,7 +22,7 @@ from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
-from jaxtrain.kernels import attention
+from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.samples import Ask, prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
@@ -30,8 +30,8 @@ from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import for_inference, make_definition
-from jaxtrain.step.kernel import attention_specs
 from jaxtrain.step.program import make_pipeline
 
 
@@ -50,7 +50,7 @@ class Sampler:
             dataclasses.replace(spec, packed=True, cached=True, window=min(spec.window or run.data.seq_len, run.data.seq_len))
             for spec in attention_specs(run.model, run.data, run.compute, run.train.deterministic)
         )
-        name, _ = attention.choose("auto", [(spec, 1) for spec in specs], attention.Hardware.of(placement.mesh.devices.flat[0]))
+        name, _ = support.choose("auto", [(spec, 1) for spec in specs], Hardware.of(placement.mesh.devices.flat[0]))
         self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
         check_decodes(run, self.definition)
         self._pipe = make_pipeline(run.model, self.placement, self.definition)

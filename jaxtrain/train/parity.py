@@ -147,7 +147,7 @@ def compile_step(
       The program, with `remat.policy=auto` resolved; the compiled step; XLA's options for it.
 
     Raises:
-      LayoutError, Unsupported: the layout is impossible.
+      ConfigError: the layout is impossible.
       JaxRuntimeError: memory does not suffice.
     """
     program = build(run, devices)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config import schema
-from jaxtrain.config.schema import RunConfig
-from jaxtrain.kernels import attention
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.module import Params
 from jaxtrain.models.zero import make_zero
-from jaxtrain.sharding import LayoutError, make_placement, replicated
+from jaxtrain.sharding import make_placement, replicated
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import for_inference, make_definition
-from jaxtrain.step.kernel import attention_specs
 from jaxtrain.train.generation import Sampler
 
 SHORTEST = 64  # padded length of the shortest texts
@@ -43,14 +43,15 @@ class Scorer:
     rows: sequences in a batch, rounded up to a multiple of the number of devices that shard the batch. max_length: longest
     input in tokens; 0: data.seq_len, the sequence length of training.
 
-    Raises LayoutError for a sampler on pipeline stages.
+    Raises ConfigError for a sampler on pipeline stages.
     """
 
     def __init__(self, run: RunConfig, sampler: Sampler, params: Params, *, rows: int = 8, max_length: int = 0):
         mesh = sampler.placement.mesh
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
-            raise LayoutError(f"mesh.stage = {stages}: scores are taken without stages. Load the model by generation.load.")
+            remedy = "Load the model by generation.load."
+            raise ConfigError([Problem("mesh.stage", stages, "scores are taken without stages", remedy)])
         spread = dataclasses.replace(for_inference(run), mesh=schema.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own placement shards no batch
         shards = self.placement.size(self.placement.mesh_axes("batch"))
@@ -62,7 +63,7 @@ class Scorer:
             for spec in attention_specs(run.model, run.data, run.compute)
         )
         longest = padded(self.max_length)
-        name, _ = attention.choose("auto", [(spec, longest) for spec in specs], attention.Hardware.of(mesh.devices.flat[0]))
+        name, _ = support.choose("auto", [(spec, longest) for spec in specs], Hardware.of(mesh.devices.flat[0]))
         definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
         self._whole = replicated(self.placement)

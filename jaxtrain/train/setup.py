@@ -20,13 +20,12 @@ from jaxtrain.data.pipeline import with_documents
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.kernels.attention import Unsupported
 from jaxtrain.metrics import profiling, samples
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.watchdog import parse_budgets
-from jaxtrain.sharding import LayoutError, node_of
+from jaxtrain.sharding import node_of
 from jaxtrain.step import compiler, state
 from jaxtrain.step.memory import (
     OutOfMemory,
@@ -44,7 +43,7 @@ from jaxtrain.train.child import OK
 from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
 from jaxtrain.train.services import Services
 
-REFUSALS = (CheckpointError, HuggingFaceError, LayoutError, Unsupported, TokenizerError, OSError)  # with a remedy
+REFUSALS = (CheckpointError, HuggingFaceError, TokenizerError, OSError)  # with a remedy
 
 
 @dataclasses.dataclass(frozen=True)

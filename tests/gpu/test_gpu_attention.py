@@ -16,8 +16,9 @@ import pytest
 import ranks_on_one_device
 
 from jaxtrain.config.context import make_context
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels import attention, context_parallel
-from jaxtrain.kernels.attention import Rows, reference
+from jaxtrain.kernels.attention import Rows, reference, support
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models.attention import Kernel
 
@@ -241,8 +242,8 @@ def test_pallas_gives_the_same_bits_each_time():
 
 def skip_unless_able(kernel: str, spec: attention.Spec, T: int) -> None:
     try:
-        attention.choose(kernel, [(spec, T)], attention.Hardware.of(jax.devices()[0]))
-    except attention.Unsupported as error:
+        support.choose(kernel, [(spec, T)], attention.Hardware.of(jax.devices()[0]))
+    except ConfigError as error:
         pytest.skip(str(error))
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.kernels.experts import grouped, pallas
+from jaxtrain.kernels.experts import pallas, support
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.node import kernel_workloads as experts
 
@@ -35,7 +35,7 @@ def impl(dtype: str) -> str:
     """Return the implementation for this dtype on this GPU; on a CPU, that for Hopper."""
     device = jax.devices()[0]
     hardware = Hardware("gpu", (9, 0)) if device.platform == "cpu" else Hardware.of(device)
-    return grouped.choose("auto", hardware, jnp.dtype(DTYPES[dtype]))
+    return support.choose("auto", hardware, exact=dtype == "f32")
 
 
 def loads(how: str, R: int, E: int) -> list[int]:

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.context import Context
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels import context_parallel
-from jaxtrain.kernels.attention import Rows, Spec, Unsupported, cudnn, reference
+from jaxtrain.kernels.attention import Rows, Spec, cudnn, reference
 from jaxtrain.kernels.context_parallel.split import Split
 
 B, T, H = 2, 64, 8
@@ -214,5 +215,5 @@ def test_blocks_whose_offsets_do_not_fit_are_refused():
         described = cudnn.describe_block(Rows(rows, rows, rows, rows), spec, True)
         return cudnn.block_forward(q, q, q, described, spec, True)
 
-    with pytest.raises(Unsupported, match="mesh.seq"):
+    with pytest.raises(ConfigError, match="mesh.seq"):
         jax.eval_shape(run, q, rows)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.config.hardware import Devices
 from jaxtrain.kernels import context_parallel
-from jaxtrain.kernels.attention import Hardware, Rows, Spec, cudnn
+from jaxtrain.kernels.attention import Hardware, Rows, Spec, support
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.step.state import abstract_tensors
@@ -100,8 +100,8 @@ def test_values_may_be_narrower_than_keys(kernel):
 
 def test_cudnn_takes_narrower_values_from_hopper_on():
     spec = Spec(192, "bf16", True, 3, value_dim=128)
-    assert cudnn.unsupported(spec, Hardware("gpu", (9, 0))) is None
-    assert cudnn.unsupported(spec, Hardware("gpu", (8, 0)))
+    assert support.cudnn(spec, Hardware("gpu", (9, 0))) is None
+    assert support.cudnn(spec, Hardware("gpu", (8, 0)))
 
 
 def test_dense_layers_are_named_apart_in_checkpoints():

@@ -3,7 +3,6 @@
 tests/matrix.py lists the layouts that train whole models with experts.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -18,8 +17,8 @@ from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 
 from jaxtrain.config.schema import Moe
 from jaxtrain.config.shapes import EXPERT_METRICS, FIRST_ROUND
-from jaxtrain.kernels.attention import Hardware, Unsupported
-from jaxtrain.kernels.experts import grouped, pallas
+from jaxtrain.kernels.attention import Hardware
+from jaxtrain.kernels.experts import grouped, pallas, support
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.layers import Context
@@ -340,13 +339,12 @@ def test_every_row_has_one_tile(sizes):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_auto_takes_pallas_where_it_can(generation, dtype):
     """For bfloat16 on Hopper, auto chooses Pallas. Elsewhere it chooses XLA's ragged matmul, and moe.impl=pallas is refused."""
-    hardware, dtype = Hardware("gpu", generation) if generation else Hardware("cpu"), jnp.dtype(dtype)
-    where_it_can = generation == (9, 0) and dtype == jnp.bfloat16
-    assert grouped.choose("auto", hardware, dtype) == ("pallas" if where_it_can else "ragged")
-    assert grouped.choose("ragged", hardware, dtype) == "ragged"
-    grouped.check("auto", hardware, dtype)
-    with contextlib.nullcontext() if where_it_can else pytest.raises(Unsupported, match="moe.impl"):
-        grouped.check("pallas", hardware, dtype)
+    hardware, exact = Hardware("gpu", generation) if generation else Hardware("cpu"), dtype == "float32"
+    where_it_can = generation == (9, 0) and not exact
+    assert support.choose("auto", hardware, exact) == ("pallas" if where_it_can else "ragged")
+    assert support.choose("ragged", hardware, exact) == "ragged"
+    assert not support.problems("auto", hardware, exact)
+    assert [p.key for p in support.problems("pallas", hardware, exact)] == ([] if where_it_can else ["moe.impl"])
 
 
 # ---- Balanced loads

@@ -12,7 +12,6 @@ import pytest
 from matrix import MODELS, NO_LOSSES
 
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.sharding import LayoutError
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build
 from jaxtrain.step.stages import Schedule
@@ -168,7 +167,7 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
         texts.append(list(sampler.tokens(params, range(40, 52), max_tokens=6, temperature=0.0, top_p=1.0, seed=0)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert texts[0] == texts[1]
-    with pytest.raises(LayoutError):
+    with pytest.raises(ConfigError):
         Scorer(run, sampler, params)
 
 

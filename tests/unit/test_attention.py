@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.kernels.attention import KERNEL, Hardware, Rows, Spec, choose, cudnn, pallas
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.kernels.attention import KERNEL, Hardware, Rows, Spec, cudnn, pallas
+from jaxtrain.kernels.attention.support import choose
 from jaxtrain.plan import topology
 
 CPU, A100, H100, T4 = Hardware("cpu"), Hardware("gpu", (8, 0)), Hardware("gpu", (9, 0)), Hardware("gpu", (7, 5))
@@ -25,7 +27,6 @@ PRIVATE = (
 
 
 CANNOT = [
-    ("flash", {}, H100),
     ("cudnn", {}, CPU),
     ("cudnn", {}, T4),
     ("cudnn", {}, A100),  # packed documents
@@ -47,8 +48,9 @@ CANNOT = [
 
 @pytest.mark.parametrize(("name", "changes", "hardware"), CANNOT)
 def test_a_kernel_that_cannot_is_refused_by_name(name, changes, hardware):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ConfigError) as error:
         choose(name, [(dataclasses.replace(BF16, **changes), 4096)], hardware)
+    assert error.value.problems[0].key == ("attention.forward" if "fp8" in changes else "attention.impl")
 
 
 @pytest.mark.parametrize(

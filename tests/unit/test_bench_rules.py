@@ -14,6 +14,7 @@ from jaxtrain.node import kernel_workloads, kernels, node_suite, parts, train_st
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
+from jaxtrain.step import state_size
 from jaxtrain.train import child
 
 
@@ -30,13 +31,22 @@ def test_fp8_and_bf16_share_one_peak():
 
 
 def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 1, 140.0, "described", 90))
+    monkeypatch.setattr(hardware, "probe", lambda: hardware.Devices("gpu", "NVIDIA H200", 4, 130.0, "described", 90))
     monkeypatch.delenv("XLA_FLAGS")  # the suite's fake devices are in the environment, which a run on a GPU would refuse
-    argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"]]
-    r = train_step.measure(ask(argv=argv, devices=1))
-    assert r["verdict"] == "out of memory" and "525.7 GiB" in r["why"] and "140.0" in r["why"]
-    run = loading.load([*argv, "--config.dtypes.m=int8", "--config.dtypes.v=int8"]).run
-    assert train_step.state_gib(run.model, run.optimizer, run.dtypes, 8) == pytest.approx(525.7 * 6 / 8 / 8, rel=1e-3)
+    argv = ["--config=configs/llama3_70b.py:gpus=4", *DATA["synthetic"]]
+    r = train_step.measure(ask(argv=argv, devices=4))
+    assert r["verdict"] == "out of memory" and f"{525.7 / 4:.1f} GiB" in r["why"] and "130.0" in r["why"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_each"),
+    [("", 8), ("dtypes.m=int8 dtypes.v=int8", 6), ("optimizer.name=muon", 6), ("lora.rank=8", 2), ("train.freeze=embed.*", 4)],
+)
+def test_the_least_state_of_a_config(settings, bytes_each):
+    """Frozen weights have no moments, and the base weights of adapters have the compute dtype."""
+    argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"], *(f"--config.{word}" for word in settings.split())]
+    run = loading.load(argv).run
+    assert state_size.least_gib(run, ("params", "moments")) == pytest.approx(525.7 * bytes_each / 8, rel=1e-3)
 
 
 # ---- A case, in its own process

@@ -1,7 +1,6 @@
 """Configs and command lines that are right: what they set, what follows from it, and the shipped configs."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from jaxtrain.config import hardware, launch, layout, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import RunConfig, spelled_value
 from jaxtrain.data import loading, pipeline
-from jaxtrain.kernels.attention import KERNEL, Hardware, Spec, implementation
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.activations import KEPT
 from jaxtrain.optim.moments import INT8
@@ -33,27 +31,35 @@ __all__ = ["a_plain_shell"]  # a fixture of every test here
 # ---- Rules that are those of the code which they protect
 
 
-@pytest.mark.parametrize("asked", ["attention.impl=cudnn", "attention.impl=pallas", "attention.forward=fp8"])
-def test_rules_of_attention_are_the_kernels(asked):
-    """A config is refused exactly if the kernel does not support its GPU, precision, head dimension and the like."""
-    key, _, kernel = asked.partition("=")
-    started = loading.load([TINY, f"--config.{asked}"]).run
-    cases = ((75, 86, 89, 90, 100, 120), ("bf16", "f32"), (60, 64, 192, 320), ("documents", "none"), (0.0, 30.0), (False, True))
-    refused = 0
-    for sm, precision, head_dim, packing, softcap, deterministic in itertools.product(*cases):
-        model = dataclasses.replace(started.model, head_dim=head_dim, attention_softcap=softcap)
-        data = dataclasses.replace(started.data, packing=packing)
-        train = dataclasses.replace(started.train, deterministic=deterministic)
-        run = dataclasses.replace(started, precision=precision, model=model, data=data, train=train)
-        spec = Spec(head_dim, precision, packing == "documents", 32, softcap=softcap, deterministic=deterministic)
-        if kernel == "fp8":
-            spec = dataclasses.replace(spec, fp8=KERNEL)
-        found = validate_step(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm))
-        name = "reference" if kernel == "fp8" else kernel
-        reason = implementation(name, spec).unsupported(spec, Hardware("gpu", divmod(sm, 10)))
-        assert bool(reason) == any(p.key == key for p in found), (sm, spec, reason, found)
-        refused += bool(reason)
-    assert refused
+PACKED, RING = "data.packing=documents", "data.packing=none model.sliding_window=64 mesh.seq=2 mesh.fsdp=4 mesh.data=1"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sm", "settings", "refused"),
+    [
+        ("attention.impl=cudnn", 80, PACKED, True),
+        ("attention.impl=cudnn", 90, PACKED, False),
+        ("attention.impl=cudnn", 80, "data.packing=none", False),
+        ("attention.impl=cudnn", 75, "data.packing=none", True),
+        ("attention.impl=cudnn", 80, RING, True),  # the halo of a chunk counts as a document
+        ("attention.impl=cudnn", 80, f"{RING} parallel.context=ulysses", False),
+        ("attention.impl=cudnn", 90, RING, False),
+        ("attention.impl=cudnn", 90, "train.deterministic=true", True),
+        ("attention.impl=cudnn", 100, "precision=f32", True),
+        ("attention.impl=cudnn", 100, "model.attention_softcap=30.0", True),
+        ("attention.impl=pallas", 90, "model.head_dim=256", False),
+        ("attention.impl=pallas", 90, "model.head_dim=260", True),
+        ("attention.impl=pallas", 100, PACKED, True),
+        ("attention.forward=fp8", 90, "model.head_dim=192", False),
+        ("attention.forward=fp8", 90, "model.head_dim=200", True),
+        ("attention.forward=fp8", 100, PACKED, True),
+    ],
+)
+def test_a_kernel_that_does_not_support_the_run_is_refused_before_jax_starts(asked, sm, settings, refused):
+    words = ("precision=bf16", asked, *settings.split())
+    run = loading.load([TINY, *(f"--config.{word}" for word in words)]).run
+    found = validate_step(run, Devices("gpu", "a GPU", 8, 80.0, "test", sm))
+    assert [p.key for p in found] == [asked.partition("=")[0]] * refused
 
 
 # ---- Config files and overrides

@@ -17,10 +17,9 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.command_line import Parser
 from jaxtrain.config.own_parts import WrongPart, load, not_found, problem_of
-from jaxtrain.config.schema import ConfigError
+from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline
-from jaxtrain.sharding import LayoutError
 from jaxtrain.step.loss import find_loss
 
 COMMAND = Parser("sample", "Continue a text.")
@@ -126,7 +125,7 @@ def test_other_errors_are_left_alone(capsys: pytest.CaptureFixture[str]):
 
     class Layout:
         def __rtruediv__(self, other: Any) -> Any:
-            raise LayoutError("names its own remedy")
+            raise ConfigError([Problem("mesh", None, "is impossible", "Set another.")])
 
     assert problem_of(failure(lambda: part(Layout()))) is None
     assert problem_of(failure(lambda: {}["key of jaxtrain"])) is None

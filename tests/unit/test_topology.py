@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from jaxtrain.config import hardware
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.data import loading
 from jaxtrain.plan.topology import CHIPS, TopologyError, devices, here, parse
-from jaxtrain.sharding import LayoutError, make_placement
+from jaxtrain.sharding import make_placement
 
 
 def test_a_name_is_chip_gpus_and_nodes():
@@ -82,7 +83,7 @@ def test_a_mesh_is_laid_out_node_by_node():
     # CUDA numbers the GPUs of several processes in any order: an id does not identify the node.
     turns = [Described(id=i, process_index=i % 2) for i in range(8)]
     assert [d.process_index for d in make_placement(loading.load([]).run, turns).mesh.devices.flat] == [0] * 4 + [1] * 4
-    with pytest.raises(LayoutError, match="4, 3"):
+    with pytest.raises(ConfigError, match="4, 3"):
         make_placement(loading.load([]).run, given[:7])
 
 

@@ -1,10 +1,7 @@
-"""Attention kernels: one signature, one table of kernels.
+"""Attention kernels: one signature, one table of kernels. Imports no jax.
 
-If attention.impl names a kernel that does not support the run, `choose` raises Unsupported.
+support.py has the limits of each kernel, and chooses the kernel of a run. Each implementation is a file with these functions:
 
-Each implementation is a file with these functions:
-
-    unsupported(spec, hardware) -> str | None       why the kernel does not support the spec, or None
     prepare(rows, spec) -> pytree                   the kernel's description of the batch, made once and shared by all layers
     attention(q_BTNH, k_BSKH, v_BSKH, prepared, spec) -> o_BTNH
 
@@ -29,19 +26,15 @@ outputs of padding (segment 0) are finite and unused: no other token attends to 
 
 import dataclasses
 import importlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 NOTHING = -1e30  # log-sum-exp of a query without visible keys; finite, so that the difference of two of them is not NaN
-
-
+ALIGNED = 128  # tokens of a tile of the kernels
 EMULATED, KERNEL = "emulated", "kernel"  # the forward pass in e4m3: in XLA on CPU, or by the kernel for Hopper
-
-
-class Unsupported(ValueError):
-    """An error: the configured kernel, or every kernel with `auto`, does not support the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +53,22 @@ class Spec:
     value_dim: int = 0  # head size of values, if smaller than that of keys; 0: head_dim
     fp8: str = ""  # EMULATED or KERNEL: the forward pass multiplies in e4m3 (fp8.py)
 
+    def slides(self, seq_len: int) -> bool:
+        """Return whether there is a window shorter than a sequence."""
+        return 0 < self.window < seq_len
+
+    def halo(self, chunk: int, ring: int) -> int:
+        """Return the number of tokens in the halo of a chunk (context_parallel/window.py), at most those of all other chunks.
+
+        window - 1 is rounded up to a multiple of gcd(chunk, ALIGNED). So a halo has whole tiles if chunks have whole tiles.
+        """
+        step = math.gcd(chunk, ALIGNED)
+        return min(-(-(self.window - 1) // step) * step, (2 * ring - 1) * chunk)
+
+    def with_halo(self) -> Self:
+        """Return the spec of attention in a chunk with its halo. The padding in the first chunk's halo counts as a document."""
+        return dataclasses.replace(self, packed=True, max_segments=self.max_segments + 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
@@ -67,6 +76,15 @@ class Hardware:
 
     platform: str  # "cpu" or "gpu"
     compute_capability: tuple[int, int] = (0, 0)  # (9, 0) is Hopper
+    name: str = dataclasses.field(default="", compare=False)  # for messages
+
+    def __str__(self) -> str:
+        return "{}.{}".format(*self.compute_capability) + (f" ({self.name})" if self.name else "")
+
+    @property
+    def without_gpu(self) -> str:
+        """Return the end of a rule that a kernel needs a GPU; "" on a GPU."""
+        return "" if self.platform == "gpu" else f", and the run would be on {self.name}"
 
     @property
     def hopper(self) -> bool:
@@ -77,21 +95,21 @@ class Hardware:
     def of(cls, device: Any) -> Self:
         """Return the hardware of a device: of jax.devices(), or of an AOT topology (`jax.experimental.topologies`)."""
         if device.platform == "cpu":
-            return cls("cpu")
+            return cls("cpu", name="cpu")
         major, _, minor = str(device.compute_capability).partition(".")
-        return cls("gpu", (int(major), int(minor or 0)))
+        return cls("gpu", (int(major), int(minor or 0)), device.device_kind)
 
 
 class Rows(NamedTuple):
     """Segments and positions of queries, int32 (B, T), and of keys, int32 (B, S)."""
 
-    q_segments: jax.Array
-    q_positions: jax.Array
-    kv_segments: jax.Array
-    kv_positions: jax.Array
+    q_segments: "jax.Array"
+    q_positions: "jax.Array"
+    kv_segments: "jax.Array"
+    kv_positions: "jax.Array"
 
 
-# A new kernel is one file and one entry here. `auto` takes the first entry that supports the spec.
+# A new kernel is one file, one entry here, and its limits in support.py. `auto` takes the first entry that supports the spec.
 IMPLEMENTATIONS = {
     "cudnn": "jaxtrain.kernels.attention.cudnn",
     "pallas": "jaxtrain.kernels.attention.pallas",
@@ -102,47 +120,5 @@ IMPLEMENTATIONS = {
 
 def implementation(name: str, spec: Spec) -> Any:
     """Return the module of an implementation; with `spec.fp8`, a `Forward8` with this module as its `base`."""
-    if name not in IMPLEMENTATIONS:
-        raise Unsupported(f"attention.impl = {name!r}: no such kernel. Known: auto, {', '.join(IMPLEMENTATIONS)}.")
     base = importlib.import_module(IMPLEMENTATIONS[name])
     return importlib.import_module("jaxtrain.kernels.attention.fp8").Forward8(base) if spec.fp8 else base
-
-
-def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
-    """Return the kernel's name, and the reason for this choice.
-
-    `auto` takes the first kernel of IMPLEMENTATIONS that supports all layers and is not slow for any layer (`_slow`).
-
-    Args:
-      name: `auto`, or the name of a kernel.
-      asked: the spec and the sequence length for each kind of layer.
-      hardware: the hardware of the run's devices.
-
-    Raises:
-      Unsupported: the named kernel, or every kernel with `auto`, does not support some layer.
-    """
-
-    def unable(name: str) -> str | None:
-        return next(filter(None, (implementation(name, spec).unsupported(spec, hardware) for spec, _ in asked)), None)
-
-    def slow(name: str) -> str | None:
-        return next(filter(None, (_slow(name, seq_len) for _, seq_len in asked)), None)
-
-    if name != "auto":
-        reason = unable(name)
-        if reason:
-            raise Unsupported(f"attention.impl = {name!r}: {reason}. Set attention.impl=auto to take one that can.")
-        passed_over = slow(name)
-        return name, "as configured" + (f"; {passed_over}" if passed_over else "")
-    refused = []
-    for candidate in IMPLEMENTATIONS:
-        reason = unable(candidate) or slow(candidate)
-        if not reason:
-            return candidate, "; ".join(refused) or "the fastest here"
-        refused.append(f"{candidate} {reason}")
-    raise Unsupported(f"attention.impl = 'auto': no kernel can do this: {'; '.join(refused)}.")
-
-
-def _slow(name: str, seq_len: int) -> str | None:
-    """Return why `auto` skips a kernel as slow, or None. Only `reference` is slow, for sequences above 1024 tokens."""
-    return f"holds all {seq_len} x {seq_len} scores" if name == "reference" and seq_len > 1024 else None

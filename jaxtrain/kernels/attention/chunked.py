@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Hardware, Rows, Spec, reference
+from jaxtrain.kernels.attention import Rows, Spec, reference
 from jaxtrain.kernels.attention.reference import masked_attention, visible
 
 BLOCK = 256  # queries at a time
-
-
-def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return None: this kernel supports every spec."""
-    return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:

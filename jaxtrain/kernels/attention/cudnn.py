@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec, Unsupported
+from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.kernels.attention import NOTHING, Rows, Spec
 
 # jax 0.12 added a parameter for user-written changes of the scores.
 _takes_score_mod = "score_mod" in inspect.signature(fused._dot_product_attention_fwd_rule).parameters
@@ -39,30 +40,6 @@ class Packed(NamedTuple):
 
     lengths_BM: jax.Array  # tokens of each document, and last of padding; -1: no such document
     offsets_BM: jax.Array  # (B, M + 1): where each document begins in its row; -1 elsewhere
-
-
-def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return why cuDNN does not support the spec, or None. The limits are those of cuDNN 9 on Ampere and Hopper."""
-    if hardware.platform != "gpu":
-        return "needs an NVIDIA GPU"
-    if spec.cached:
-        return "is not used with a key/value cache"
-    if hardware.compute_capability < (8, 0):
-        return "needs compute capability 8.0 or newer"
-    if spec.value_dim and hardware.compute_capability < (9, 0):
-        return "needs compute capability 9.0 (Hopper) or newer for values narrower than keys"
-    if spec.packed and hardware.compute_capability < (9, 0):
-        return "needs compute capability 9.0 (Hopper) or newer for packed documents"
-    if spec.dtype != "bf16":
-        return f"needs bf16, not {spec.dtype}"
-    largest = 256 if hardware.compute_capability >= (9, 0) else 128
-    if spec.head_dim > largest or spec.head_dim % 8:
-        return f"needs a head_dim that is a multiple of 8 and at most {largest}, not {spec.head_dim}"
-    if spec.softcap:
-        return "has no soft cap on scores"
-    if spec.packed and spec.deterministic:
-        return "adds up packed rows in a fixed order only with 2 bytes of workspace for each score of each document"
-    return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Packed | None:
@@ -105,10 +82,8 @@ def _operands(q: jax.Array, queries: Packed | None, keys: Packed | None) -> tupl
         return (none,) * 7
     B, T, N, H = q.shape
     if B * T * N * H >= 2**31:
-        raise Unsupported(
-            f"attention.impl = 'cudnn': {B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of "
-            "packed rows. Set train.grad_accum or mesh.seq higher."
-        )
+        rule = f"{B} x {T} tokens x {N} x {H} elements on a device do not fit the 32-bit offsets of packed rows"
+        raise ConfigError([Problem("attention.impl", "cudnn", rule, "Set train.grad_accum or mesh.seq higher.")])
     return (none, queries.lengths_BM, keys.lengths_BM, queries.offsets_BM, keys.offsets_BM, none, none)
 
 

@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import EMULATED, NOTHING, Hardware, Rows, Spec, pallas, reference
+from jaxtrain.kernels.attention import EMULATED, NOTHING, Rows, Spec, pallas, reference
 from jaxtrain.kernels.attention.pallas_kernels import FORWARD_FP8, SHIFT
 from jaxtrain.kernels.fp8 import E4M3, rounded, scale_of
-
-LARGEST = 192  # head_dim; with a larger one, two accumulators of a tile do not fit the registers
 
 
 class Prepared(NamedTuple):
@@ -42,17 +40,6 @@ class Forward8:
     """
 
     base: Any
-
-    def unsupported(self, spec: Spec, hardware: Hardware) -> str | None:
-        """Return why the e4m3 forward pass, or else `base`, does not support the spec; None if both support it."""
-        if spec.dtype != "bf16":
-            return f"with attention.forward=fp8 needs bf16, not {spec.dtype}"
-        if hardware.platform == "gpu":
-            if spec.head_dim > LARGEST:
-                return f"with attention.forward=fp8 needs a head_dim of at most {LARGEST}, not {spec.head_dim}"
-            if reason := pallas.unsupported(spec, hardware):
-                return f"with attention.forward=fp8 {reason}"
-        return self.base.unsupported(spec, hardware)
 
     def prepare(self, rows: Rows, spec: Spec) -> Prepared:
         """Return the descriptions of the batch for the kernels of the forward and of the backward pass."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain.kernels.attention import Hardware, Rows, Spec
+from jaxtrain.kernels.attention import Rows, Spec
 from jaxtrain.kernels.attention.pallas_kernels import (
     BATCH,
     CHUNK,
@@ -38,7 +38,6 @@ from jaxtrain.kernels.attention.tiles import NEVER, count, padded, visits
 from jaxtrain.kernels.hopper import COMPUTING, GROUPS
 
 LONGEST = 128  # tokens of the longest tile of any kernel; a multiple of all other tiles' tokens
-LARGEST = 256  # head_dim; with a larger one, a tile's accumulator does not fit the registers
 PREFIX = "jaxtrain_attention_"  # of the kernels' names
 # Parameters of the interpreter, for tests on a CPU; None: compile. Each warpgroup waits in a thread of XLA's CPU client. With
 # two threads, one for each core or device, the interpreter hangs, so tests have eight devices.
@@ -73,22 +72,6 @@ class Prepared(NamedTuple):
     forward: jax.Array  # for each tile of queries, the tiles of keys to visit (tiles.visits), (B, tiles, 4)
     queries: Any = None  # like `forward`, with the tiles of the kernel of queries' gradients; None without a backward pass
     keys: Any = None  # for each tile of keys, the tiles of queries to visit; None without a backward pass
-
-
-def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return why the Pallas kernels do not support the spec, or None."""
-    if spec.cached:
-        return "is not used with a key/value cache"
-    if hardware.platform != "gpu":
-        return "needs a GPU"
-    if not hardware.hopper:
-        of = ".".join(map(str, hardware.compute_capability))
-        return f"needs Hopper's WGMMA (compute capability 9.0), not {of}"
-    if spec.dtype != "bf16":
-        return f"computes bf16, not {spec.dtype}"
-    if spec.head_dim > LARGEST or spec.head_dim % 8:
-        return f"needs a head_dim that is a multiple of 8 and at most {LARGEST}, not {spec.head_dim}"
-    return None
 
 
 def prepare(rows: Rows, spec: Spec) -> Prepared:

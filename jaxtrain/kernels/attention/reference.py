@@ -4,12 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import NOTHING, Hardware, Rows, Spec
-
-
-def unsupported(spec: Spec, hardware: Hardware) -> str | None:
-    """Return None: this kernel supports every spec."""
-    return None
+from jaxtrain.kernels.attention import NOTHING, Rows, Spec
 
 
 def prepare(rows: Rows, spec: Spec) -> Rows:

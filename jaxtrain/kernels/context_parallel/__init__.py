@@ -27,7 +27,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     whole = Rows(*(heads.gather(x, split) for x in rows))
     if split.context.ring == 1:
         return sinks.prepare(whole, spec, kernel)
-    if window.applies(spec, whole.q_segments.shape[1], split):
+    if spec.slides(whole.q_segments.shape[1] * split.context.ring):
         return window.prepare(whole, spec, kernel, split)
     return ring.describe(whole, spec, kernel, split)
 
@@ -55,7 +55,7 @@ def attention(
     o: jax.Array
     if split.context.ring == 1:
         o = sinks.attention(q, k, v, sinks_N, prepared, spec, kernel)
-    elif window.applies(spec, q.shape[1], split):
+    elif spec.slides(q.shape[1] * split.context.ring):
         o = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
     else:
         o = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)

@@ -5,8 +5,6 @@ gradients. The halo's queries are zeros, and their output is dropped. In zigzag 
 neighbouring rank.
 """
 
-import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -15,18 +13,6 @@ import jax.numpy as jnp
 from jaxtrain.kernels.attention import Rows, Spec, sinks
 from jaxtrain.kernels.context_parallel.split import Split, halves
 
-ALIGNED = 128  # tokens of a tile of the kernels
-
-
-def applies(spec: Spec, tokens: int, split: Split) -> bool:
-    """Return whether there is a window shorter than a sequence. tokens: tokens of a ring rank, in both chunks."""
-    return 0 < spec.window < tokens * split.context.ring
-
-
-def inner_spec(spec: Spec) -> Spec:
-    """Return the spec of attention in a chunk with its halo. The padding in the first chunk's halo counts as a document."""
-    return dataclasses.replace(spec, packed=True, max_segments=spec.max_segments + 1)
-
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     """Return the kernel's description of both chunks with their halos: rows of the early chunk, then of the late chunk."""
@@ -34,7 +20,7 @@ def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     segments = _add_halo(rows.q_segments + 1, spec, split)
     segments = jnp.where(segments == 0, spec.max_segments + 1, segments - 1)
     positions = _add_halo(rows.q_positions, spec, split)
-    return sinks.prepare(Rows(segments, positions, segments, positions), inner_spec(spec), kernel)
+    return sinks.prepare(Rows(segments, positions, segments, positions), spec.with_halo(), kernel)
 
 
 def attention(
@@ -49,27 +35,18 @@ def attention(
 ) -> jax.Array:
     """Return attention (B, 2 C, N, H) of this rank's two chunks to the keys within the window."""
     chunk = q.shape[1] // 2
-    halo = halo_tokens(spec, chunk, split)
+    halo = spec.halo(chunk, split.context.ring)
     both = jnp.concatenate(halves(q), axis=0)
     padded = jnp.pad(both, ((0, 0), (halo, 0), (0, 0), (0, 0)))
     keys, values = _add_halo(k, spec, split), _add_halo(v, spec, split)
-    o = sinks.attention(padded, keys, values, sinks_N, prepared, inner_spec(spec), kernel)[:, halo:]
+    o = sinks.attention(padded, keys, values, sinks_N, prepared, spec.with_halo(), kernel)[:, halo:]
     return jnp.concatenate(jnp.split(o, 2, axis=0), axis=1)
-
-
-def halo_tokens(spec: Spec, chunk: int, split: Split) -> int:
-    """Return the number of tokens in a chunk's halo, at most the tokens of all other chunks.
-
-    window - 1 is rounded up to a multiple of gcd(chunk, ALIGNED). So a halo has whole tiles if chunks have whole tiles.
-    """
-    step = math.gcd(chunk, ALIGNED)
-    return min(-(-(spec.window - 1) // step) * step, (2 * split.context.ring - 1) * chunk)
 
 
 def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:
     """Return (B, 2 C, ...) as (2 B, halo + C, ...): early chunks with the tokens before them, then late chunks with theirs."""
     chunk = x.shape[1] // 2
-    halo = halo_tokens(spec, chunk, split)
+    halo = spec.halo(chunk, split.context.ring)
     early, late = halves(x)
     pieces = [jnp.concatenate([early, late], axis=0)]
     for _ in range(-(-halo // chunk)):

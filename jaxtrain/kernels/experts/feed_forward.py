@@ -17,16 +17,17 @@ load writes no float32 gradient. Gradients of further rounds are added to it in 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.kernels.attention import Hardware, Unsupported
+from jaxtrain.config.schema import ConfigError
+from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.dot import Weight
-from jaxtrain.kernels.experts import eight, grouped
+from jaxtrain.kernels.experts import eight, grouped, support
 from jaxtrain.kernels.experts.exchange import Exchange, Route
 from jaxtrain.kernels.fp8 import Float8
 from jaxtrain.kernels.numerics import Numerics
@@ -59,13 +60,12 @@ class Spec:
         parts = p.size(self.split)
         return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self._alone)
 
-    def check(self, weights: Sequence[Weight]) -> None:
-        """Raise Unsupported for 8-bit weights on a GPU if `ragged` multiplies the rows: `ragged` has no 8-bit matmul there."""
-        if self._by == "ragged" and self._hardware.platform == "gpu" and any(isinstance(w, Float8) for w in weights):
-            raise Unsupported(
-                "precision = 'fp8': uneven numbers of rows are multiplied in 8 bits on Hopper alone, with moe.impl=auto. "
-                "Set mesh.expert to model.num_experts, or moe.capacity_factor, or leave their weights out with fp8.exclude."
-            )
+    def check(self, weights: Mapping[str, Weight]) -> None:
+        """Raise ConfigError for 8-bit weights if `ragged` multiplies uneven numbers of rows (support.problems_fp8)."""
+        eight_bit = [f"mlp.{name}" for name, w in weights.items() if isinstance(w, Float8)]
+        problems = support.problems_fp8(self.impl, self._hardware, eight_bit, self.experts)
+        if problems and self._by != "even":
+            raise ConfigError(problems)
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
         """Return each row times the weight of its expert, contracted over `contract`. gradient: the rows are gradients."""
@@ -87,7 +87,7 @@ class Spec:
     def _by(self) -> str:
         if self.capacity or self._alone:
             return "even"
-        return grouped.choose(self.impl, self._hardware, self.numerics.compute)
+        return support.choose(self.impl, self._hardware, self.numerics.compute == jnp.float32)
 
     @property
     def _hardware(self) -> Hardware:
@@ -180,8 +180,7 @@ def _flat(x_BTn: jax.Array) -> jax.Array:
 
 
 def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec: Spec):
-    weights = gate, up, down
-    spec.check(weights)
+    spec.check({"gate": gate, "up": up, "down": down})
     x_TD, share_Tk, chosen_Tk = _flat(x_BTD), _flat(share_BTk), _flat(chosen_BTk)
     exchange = spec.exchange(chosen_Tk)
     with jax.named_scope("dispatch"):
@@ -210,7 +209,7 @@ def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec: Spec):
         with jax.named_scope(FURTHER_ROUNDS):
             _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), y_TD))
     y_BTD = y_TD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    residuals = x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights, biases
+    residuals = x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, (gate, up, down), biases
     return (y_BTD, plan.dropped.sum().astype(jnp.float32)), residuals
 
 

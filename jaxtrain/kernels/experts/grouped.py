@@ -1,5 +1,7 @@
 """Grouped matmuls of rows, sorted by expert, with the weights of experts: one signature, one table of implementations.
 
+support.py has the limits of `pallas`, and chooses the implementation.
+
     times(rows, w_EDF, sizes_E, contract, precision)    each row times the weight of its expert, contracted over "D" or "F"
     outer(rows_RD, rows_RF, sizes_E, out, precision)    for each expert the sum of its rows' outer products: (E, D, F)
 
@@ -15,37 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.kernels.attention import Hardware, Unsupported
-
 IMPLEMENTATIONS = {
     "pallas": "jaxtrain.kernels.experts.pallas",
     "ragged": "jaxtrain.kernels.experts.ragged",
     "even": "jaxtrain.kernels.experts.even",
 }
-
-
-def unsupported(hardware: Hardware, dtype: jnp.dtype) -> str | None:
-    """Return why the Pallas kernels do not support this dtype on this hardware, or None."""
-    if hardware.platform != "gpu":
-        return "needs a GPU"
-    if not hardware.hopper:
-        of = ".".join(map(str, hardware.compute_capability))
-        return f"needs Hopper's WGMMA (compute capability 9.0), not {of}"
-    return None if dtype == jnp.bfloat16 else f"computes bfloat16, not {dtype.name}"
-
-
-def check(impl: str, hardware: Hardware, dtype: jnp.dtype) -> None:
-    """Raise Unsupported if `impl` (moe.impl) is pallas, and the hardware or the dtype is one that `unsupported` rejects."""
-    reason = unsupported(hardware, dtype) if impl == "pallas" else None
-    if reason:
-        raise Unsupported(f"moe.impl = 'pallas': {reason}. Set moe.impl=auto, which takes ragged there.")
-
-
-def choose(impl: str, hardware: Hardware, dtype: jnp.dtype) -> str:
-    """Return `impl` (moe.impl), with auto replaced by pallas if `unsupported` returns None, else by ragged."""
-    if impl != "auto":
-        return impl
-    return "ragged" if unsupported(hardware, dtype) else "pallas"
 
 
 def _with(impl: str, function: str) -> Any:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from jaxtrain.config.context import pairs
 from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import Data, Model, Remat, RunConfig
-from jaxtrain.kernels.context_parallel import window
-from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.models import flops, windows
 from jaxtrain.models.activations import kept
 from jaxtrain.models.attention import KIND_SWITCH
@@ -27,7 +25,7 @@ from jaxtrain.plan import result
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, trip_count
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD, Work, attention_pairs, work
-from jaxtrain.step.kernel import attention_specs
+from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.program import Program
 from jaxtrain.step.stages import schedule_of
@@ -430,10 +428,10 @@ def _blocks(data: Data, alike: Model, layout: Layout, masked: bool) -> float:
     T, r = data.seq_len, layout.context.ring
     if r == 1:
         return 1.0
-    spec, split = attention_specs(alike, data, layout.dtypes.compute)[0], Split(layout.context)
+    spec = attention_specs(alike, data, layout.dtypes.compute)[0]
     chunk = T // (2 * r)
-    if not window.applies(spec, 2 * chunk, split):
+    if not spec.slides(T):
         return 1.0 if masked else (2 * r + 1) / (4 * r)
-    rows = chunk + window.halo_tokens(spec, chunk, split)
+    rows = chunk + spec.halo(chunk, r)
     each, whole = (attention_pairs("CAUSAL", spec.window, n, n) if masked else float(n * n) for n in (rows, T))
     return 2 * r * each / whole

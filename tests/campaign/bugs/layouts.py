@@ -108,9 +108,9 @@ BUGS = (
     ),
     Bug(
         "window: one token too few is fetched",
-        f"{CONTEXT}/window.py",
-        "-(-(spec.window - 1) // step) * step",
-        "-(-(spec.window - 2) // step) * step",
+        f"{ATTENTION}/__init__.py",
+        "-(-(self.window - 1) // step) * step",
+        "-(-(self.window - 2) // step) * step",
         'proofs/test_context.py -k "over_several and window"',
     ),
     Bug(

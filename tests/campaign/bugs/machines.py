@@ -132,8 +132,8 @@ BUGS = (
     Bug(
         "bench: the state is that of all devices",
         "jaxtrain/node/train_step.py",
-        '["total"] * each / count / 2**30',
-        '["total"] * each / 2**30',
+        "least_gib(run, parts) / there.count",
+        "least_gib(run, parts)",
         "unit/test_bench_rules.py -k hold_its_state",
     ),
     Bug(

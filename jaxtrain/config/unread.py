@@ -1,0 +1,42 @@
+"""Find keys that are set, and that nothing reads, because of the value of another key."""
+
+import fnmatch
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jaxtrain.config.schema import Problem, RunConfig, flatten, spelled_value, to_dict
+
+
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """Return dotted key -> default."""
+    return dict(flatten(to_dict(RunConfig())))
+
+
+@functools.cache
+def _matches(pattern: str) -> list[str]:
+    return fnmatch.filter(defaults(), pattern)
+
+
+def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]], bad: Collection[str]) -> dict[str, Problem]:
+    """Return key -> problem of each key that has another value than its default, and is not read.
+
+    Args:
+        values: dotted key -> value.
+        read_with: (pattern of keys, another key, the value of this other key with which they are read; None: any but 0, false
+            and ''). Of several entries for a key, the first that is broken is reported.
+        bad: keys that have an invalid value. They, and the keys that depend on them, have no problem.
+    """
+    found: dict[str, Problem] = {}
+    for pattern, other, needed in read_with:
+        now = values[other]
+        if other in bad or (bool(now) if needed is None else now == needed):
+            continue
+        equal, to = (f" = {spelled_value(needed)}", f" to {spelled_value(needed)}") if needed is not None else ("", "")
+        rule = f"is read only with {other}{equal}, which is {spelled_value(now)}"
+        for key in _matches(pattern):
+            if values[key] != defaults()[key] and key not in bad:
+                remedy = f"Set {spelled_value(defaults()[key])}, or {other}{to}."
+                found.setdefault(key, Problem(key, values[key], rule, remedy))
+    return found
