@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -104,8 +105,8 @@ def start_jax(
 ) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports, or
-    no GPU: JAX itself would take the CPU.
+    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX does not take a variable of the shell, or
+    starts fewer GPUs than the driver reports, or no GPU: JAX itself would take the CPU.
 
     Args:
         devices: those of all processes of the run.
@@ -117,8 +118,15 @@ def start_jax(
         threads_for_cpus(devices.count)
     else:
         load_nvrtc_builtins()
+    for name in [name for name, value in os.environ.items() if name.startswith("JAX_") and not value]:
+        del os.environ[name]  # JAX fails on an empty variable, which to the user is one that is not set
+    check_flags()
     with quiet() if devices.kind == "cpu" else ending_at_once():
-        import jax
+        try:
+            import jax
+        except ValueError as error:  # of a variable that JAX reads when it is imported
+            rule = f"JAX cannot be imported: {error}"
+            raise ConfigError([Problem("environment", None, rule, "Correct this variable, or unset it.")]) from error
 
         if devices.kind == "cpu":
             jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
@@ -132,6 +140,17 @@ def start_jax(
         return
     with ending_at_once():
         _start_gpus(devices, alone=cluster is None)
+
+
+def check_flags() -> None:
+    """Raise ConfigError if XLA does not take XLA_FLAGS, as if a name is unknown: XLA would end this process."""
+    flags = os.environ.get("XLA_FLAGS")
+    if not flags or "jax" in sys.modules:
+        return
+    command = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if done.returncode and (found := re.search(r"^[EF]\d+ .*?\] (.*)", done.stderr, re.MULTILINE)):
+        raise ConfigError([Problem("XLA_FLAGS", flags, found[1].strip(" ."), "Correct it, or unset it.")])
 
 
 def start_processes(devices: Devices, cluster: Cluster | None, problems: list[Problem]) -> None:
