@@ -145,7 +145,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     known: Table = {}
     if devices.kind == "gpu" and devices.count:
         limit = str(int(pinned_limit_gib({})))
-        known = table(devices.sm) | {HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
+        known = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
         decided, wrong = _derive_variables(run, devices, shell | asked)
         chosen = {name: (v, why) for name, (v, why) in known.items() if v and not shell.get(name)} | chosen | decided
         problems += wrong
