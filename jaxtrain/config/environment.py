@@ -71,7 +71,7 @@ TOO_LATE = (
     *SELECTION,
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "JAXTRAIN_*", "SLURM_*", HOST_LIMIT),
 )
-EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process has set
+EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process, or the process that started it, has set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,11 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def exported(environ: Mapping[str, str]) -> set[str]:
+    """Return the names in EXPORTED, which are no variables of the shell."""
+    return {*environ.get(EXPORTED, "").split(",")} - {""}
+
+
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
     """Return `env.set` as name -> value, and its problems."""
     found: dict[str, str] = {}
@@ -138,8 +143,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     The table of the GPU and the memory budget apply on GPUs only.
     """
     asked, problems = parse(run.env.set)
-    earlier = {name for name in environ.get(EXPORTED, "").split(",") if environ.get(name)}
-    shell = {name: value for name, value in environ.items() if name not in earlier}
+    shell = {name: value for name, value in environ.items() if name not in exported(environ)}
     problems += refuse(shell, asked)
     chosen = {name: (value, "env.set") for name, value in asked.items()}
     known: Table = {}
@@ -149,9 +153,6 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
         decided, wrong = _derive_variables(run, devices, shell | asked)
         chosen = {name: (v, why) for name, (v, why) in known.items() if v and not shell.get(name)} | chosen | decided
         problems += wrong
-        for name in sorted(name for name in earlier - chosen.keys() if not _matches(name, HARMLESS)):
-            rule = "was set by an earlier run of this process"
-            problems.append(Problem("environment", f"{name}={environ[name]}", rule, "Begin a new process."))
     inherited = {name: value for name, value in select_variables(shell).items() if name not in chosen}
     why = {}
     for name, value in inherited.items():

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from jaxtrain.config.environment import EXPORTED, Overlay
+from jaxtrain.config.environment import EXPORTED, Overlay, exported
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.runtime import interrupt
@@ -26,6 +26,7 @@ from jaxtrain.runtime.distributed import Cluster, agree, start
 
 CONNECT_S = 300  # for all processes of a run to connect
 TELL_S = 30  # for a process with problems to connect to the others, and tell them
+PLATFORMS = "JAX_PLATFORMS"
 THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
@@ -33,27 +34,30 @@ NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Glo
 def set_environment(overlay: Overlay) -> None:
     """Set the environment variables of a run, including JAX's memory fraction, before JAX initialises its GPU backend.
 
-    Raises ConfigError if this process has initialised the backend with other values.
+    Removes those that an earlier run has set. Raises ConfigError if this process has initialised the backend with other values.
     """
+    left = {name for name in exported(os.environ) - {PLATFORMS} - overlay.set.keys() if name in os.environ}
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
-    if absent and _started_on_gpus():
-        rule = "JAX was started in this process before, without them, and has allocated its default share of GPU memory"
-        before = " ".join(f"{name}={value}" for name, value in absent.items())
+    if (left or absent) and _started_on_gpus():
+        rule = "JAX was started in this process before, without this, and has allocated its share of GPU memory"
+        wanted = " ".join([*(f"{name}={value}" for name, value in absent.items()), *(f"{name} unset" for name in sorted(left))])
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
-        raise ConfigError([Problem("environment", before, rule, remedy)])
+        raise ConfigError([Problem("environment", wanted, rule, remedy)])
+    for name in left:
+        del os.environ[name]
     export(overlay.set)
 
 
 def export(values: Mapping[str, str]) -> None:
     """Set environment variables, and record that they are not from the shell."""
     os.environ.update(values)
-    os.environ[EXPORTED] = ",".join(sorted({*filter(None, os.environ.get(EXPORTED, "").split(",")), *values}))
+    os.environ[EXPORTED] = ",".join(sorted({*exported(os.environ), *values}))
 
 
 def choose_cpu() -> None:
     """Make JAX start on the CPU."""
-    if os.environ.get("JAX_PLATFORMS") != "cpu":  # otherwise the shell has chosen it
-        export({"JAX_PLATFORMS": "cpu"})
+    if os.environ.get(PLATFORMS) != "cpu":  # otherwise the shell has chosen it
+        export({PLATFORMS: "cpu"})
 
 
 def _started_on_gpus() -> bool:

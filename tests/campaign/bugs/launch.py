@@ -143,8 +143,8 @@ BUGS = (
     Bug(
         "launch: GPUs that were started without the budget pass",
         "jaxtrain/runtime/startup.py",
-        "if absent and _started_on_gpus():",
-        "if not absent and _started_on_gpus():",
+        "if (left or absent) and _started_on_gpus():",
+        "if left and _started_on_gpus():",
         "unit/test_startup.py",
     ),
     Bug(
@@ -416,7 +416,7 @@ BUGS = (
     Bug(
         "environment: what an earlier run set is taken for the shell's",
         "jaxtrain/config/environment.py",
-        "for name, value in environ.items() if name not in earlier}",
+        "for name, value in environ.items() if name not in exported(environ)}",
         "for name, value in environ.items()}",
         "unit/test_environment.py -k earlier",
     ),
