@@ -143,7 +143,8 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     The table of the GPU and the memory budget apply on GPUs only.
     """
     asked, problems = parse(run.env.set)
-    shell = {name: value for name, value in environ.items() if name not in exported(environ)}
+    earlier = exported(environ)
+    shell = {name: value for name, value in environ.items() if name not in earlier}
     problems += refuse(shell, asked)
     chosen = {name: (value, "env.set") for name, value in asked.items()}
     known: Table = {}

@@ -416,7 +416,7 @@ BUGS = (
     Bug(
         "environment: what an earlier run set is taken for the shell's",
         "jaxtrain/config/environment.py",
-        "for name, value in environ.items() if name not in exported(environ)}",
+        "for name, value in environ.items() if name not in earlier}",
         "for name, value in environ.items()}",
         "unit/test_environment.py -k earlier",
     ),
