@@ -136,11 +136,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> list[str]:
 
 def refused_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the names of variables in `environ` that a run refuses. Some container images set such variables."""
-    names = {
-        *environment.select_variables(environ),
-        *(problem.key for problem in hardware.memory_environment(-1.0, environ)[1]),
-    }
-    return sorted(name for name in environ if name in names)
+    return sorted({p.key for p in (*environment.refuse(environ, {}), *hardware.memory_environment(-1.0, environ)[1])})
 
 
 # ---- Results of earlier calls and machines

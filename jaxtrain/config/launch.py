@@ -20,7 +20,7 @@ import ml_collections
 
 from jaxtrain.config import config_file
 from jaxtrain.config.commands import CONFIG, PREFIX
-from jaxtrain.config.environment import EXPORTED
+from jaxtrain.config.environment import exported
 from jaxtrain.config.schema import (
     DERIVED,
     OWN,
@@ -317,8 +317,7 @@ def variables() -> str:
 
     Variables that the program set are left out, and so is the folder in PYTHONPATH that run.sh adds itself.
     """
-    exported = os.environ.get(EXPORTED, "").split(",")
-    found = {name: os.environ.get(name, "") for name in DECIDING if name not in exported}
+    found = {name: os.environ.get(name, "") for name in DECIDING if name not in exported(os.environ)}
     if os.environ.get(PREFIX):
         path = found.get("PYTHONPATH", "").split(os.pathsep)
         found["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)

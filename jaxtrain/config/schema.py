@@ -766,13 +766,9 @@ class Paths:
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """The environment variables of a run on GPUs. jaxtrain/config/environment.py has the tables."""
+    """The environment variables of a run. jaxtrain/config/environment.py has the tables."""
 
-    defaults: bool = key(True, "begin with the table of the GPU; False: with the memory budget only")
-    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they override the table")
-    inherit: str = key(
-        "", "names or patterns of the shell's variables that may stay, as NCCL_ALGO,FI_*; others that change a run are refused"
-    )
+    set: str = key("", "NAME=VALUE, comma-separated (a comma within a value: +); they override the table and the shell")
 
 
 OWN = "own"  # the section whose keys the user makes

@@ -41,7 +41,7 @@ MAX_BASES = 9
 VARIABLES = re.compile(
     r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
     r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|JAX_PLATFORMS"
-    r"|((https?|all|grpc|no)_proxy)|((HTTPS?|ALL|NO)_PROXY)|XLA_\w+|TF_FORCE_UNIFIED_MEMORY"
+    r"|((https?|all|grpc|no)_proxy)|((HTTPS?|ALL|NO)_PROXY)"
 )
 SECRET = re.compile(r"(?i)token|secret|passw|jwt|api_?key|credential")
 PROXY_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")

@@ -8,7 +8,7 @@ from jaxtrain.config import environment
 from jaxtrain.config.hardware import Devices
 from jaxtrain.node import nvidia_smi
 from jaxtrain.node.nvidia_smi import number
-from jaxtrain.node.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown
+from jaxtrain.node.table import Context, Table, Verdict, fault, listed, note, ok, unknown
 from jaxtrain.runtime.cluster import node_names
 
 VERSIONS, VARIABLES = Table(), Table()
@@ -127,7 +127,6 @@ def library_path(c: Context) -> Verdict:
 # ---- variables
 
 MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
-SHELL = "environment"  # key of environment.overlay's problem about variables that have no key in the config
 RACKS = ("GB200", "GB300")  # models whose NVLink connects several nodes
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
@@ -137,46 +136,27 @@ def mnnvl_enabled(c: Context) -> bool:
     return c.node.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
 
 
-def refused_by_the_run(memory: bool) -> Probe:
-    """Return the probe of environment variables that a run refuses at its start. The probe applies the rules of the run.
-
-    Args:
-        memory: True: check only variables of JAX's memory, which have no key in the config; False: check all other variables.
-    """
-
-    def probe(c: Context) -> Verdict:
-        if not c.gpus.rows:
-            return ok("none")
-        environ = {n: v for n, v in c.node.environ.items() if not (n == MNNVL and mnnvl_enabled(c))}  # has its own check
-        row = c.gpus.rows[0]
-        sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
-        # If nvidia-smi reports no memory size, an arbitrary size is used, since the names of variables matter more.
-        devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
-        changing = environment.select_variables(environ)
-        found = [p for p in environment.overlay(c.run, devices, environ)[1] if p.key in (*environ, SHELL)]
-        found = [p for p in found if memory == (p.key in environ and p.key not in changing)]
-        if not found:
-            return ok("none")
-        seen = listed([str(p.value) if p.key == SHELL else f"{p.key}={p.value}" for p in found])
-        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
-
-    return probe
-
-
-VARIABLES.add(
+@VARIABLES.add(
     "variables",
-    expected="none from the shell that changes a run and that the config does not name",
-    why="The same config must give the same run to every user; a variable left over from an experiment changes it, or slows "
-    "it down.",
-    fix="unset it, or name it in env.inherit (the shell's value) or env.set (one of the config's own).",
-)(refused_by_the_run(memory=False))
-
-VARIABLES.add(
-    "memory variables",
-    expected="none that contradicts train.memory_fraction",
-    why="The plan and the check before the first step use that budget; JAX refuses two names for it, or uses another one.",
-    fix="Unset them, and set train.memory_fraction.",
-)(refused_by_the_run(memory=True))
+    expected="none that a run refuses",
+    why="JAX does not start with it, the same config would silently give other results, or it contradicts a key.",
+    fix="unset it.",
+)
+def refused_by_the_run(c: Context) -> Verdict:
+    """Apply the rules of the run to the variables of this node."""
+    if not c.gpus.rows:
+        return ok("none")
+    row = c.gpus.rows[0]
+    sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
+    # If nvidia-smi reports no memory size, an arbitrary size is used, since the names of variables matter more.
+    devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
+    overlay, problems = environment.overlay(c.run, devices, c.node.environ)
+    found = [p for p in problems if p.key in c.node.environ]
+    if found:
+        seen = listed([f"{p.key}={p.value}" for p in found])
+        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
+    taken = [f"{name}={value}" for name, value in overlay.inherited.items()]
+    return note(f"{listed(taken)}: the run takes them") if taken else ok("none")
 
 
 @VARIABLES.add(

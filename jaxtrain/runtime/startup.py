@@ -12,12 +12,13 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from jaxtrain.config.environment import EXPORTED, Overlay
+from jaxtrain.config.environment import EXPORTED, Overlay, exported
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.runtime import interrupt
@@ -25,6 +26,7 @@ from jaxtrain.runtime.distributed import Cluster, agree, start
 
 CONNECT_S = 300  # for all processes of a run to connect
 TELL_S = 30  # for a process with problems to connect to the others, and tell them
+PLATFORMS = "JAX_PLATFORMS"
 THREADS = "PJRT_NPROC"  # XLA's CPU client uses this as the number of cores
 NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Gloo\] Rank|experimental recoverable task")
 
@@ -32,27 +34,30 @@ NOTES = re.compile(rb"cudart_stub|log messages before absl::InitializeLog|^\[Glo
 def set_environment(overlay: Overlay) -> None:
     """Set the environment variables of a run, including JAX's memory fraction, before JAX initialises its GPU backend.
 
-    Raises ConfigError if this process has initialised the backend with other values.
+    Removes those that an earlier run has set. Raises ConfigError if this process has initialised the backend with other values.
     """
+    left = {name for name in exported(os.environ) - {PLATFORMS} - overlay.set.keys() if name in os.environ}
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
-    if absent and _started_on_gpus():
-        rule = "JAX was started in this process before, without them, and has allocated its default share of GPU memory"
-        before = " ".join(f"{name}={value}" for name, value in absent.items())
+    if (left or absent) and _started_on_gpus():
+        rule = "JAX was started in this process before, without this, and has allocated its share of GPU memory"
+        wanted = " ".join([*(f"{name}={value}" for name, value in absent.items()), *(f"{name} unset" for name in sorted(left))])
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
-        raise ConfigError([Problem("environment", before, rule, remedy)])
+        raise ConfigError([Problem("environment", wanted, rule, remedy)])
+    for name in left:
+        del os.environ[name]
     export(overlay.set)
 
 
 def export(values: Mapping[str, str]) -> None:
     """Set environment variables, and record that they are not from the shell."""
     os.environ.update(values)
-    os.environ[EXPORTED] = ",".join(sorted({*filter(None, os.environ.get(EXPORTED, "").split(",")), *values}))
+    os.environ[EXPORTED] = ",".join(sorted({*exported(os.environ), *values}))
 
 
 def choose_cpu() -> None:
     """Make JAX start on the CPU."""
-    if os.environ.get("JAX_PLATFORMS") != "cpu":  # otherwise the shell has chosen it
-        export({"JAX_PLATFORMS": "cpu"})
+    if os.environ.get(PLATFORMS) != "cpu":  # otherwise the shell has chosen it
+        export({PLATFORMS: "cpu"})
 
 
 def _started_on_gpus() -> bool:
@@ -104,8 +109,8 @@ def start_jax(
 ) -> None:
     """Import jax and start its backend on the devices that `hardware.probe` found, with the other processes of the run.
 
-    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX starts fewer GPUs than the driver reports, or
-    no GPU: JAX itself would take the CPU.
+    Raises ClusterError if the processes do not connect. Raises ConfigError if JAX does not take a variable of the shell, or
+    starts fewer GPUs than the driver reports, or no GPU: JAX itself would take the CPU.
 
     Args:
         devices: those of all processes of the run.
@@ -117,8 +122,15 @@ def start_jax(
         threads_for_cpus(devices.count)
     else:
         load_nvrtc_builtins()
+    for name in [name for name, value in os.environ.items() if name.startswith("JAX_") and not value]:
+        del os.environ[name]  # JAX fails on an empty variable, which to the user is one that is not set
+    check_flags()
     with quiet() if devices.kind == "cpu" else ending_at_once():
-        import jax
+        try:
+            import jax
+        except ValueError as error:  # of a variable that JAX reads when it is imported
+            rule = f"JAX cannot be imported: {error}"
+            raise ConfigError([Problem("environment", None, rule, "Correct this variable, or unset it.")]) from error
 
         if devices.kind == "cpu":
             jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
@@ -132,6 +144,17 @@ def start_jax(
         return
     with ending_at_once():
         _start_gpus(devices, alone=cluster is None)
+
+
+def check_flags() -> None:
+    """Raise ConfigError if XLA does not take XLA_FLAGS, as if a name is unknown: XLA would end this process."""
+    flags = os.environ.get("XLA_FLAGS")
+    if not flags or "jax" in sys.modules:
+        return
+    command = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if done.returncode and (found := re.search(r"^[EF]\d+ .*?\] (.*)", done.stderr, re.MULTILINE)):
+        raise ConfigError([Problem("XLA_FLAGS", flags, found[1].strip(" ."), "Correct it, or unset it.")])
 
 
 def start_processes(devices: Devices, cluster: Cluster | None, problems: list[Problem]) -> None:

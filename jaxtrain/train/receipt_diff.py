@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtrain.config.environment import HARMLESS
+from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.config.schema import RunConfig, to_dict
 from jaxtrain.metrics.alerts import THROTTLED
 from jaxtrain.metrics.receipt_format import Run, flatten
@@ -55,9 +56,10 @@ IGNORED = (
 )
 VARIABLES_IGNORED = (
     *HARMLESS,
+    "NCCL_DEBUG*",  # messages
+    HOST_LIMIT,  # follows from the memory of the host
     "JAXTRAIN_*",  # set by run.sh for the run; the image is compared as a version
     "SLURM_*",  # ids and sizes of the job; nodes and devices are compared as hardware
-    "JAX_COMPILATION_CACHE_DIR",  # a path
     "XLA_CLIENT_MEM_FRACTION",  # set by train.memory_fraction
     "CUDA_DEVICE_ORDER",  # changes only the numbering of GPUs
     "XLA_FLAGS --xla_force_host_platform_device_count",  # the number of devices is compared as hardware

@@ -519,7 +519,7 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
         "resumed_from_step": setup.start.step if setup.start.resumed else None,
         "restart": int(os.environ.get(RESTART, 0)),
         "ranks": rank_map(setup.program.placement.mesh.devices.flat),
-        "env": {"set": overlay.set, "inherited": overlay.inherited, "unset": overlay.unset},
+        "env": {"set": overlay.set, "inherited": overlay.inherited},
     }
 
 

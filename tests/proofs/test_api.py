@@ -49,6 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCL_CROSS_NIC", "")  # so that the run's environment variables are removed afterwards
         patch.setenv(environment.EXPORTED, "")
+        patch.setenv("NCCL_P2P_DISABLE", "1")
         result = jaxtrain.train("tiny", folder, **SMALL)
         assert os.environ["NCCL_CROSS_NIC"] == "1"
         assert (result.exit_code, result.step, result.error) == (0, 3, None)
@@ -164,6 +165,8 @@ def test_the_same_call_resumes_a_run(trained: Path, tmp_path: Path) -> None:
     """A path may be a string. The run's environment variables are in its receipt."""
     folder = shutil.copytree(trained, tmp_path / "run")
     assert runs.receipt(folder)["env"]["set"] == {"NCCL_CROSS_NIC": "1"}
+    assert runs.receipt(folder)["env"]["inherited"]["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_P2P_DISABLE=1" in (folder / "log.txt").read_text()
     assert runs.receipt(folder)["environment"]["NCCL_CROSS_NIC"] == "1"
     again = train.run(config(), str(folder))
     assert (again.exit_code, again.step, again.metrics) == (0, 3, runs.lines(trained)[-1])

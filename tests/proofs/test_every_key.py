@@ -410,9 +410,7 @@ def test_a_key_has_its_effect(test, runs):
 
 
 ELSEWHERE = {
-    "env.defaults",  # tests/unit/test_environment.py
-    "env.set",
-    "env.inherit",
+    "env.set",  # tests/unit/test_environment.py
     "data.eval_source",  # tests/proofs/test_watching.py
     "log.wandb",
     "log.peak_tflops",

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from test_refusals import EIGHT_H200, REPO, TINY, a_plain_shell, arguments, config_file, keys, listing
+from test_refusals import EIGHT_H200, REPO, TINY, arguments, config_file, keys, listing
 from token_files import open_batches, write_conversations, write_file
 
 from jaxtrain import main
@@ -25,7 +25,6 @@ from jaxtrain.optim.moments import INT8
 from jaxtrain.step.validate import validate_step
 
 LARGE = ("llama3_70b", "llama3_405b", "mixtral_8x7b", "qwen3_30b_a3b")  # configs with a layout for each number of GPUs
-__all__ = ["a_plain_shell"]  # a fixture of every test here
 
 
 # ---- Rules that are those of the code which they protect

@@ -15,6 +15,7 @@ from played_nvml import AT_ITS_CAP, HW_THERMAL, IDLE, Gpu, Nvml
 
 from jaxtrain.commands import receipt as command
 from jaxtrain.config import schema
+from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import receipt_collect, receipt_figures, receipt_machine
 from jaxtrain.metrics.receipt_format import FORMAT, ReceiptError, load, open_run
@@ -268,6 +269,8 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
     ("path", "value"),
     [
         ("environment.XLA_FLAGS", "--xla_force_host_platform_device_count=8"),
+        ("env.inherited", {"NCCL_DEBUG": "INFO"}),
+        ("env.set", {HOST_LIMIT: "900"}),
         ("hardware.gpus", [{**GPU, "uuid": "GPU-2", "pci": "x", "nics": ["mlx5_0"]}, {**GPU, "index": 1}]),
         # one sample does not describe the run
         ("hardware.after", [{**STATE, "sm_clock_mhz": 1500, "power_w": 80.0, "throttle_reasons": "hw_thermal"}]),

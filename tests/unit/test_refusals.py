@@ -11,7 +11,6 @@ import shlex
 import shutil
 import textwrap
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from remedies import named_fix
@@ -20,7 +19,7 @@ from token_files import command, write_conversations
 from jaxtrain import main
 from jaxtrain.commands import hf, plan, sample
 from jaxtrain.commands.command import read_line
-from jaxtrain.config import environment, explain, hardware, schema
+from jaxtrain.config import explain, hardware, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import Problem, declared
 from jaxtrain.data import loading, pipeline, prepare
@@ -137,15 +136,6 @@ REFUSED = [
     ("checkpoint.allow_change=model.rop_*", "checkpoint.allow_change", "checkpoint.allow_change=model.rope_*"),
     ("checkpoint.allow_change=model.d_model", "checkpoint.allow_change", "checkpoint.allow_change="),
 ]
-
-
-@pytest.fixture(autouse=True)
-def a_plain_shell():
-    """Remove the variables for fake CPU devices, which a run on GPUs refuses, and restore the environment afterwards."""
-    with patch.dict(os.environ):
-        for name in environment.select_variables(os.environ):
-            del os.environ[name]
-        yield
 
 
 def arguments(settings: str) -> list[str]:

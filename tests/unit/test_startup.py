@@ -23,7 +23,7 @@ H200 = Devices("gpu", "NVIDIA H200", 8, 140.4, "test")
 def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     overlay, problems = environment.overlay(RunConfig(), H200, {})
     assert not problems and overlay.set["XLA_CLIENT_MEM_FRACTION"] and overlay.set[HOST_LIMIT]
-    for name in overlay.set:
+    for name in (*overlay.set, "FI_PROVIDER", environment.EXPORTED):
         monkeypatch.setenv(name, "")  # monkeypatch then restores the exported variables
     assert not startup._started_on_gpus()  # these devices are CPUs
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
@@ -34,6 +34,12 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
     assert {name: os.environ[name] for name in overlay.set} == overlay.set
     monkeypatch.setattr(startup, "_started_on_gpus", lambda: True)
     startup.set_environment(overlay)  # the second run of a process
+    startup.export({"FI_PROVIDER": "efa"})  # another run of it, by env.set
+    with pytest.raises(ConfigError, match="FI_PROVIDER"):
+        startup.set_environment(overlay)
+    monkeypatch.setattr(startup, "_started_on_gpus", lambda: False)  # a process that this one has started
+    startup.set_environment(overlay)
+    assert "FI_PROVIDER" not in os.environ
 
 
 def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
