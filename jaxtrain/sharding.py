@@ -186,10 +186,10 @@ class Placement:
         for dim, axis in enumerate(axes if shape is not None else ()):
             parts = self.size(self.mesh_axes(axis))
             if shape is not None and shape[dim] % parts:
-                rule = rule_of(str(axis))
                 raise LayoutError(
                     f"{name}: axis {axis!r} of size {shape[dim]} does not divide over "
-                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; set mesh sizes that divide it, or sharding.rules.{rule}"
+                    f"{'+'.join(self.mesh_axes(axis))} = {parts}; "
+                    f"set mesh sizes that divide it, or sharding.rules.{rule_of(str(axis))}"
                 )
         return NamedSharding(self.mesh, spec)
 

@@ -862,6 +862,7 @@ class RunConfig:
         return self.train.global_batch * self.data.seq_len
 
 
+NO_KEY = "no such key"  # the rule of an unknown key
 FIT = "{fit}"  # at the beginning of a Problem's remedy: `with_fits` writes numbers there that keep all rules of the key
 # They and their multiples next to a number are tried, nearest first.
 UNITS = (*range(1, 65), *(factor << power for power in range(5, 12) for factor in (2, 3, 5, 7)))
@@ -1076,7 +1077,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
-                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(declared()))))
+                problems.append(Problem(prefix + name, None, NO_KEY, nearest_key(prefix + name, list(declared()))))
         made: dict[str, Any] = {}
         for name, f in fields.items():
             default = f.default
@@ -1100,7 +1101,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         rules = dict(RULES)
         for axis, onto in dict(value).items():
             if axis in DERIVED:
-                problems.append(Problem(prefix + axis, onto, "no such key", DERIVED[axis]))
+                problems.append(Problem(prefix + axis, onto, NO_KEY, DERIVED[axis]))
             else:
                 rules[axis] = check(prefix + axis, onto, "")
         return tuple(rules.items())

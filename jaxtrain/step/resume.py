@@ -337,7 +337,7 @@ def check_allow_change(allow_change: str) -> list[Problem]:
         matched = [name] if name.startswith(f"{schema.OWN}.") else _matching([name], known)
         never = [k for k in matched if rows_for(k)[0].change == "never"]
         if not matched:
-            problems.append(Problem("checkpoint.allow_change", name, "no such key", schema.nearest(name, known)))
+            problems.append(Problem("checkpoint.allow_change", name, schema.NO_KEY, schema.nearest(name, known)))
         elif never == matched:
             problems.append(
                 Problem("checkpoint.allow_change", name, f"{never[0]} can never change on resume", "Take it out of the list")
