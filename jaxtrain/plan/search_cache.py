@@ -28,7 +28,8 @@ from jaxtrain.plan.topology import Topology
 
 LOGGER = logging.getLogger("jaxtrain")
 
-UNRELATED = ("checkpoint", "log", "paths")  # sections of the config on which no program and no plan depends
+# Sections of the config that neither the train step nor its plan reads: places, output, and work between the steps.
+UNRELATED = ("checkpoint", "eval", "log", "paths", "profile", "sample")
 # Modules of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All others are hashed.
 OTHER_CODE = (
     *("__init__", "__main__", "main", "commands", "data", "hf", "node", "report", "train"),
