@@ -3,7 +3,7 @@
 import ctypes
 import dataclasses
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 # Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
 # of them would become 0 or infinite, and weights NaN.
@@ -12,55 +12,45 @@ MOST = 2**31 - 1  # of a whole number: counts, positions and seeds are int32
 
 
 class Resume(NamedTuple):
-    """Whether a key may differ from the checkpoint's when a run resumes, and why."""
+    """Whether a key may differ from the checkpoint's when a run resumes, and why.
 
-    word: str  # free | ask | never
+    word: free: it changes place, speed, length or output of the run, or is often changed on purpose; noted at start. ask: it
+    changes the training, and may be an unnoticed edit; checkpoint.allow_change must name it. never: the tensors or the meaning
+    of token ids would not fit.
+    """
+
+    word: Literal["free", "ask", "never"]
     reason: str
 
 
-def free(reason: str) -> Resume:
-    """Return the word for what changes place, speed, length or output of a run, or is often changed on purpose.
-
-    A change is noted at start.
-    """
-    return Resume("free", reason)
-
-
-def ask(reason: str) -> Resume:
-    """Return the word for what changes the training, and may be an unnoticed edit: checkpoint.allow_change must name it."""
-    return Resume("ask", reason)
-
-
-def never(reason: str) -> Resume:
-    """Return the word for changes after which tensors or the meaning of token ids would not fit."""
-    return Resume("never", reason)
-
-
 # Reasons that several keys share
-UNRELATED = free("training does not depend on it")
-ROUNDING = free("the same step up to rounding")
-PLACEMENT = free(
+UNRELATED = Resume("free", "training does not depend on it")
+ROUNDING = Resume("free", "the same step up to rounding")
+PLACEMENT = Resume(
+    "free",
     "placement: values differ by rounding. With moe.capacity_factor above 0, mesh.* and sharding.rules.* decide which "
-    "tokens experts drop: then only if named in checkpoint.allow_change"
+    "tokens experts drop: then only if named in checkpoint.allow_change",
 )
-CONTEXT = free(
+CONTEXT = Resume(
+    "free",
     "the same step up to rounding. With moe.capacity_factor and mesh.seq, parallel.context decides which tokens experts drop: "
-    "then only if named in checkpoint.allow_change"
+    "then only if named in checkpoint.allow_change",
 )
-MICROBATCHES = free(
+MICROBATCHES = Resume(
+    "free",
     "the same step up to rounding. moe.balance_loss, moe.z_loss and moe.capacity_factor apply to a microbatch: with them only "
-    "if named in checkpoint.allow_change"
+    "if named in checkpoint.allow_change",
 )
-SKIPPED = free("decides only whether a run stops or rolls back after skipped steps")
-SOURCES = free("each source continues at its position, and a new one begins")
-POSITION = ask("the data position counts sequences of this length in batches of this size")
-SEQUENCES = ask("other sequences, or another order: some text repeats, some is never used")
-RECIPE = ask("part of the recipe")
-ROTATION = ask("positions have another meaning; use it to stretch the context")
-FUNCTION = ask("the same weights compute another function")
-STORAGE = ask("rounding changes; stored tensors are converted")
-MOMENTS = ask("the stored moments were averaged with the old values")
-TRAINED = never("other tensors are trained and have moments")
+SKIPPED = Resume("free", "decides only whether a run stops or rolls back after skipped steps")
+SOURCES = Resume("free", "each source continues at its position, and a new one begins")
+POSITION = Resume("ask", "the data position counts sequences of this length in batches of this size")
+SEQUENCES = Resume("ask", "other sequences, or another order: some text repeats, some is never used")
+RECIPE = Resume("ask", "part of the recipe")
+ROTATION = Resume("ask", "positions have another meaning; use it to stretch the context")
+FUNCTION = Resume("ask", "the same weights compute another function")
+STORAGE = Resume("ask", "rounding changes; stored tensors are converted")
+MOMENTS = Resume("ask", "the stored moments were averaged with the old values")
+TRAINED = Resume("never", "other tensors are trained and have moments")
 
 
 @dataclasses.dataclass(frozen=True)

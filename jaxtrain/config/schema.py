@@ -38,10 +38,7 @@ from jaxtrain.config.declaration import (
     UNRELATED,
     Key,
     Resume,
-    ask,
-    free,
     key,
-    never,
     section,
 )
 from jaxtrain.config.synonyms import nearest_key
@@ -255,7 +252,7 @@ class Model:
         "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))",
         above=0,
         at_most=1000,
-        resume=free("used only at a run's start"),
+        resume=Resume("free", "used only at a run's start"),
     )
 
     @property
@@ -445,7 +442,7 @@ class Data:
     tokenizer: str = key(
         "byte",
         "byte | path of a tokenizer.json | hf:NAME; must be the tokenizer of the token files",
-        resume=ask("token ids must mean the same tokens. The same tokenizer in another place needs no permission"),
+        resume=Resume("ask", "token ids must mean the same tokens. The same tokenizer in another place needs no permission"),
     )
     seq_len: int = key(256, "tokens in a sequence", at_least=1, resume=POSITION)
     packing: str = key(
@@ -484,7 +481,7 @@ class Train:
         1000,
         "optimizer steps in all, resumed ones included",
         at_least=1,
-        resume=free("with optimizer.decay_steps=0 the schedule then ends at the new last step"),
+        resume=Resume("free", "with optimizer.decay_steps=0 the schedule then ends at the new last step"),
     )
     epochs: float = key(
         0.0, "passes over the training data; replaces train.steps; 0: train.steps decides", at_least=0, at_most=1_000_000
@@ -503,7 +500,7 @@ class Train:
         0,
         "initial weights; with dtypes.params=bf16 also how their updates are rounded",
         at_least=0,
-        resume=free("used only at a run's start; with dtypes.params=bf16 also to round updates"),
+        resume=Resume("free", "used only at a run's start; with dtypes.params=bf16 also to round updates"),
     )
     memory_fraction: float = key(
         0.0,
@@ -518,7 +515,7 @@ class Train:
         "a step is skipped if loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
         "if one is not finite",
         at_least=0,
-        resume=free("applies to later steps; checkpoints have the earlier losses in any case"),
+        resume=Resume("free", "applies to later steps; checkpoints have the earlier losses in any case"),
     )
     on_divergence: str = key(
         "stop",
@@ -584,7 +581,7 @@ class Optimizer:
             "muon",
         ),
         importable=True,
-        resume=never("another optimizer stores other tensors"),
+        resume=Resume("never", "another optimizer stores other tensors"),
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0, at_most=1)
     lr_min: float = key(3e-5, "learning rate of the last step of the decay", at_least=0)
@@ -828,7 +825,9 @@ class RunConfig:
         choices=("f32", "bf16", "fp8"),
         resume=STORAGE,
     )
-    model: Model = section(Model(), never("adds or removes tensors, changes their shapes, or gives them another meaning"))
+    model: Model = section(
+        Model(), Resume("never", "adds or removes tensors, changes their shapes, or gives them another meaning")
+    )
     mesh: Mesh = section(Mesh(), PLACEMENT)
     pipeline: Pipeline = section(Pipeline(), ROUNDING)
     moe: Moe = section(Moe(), RECIPE)
@@ -840,10 +839,11 @@ class RunConfig:
     fp8: Fp8 = section(Fp8(), STORAGE)
     data: Data = section(Data())
     train: Train = section(Train(), UNRELATED)
-    loss: Loss = section(Loss(), ask("losses before and after do not compare"))
-    optimizer: Optimizer = section(Optimizer(), free("the learning rate is a function of the step alone"))
+    loss: Loss = section(Loss(), Resume("ask", "losses before and after do not compare"))
+    optimizer: Optimizer = section(Optimizer(), Resume("free", "the learning rate is a function of the step alone"))
     init: Init = section(
-        Init(), free("used only at a run's start; with adapters, the path of their base, whose weights must be the same")
+        Init(),
+        Resume("free", "used only at a run's start; with adapters, the path of their base, whose weights must be the same"),
     )
     lora: Lora = section(Lora(), TRAINED)
     eval: Eval = section(Eval(), UNRELATED)
@@ -853,11 +853,11 @@ class RunConfig:
     profile: Profile = section(Profile(), UNRELATED)
     compiler: Compiler = section(Compiler(), ROUNDING)
     paths: Paths = section(Paths(), UNRELATED)
-    env: Env = section(Env(), free("NCCL's algorithms add in different orders: values differ by rounding"))
+    env: Env = section(Env(), Resume("free", "NCCL's algorithms add in different orders: values differ by rounding"))
     own: tuple[tuple[str, Value], ...] = key(
         (),
         "settings of your own family, loss, optimizer or data source",
-        resume=ask("your own model family, loss, optimizer or data source reads it"),
+        resume=Resume("ask", "your own model family, loss, optimizer or data source reads it"),
     )
 
     @property

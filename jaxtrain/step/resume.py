@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.config import schema
-from jaxtrain.config.declaration import Resume, ask, free, never
+from jaxtrain.config.declaration import Resume
 from jaxtrain.config.schema import Problem, resume_of
 from jaxtrain.optim import groups
 
@@ -69,13 +69,13 @@ def compare(
         change = f"{_shown(name, before)} -> {_shown(name, after)}" if moved else f"{_shown(name, after)} has other content"
         rule = resume_of(name)
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
-            rule = never("parameters that change their optimizer store other tensors")
+            rule = Resume("never", "parameters that change their optimizer store other tensors")
         if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
-            rule = ask("moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values")
+            rule = Resume("ask", "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values")
         if name == "data.max_segments" and {before[name], after[name]} == {0, schema.MOST_DOCUMENTS}:
-            rule = free("the same sequences")
+            rule = Resume("free", "the same sequences")
         if rule.word == "free" and _decides_drops(name, before, after):
-            rule = ask(DROPS)
+            rule = Resume("ask", DROPS)
         if rule.word == "free" or (rule.word == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({rule.reason})")
         elif rule.word == "ask":

@@ -349,8 +349,8 @@ BUGS = (
     Bug(
         "own: a changed setting resumes without a word",
         "jaxtrain/config/schema.py",
-        'resume=ask("your own',
-        'resume=free("your own',
+        'resume=Resume("ask", "your own',
+        'resume=Resume("free", "your own',
         "unit/test_own_settings.py -k resume",
     ),
     Bug(
