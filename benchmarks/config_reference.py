@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.schema import OWN, RULES, Key, RunConfig, declared, public_name, spelled_value
+from jaxtrain.config.declaration import Key
+from jaxtrain.config.schema import OWN, RULES, RunConfig, declared, public_name, spelled_value
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 

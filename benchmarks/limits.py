@@ -179,7 +179,8 @@ class Row:
         """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
         sizes = Sizes(run, layout_of(run, machine), machine.gpus)
-        even = dataclasses.replace(sizes, run=dataclasses.replace(run, moe=dataclasses.replace(run.moe, buffer=1.0)))
+        full = dataclasses.replace(run.moe, capacity_factor=1.0)  # buffers without an empty row
+        even = dataclasses.replace(sizes, run=dataclasses.replace(run, moe=full))
         return {
             "model": best_s(model_work(run, machine.total)),
             "memory": memory_bound_s(even, rates.datasheet(machine.gpu, run.precision)),

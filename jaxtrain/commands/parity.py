@@ -47,8 +47,7 @@ def parser() -> Parser:
         "meshes",
         "axes with their sizes joined by x, and further keys, each after a slash: fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, "
         "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. Every layout is compared with the "
-        "first. Keys: sharding.*, attention.*, parallel.*, remat.*, dtypes.*, compiler.*, pipeline.*, moe.impl, "
-        "train.grad_accum, train.accumulate, loss.chunk. Default, without those that the config excludes: "
+        f"first. Keys: {', '.join(named.KEYS)}. Default, without those that the config excludes: "
         f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
         f"{named.BOTH}",
         "LAYOUT,...",

@@ -10,7 +10,8 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, schema, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, whole
-from jaxtrain.config.schema import Key, Problem, declared
+from jaxtrain.config.declaration import Key
+from jaxtrain.config.schema import Problem, declared
 from jaxtrain.data.readers import PrepareError, read_questions
 from jaxtrain.data.rows import question
 from jaxtrain.data.template import NAMED, Conversation

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.config.commands import spelled
+from jaxtrain.config.declaration import Key
 from jaxtrain.config.launch import Loaded, variables
-from jaxtrain.config.schema import OWN, Key, declared, flatten, spelled_value, to_dict
+from jaxtrain.config.schema import OWN, declared, flatten, spelled_value, to_dict
 
 # Section -> the meaning of its keys without a declaration.
 OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}

@@ -23,6 +23,7 @@ from jaxtrain.config.commands import CONFIG, PREFIX
 from jaxtrain.config.environment import exported
 from jaxtrain.config.schema import (
     DERIVED,
+    NO_KEY,
     OWN,
     ConfigError,
     Problem,
@@ -254,7 +255,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
             near = difflib.get_close_matches(last, [*(section or {})], 1)
             remedy = f"Set it in the config file first, which decides its type: config.{key} = VALUE."
             remedy = did_you_mean([f"{OWN}.{near[0]}"]) if near else remedy
-        return [explain_refusal(Problem(key, shown, "no such key", remedy))]
+        return [explain_refusal(Problem(key, shown, NO_KEY, remedy))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):
         keys = [k for k in known if k.startswith(f"{key}.")]
@@ -291,7 +292,7 @@ def parse(text: str, kind: type) -> Any:
 
 def explain_refusal(problem: Problem) -> Problem:
     """Return the problem. If it is of an unknown dropout key or option, its rule is why jaxtrain has no dropout."""
-    if problem.rule in ("no such key", NO_OPTION) and "dropout" in problem.key:
+    if problem.rule in (NO_KEY, NO_OPTION) and "dropout" in problem.key:
         return Problem(problem.key, problem.value, NO_DROPOUT, "Remove it; optimizer.weight_decay is the regulariser.")
     return problem
 
@@ -303,7 +304,7 @@ def with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
 
     def explained(p: Problem) -> Problem:
         section, _, name = p.key.rpartition(".")
-        if p.rule != "no such key" or section not in own:
+        if p.rule != NO_KEY or section not in own:
             return p
         return dataclasses.replace(
             p, remedy=f"{p.remedy} A setting of {parts[section]} is config.{OWN}.{name} in the config file."

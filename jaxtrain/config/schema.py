@@ -8,7 +8,6 @@ No key defaults to None, because `ml_collections` cannot override None from the 
 override could change its length. "Not set" is "" for strings and 0 for numbers; lists are comma-separated strings.
 """
 
-import ctypes
 import dataclasses
 import difflib
 import functools
@@ -21,6 +20,27 @@ from typing import Any, cast
 import ml_collections
 
 from jaxtrain.config.commands import spelled
+from jaxtrain.config.declaration import (
+    CONTEXT,
+    FUNCTION,
+    MICROBATCHES,
+    MOMENTS,
+    PLACEMENT,
+    POSITION,
+    RECIPE,
+    ROTATION,
+    ROUNDING,
+    SEQUENCES,
+    SKIPPED,
+    SOURCES,
+    STORAGE,
+    TRAINED,
+    UNRELATED,
+    Key,
+    Resume,
+    key,
+    section,
+)
 from jaxtrain.config.synonyms import nearest_key
 
 # Mesh axes from the outermost, along which neighbours may be on different nodes, to the innermost. Optional axes are part of a
@@ -30,10 +50,6 @@ OPTIONAL_AXES = ("stage", "expert")
 LOCAL, GLOBAL = "l", "g"  # kinds of layers: with a sliding window, with full attention
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
-# Magnitudes of numbers that a step computes with, in float32 (1.2e-38 to 3.4e38). Beyond these, quotients and products of two
-# of them would become 0 or infinite, and weights NaN.
-SMALLEST, LARGEST = 1e-30, 1e30
-MOST = 2**31 - 1  # of a whole number: counts, positions and seeds are int32
 
 # Logical axis -> mesh axes that shard it, joined by "+"; "" replicates the axis. A model may use further names if its config
 # adds a rule for each.
@@ -66,15 +82,10 @@ DERIVED = {
     "layers": "Layers are sharded over mesh.stage alone: leave it out.",
 }
 
-# Logical axis -> the mesh axes that its rule may name, in this order. The step has collectives for these axes only.
-ALLOWED = {
-    "batch": ("data", "fsdp", "expert"),
-    "sequence": ("seq",),
-    "residual": ("seq", "tensor"),
+# Logical axis -> the mesh axes that its rule may name, in this order: those of its default, and data for weights. The step has
+# collectives for these axes only.
+ALLOWED = {axis: tuple(onto.split("+")) for axis, onto in RULES.items()} | {
     "embed": ("data", "fsdp", "expert", "seq"),
-    "heads": ("tensor",),
-    "mlp": ("tensor",),
-    "vocab": ("stage", "tensor"),
     "experts": ("expert", "data", "fsdp", "seq"),
     "expert_embed": ("data", "fsdp", "seq"),
 }
@@ -110,87 +121,6 @@ def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
             rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
             found.append((axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """The declaration of a key, without its type and default.
-
-    Attributes:
-        doc: its meaning, in one line.
-        choices: the values that a string takes; () for any.
-        importable: whether `package.module:name` is a value too.
-        at_least, above, at_most, below: the range of a number; None if it is open.
-    """
-
-    doc: str
-    choices: tuple[str, ...] = ()
-    importable: bool = False
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    @property
-    def values(self) -> str:
-        """Return the choices or the range in words; "" for any value."""
-        limits = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
-        span = ", ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
-        return span or " | ".join([*self.choices, *["package.module:name"] * self.importable])
-
-    def nearest(self, value: float) -> float:
-        """Return the nearest number in the range."""
-        low = self.at_least if self.at_least is not None else SMALLEST if self.above is not None else -LARGEST
-        high = self.at_most if self.at_most is not None else self.below - 1e-7 if self.below is not None else LARGEST
-        return min(max(SMALLEST if 0 < abs(value) < SMALLEST else value, low), high)
-
-    def out_of_range(self, value: Any) -> tuple[str, str] | None:
-        """Return (broken rule, remedy) of a number that is not finite or outside the range, or None.
-
-        A float must also be in the range as the float32 that a step computes with: 0.99999999 is 1 there, and 1e-46 is 0.
-        """
-        if isinstance(value, float) and not math.isfinite(value):
-            return "must be a finite number", "Set one."
-        if self.at_least is not None and value < self.at_least:
-            return f"must be at least {self.at_least:g}", f"Set {self.at_least:g} or more."
-        if self.above is not None and value <= self.above:
-            return f"must be above {self.above:g}", "Set a positive number."
-        if self.at_most is not None and value > self.at_most:
-            return f"must be at most {self.at_most:g}", f"Set {self.at_most:g} or less."
-        if self.below is not None and float32(value) >= self.below:
-            rule = f"must be below {self.below:g}" + (", and in float32 it is that" if value < self.below else "")
-            return rule, f"Set {self.below - 1e-7:.7f} or less."
-        if isinstance(value, int) and self.at_most is None and value > MOST:
-            return f"must be at most {MOST}, the largest int32", f"Set {MOST} or less."
-        if not isinstance(value, float):
-            return None
-        if 0 < abs(value) < SMALLEST:
-            zero = "" if self.above == 0 else "0, or "
-            return "is too small for float32, in which it or its quotients become 0", f"Set {zero}{SMALLEST:g} or more."
-        if abs(value) > LARGEST:
-            return "is too large for float32, in which it or its products become infinite", f"Set {LARGEST:g} or less."
-        return None
-
-
-def float32(value: float) -> float:
-    """Return the number of float32 nearest to a float; infinity above the largest."""
-    return ctypes.c_float(value).value
-
-
-def key[T](
-    default: T,
-    doc: str,
-    choices: tuple[str, ...] = (),
-    importable: bool = False,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> T:
-    """Return a dataclass field with its declaration as metadata. The arguments are those of `Key`."""
-    made = Key(doc, choices, importable, at_least, above, at_most, below)
-    return cast(T, dataclasses.field(default=default, metadata={"key": made}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,56 +164,82 @@ class Model:
     qk_nope_head_dim: int = key(0, "with kv_lora_rank: the part of a query's and a key's head that is not rotated", at_least=0)
     qk_rope_head_dim: int = key(0, "with kv_lora_rank: the rotated part; all heads share that of the key", at_least=0)
     v_head_dim: int = key(0, "with kv_lora_rank: width of a value's head", at_least=0)
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", at_least=1e-20)
+    norm_eps: float = key(
+        1e-5, "added to the mean square in RMSNorm; 1e-6 in the norms of latents", at_least=1e-20, resume=FUNCTION
+    )
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
     attention_out_bias: bool = key(False, "bias on attention's output projection")
     attention_sinks: bool = key(False, "each query head has a learnt logit in the denominator of softmax, without a value")
     sandwich_norm: bool = key(False, "RMSNorm also on the outputs of attention and feed-forward")
-    sliding_window: int = key(0, "a token attends to this many positions, itself included; 0: all before it", at_least=0)
-    attention_pattern: str = key(
-        "", "layers with sliding_window (l) or full attention (g), repeated over all layers, as lllllg; '': all l"
+    sliding_window: int = key(
+        0, "a token attends to this many positions, itself included; 0: all before it", at_least=0, resume=FUNCTION
     )
-    attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0)
-    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0)
-    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0)
-    rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0)
-    local_rope_base: float = key(0.0, "base in layers with sliding_window, never scaled; 0: as in the others", at_least=0)
+    attention_pattern: str = key(
+        "",
+        "layers with sliding_window (l) or full attention (g), repeated over all layers, as lllllg; '': all l",
+        resume=FUNCTION,
+    )
+    attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0, resume=FUNCTION)
+    attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0, resume=FUNCTION)
+    logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0, resume=FUNCTION)
+    rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0, resume=ROTATION)
+    local_rope_base: float = key(
+        0.0, "base in layers with sliding_window, never scaled; 0: as in the others", at_least=0, resume=ROTATION
+    )
     rope_scaling: str = key(
         "none",
         "llama3: long wavelengths are stretched, as in Llama 3.1; yarn: as in YaRN; linear: all are",
         choices=("none", "llama3", "linear", "yarn"),
+        resume=ROTATION,
     )
-    rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1)
-    rope_low_freq: float = key(1.0, "llama3: wavelengths above original_len / this are stretched by rope_factor", above=0)
-    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this are unchanged")
+    rope_factor: float = key(8.0, "llama3, linear, yarn: how much wavelengths are stretched", at_least=1, resume=ROTATION)
+    rope_low_freq: float = key(
+        1.0, "llama3: wavelengths above original_len / this are stretched by rope_factor", above=0, resume=ROTATION
+    )
+    rope_high_freq: float = key(4.0, "llama3: wavelengths below original_len / this are unchanged", resume=ROTATION)
     rope_original_len: int = key(
-        8192, "llama3, yarn: sequence length the model was first trained with", at_least=1, at_most=10**12
+        8192, "llama3, yarn: sequence length the model was first trained with", at_least=1, at_most=10**12, resume=ROTATION
     )
-    rope_beta_fast: float = key(32.0, "yarn: pairs with more turns than this in original_len are unchanged", above=0)
-    rope_beta_slow: float = key(1.0, "yarn: pairs with fewer turns than this are stretched by rope_factor", above=0)
-    rope_truncate: bool = key(True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones")
+    rope_beta_fast: float = key(
+        32.0, "yarn: pairs with more turns than this in original_len are unchanged", above=0, resume=ROTATION
+    )
+    rope_beta_slow: float = key(
+        1.0, "yarn: pairs with fewer turns than this are stretched by rope_factor", above=0, resume=ROTATION
+    )
+    rope_truncate: bool = key(
+        True, "yarn: the pairs between which frequencies are interpolated are rounded to whole ones", resume=ROTATION
+    )
     rope_attention_factor: float = key(
-        0.0, "yarn: factor of rotated queries and of keys; 0: 0.1 ln(rope_factor) + 1, or by rope_mscale", at_least=0
+        0.0,
+        "yarn: factor of rotated queries and of keys; 0: 0.1 ln(rope_factor) + 1, or by rope_mscale",
+        at_least=0,
+        resume=ROTATION,
     )
     rope_mscale: float = key(
         0.0,
         "yarn: with rope_mscale_all_dim the factor is the ratio of 0.1 mscale ln(rope_factor) + 1 with either; 0: off",
         at_least=0,
+        resume=ROTATION,
     )
-    rope_mscale_all_dim: float = key(0.0, "yarn: see rope_mscale; 0: off", at_least=0)
+    rope_mscale_all_dim: float = key(0.0, "yarn: see rope_mscale; 0: off", at_least=0, resume=ROTATION)
     num_experts: int = key(0, "experts of each feed-forward block, each d_ff wide; 0: one block for all tokens", at_least=0)
-    experts_per_token: int = key(2, "experts per token", at_least=1)
-    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"))
-    renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum")
+    experts_per_token: int = key(2, "experts per token", at_least=1, resume=FUNCTION)
+    router: str = key("softmax", "function from the router's logits to scores", choices=("softmax", "sigmoid"), resume=FUNCTION)
+    renormalize: bool = key(True, "the scores of the chosen experts are divided by their sum", resume=FUNCTION)
     router_bias: bool = key(False, "a bias for each expert is added to its score for the choice; updated by moe.bias_rate")
     router_logit_bias: bool = key(False, "a learnt bias of each expert's logit, part of its score")
     expert_bias: bool = key(False, "biases on gate, up and down projections of experts")
-    routed_scaling: float = key(1.0, "factor of the chosen experts' scores, after renormalize", above=0)
-    router_groups: int = key(1, "groups of consecutive experts; a token uses groups_per_token of them", at_least=1)
+    routed_scaling: float = key(1.0, "factor of the chosen experts' scores, after renormalize", above=0, resume=FUNCTION)
+    router_groups: int = key(
+        1, "groups of consecutive experts; a token uses groups_per_token of them", at_least=1, resume=FUNCTION
+    )
     groups_per_token: int = key(
-        1, "groups whose experts a token may choose: those with the largest sum of two biased scores", at_least=1
+        1,
+        "groups whose experts a token may choose: those with the largest sum of two biased scores",
+        at_least=1,
+        resume=FUNCTION,
     )
     shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
     mtp_layers: int = key(
@@ -293,7 +249,11 @@ class Model:
         at_most=100,
     )
     init_std: float = key(
-        0.02, "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))", above=0, at_most=1000
+        0.02,
+        "standard deviation of initial weights (projections into the residual: / sqrt(2 layers))",
+        above=0,
+        at_most=1000,
+        resume=Resume("free", "used only at a run's start"),
     )
 
     @property
@@ -365,6 +325,7 @@ class Moe:
         "auto",
         "grouped matmuls by Pallas kernels (pallas: Hopper, bf16), or by XLA (ragged: jax.lax.ragged_dot)",
         choices=("auto", "pallas", "ragged"),
+        resume=ROUNDING,
     )
     capacity_factor: float = key(
         0.0, "capacity factor: tokens per expert over an even load; others are dropped; 0: no token is dropped", at_least=0
@@ -391,6 +352,7 @@ class Parallel:
         "ring",
         "context parallelism: the way to attend to keys of other devices, with mesh.seq above 1",
         choices=("ring", "ulysses", "gather"),
+        resume=CONTEXT,
     )
     scan_layers: bool = key(True, "a loop over layers; false: unrolled layers, with faster steps and a longer compile")
 
@@ -421,12 +383,14 @@ class Attention:
         "auto",
         "attention kernel; auto: the log names the kernel and the reason",
         choices=("auto", "cudnn", "pallas", "chunked", "reference"),
+        resume=ROUNDING,
     )
     forward: str = key(
         "compute",
         "type of the matmuls of attention's forward pass: the compute type; or fp8: e4m3, on Hopper, emulated on CPU. The "
         "backward pass is in the compute type, by attention.impl",
         choices=("compute", "fp8"),
+        resume=STORAGE,
     )
 
 
@@ -475,23 +439,31 @@ class Data:
         "stdlib",
         "stdlib | synthetic | FILE.tok[=WEIGHT],FILE.tok[=WEIGHT],... | package.module:name; without weights, files are mixed "
         "in proportion to their tokens",
+        resume=SOURCES,
     )
     source_schedule: str = key(
         "",
         "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues at its position",
+        resume=SOURCES,
     )
     eval_source: str = key(
         "",
         "held-out data, same forms, or several sets by name: NAME=SOURCE;NAME=SOURCE;...; '': the validation split of stdlib "
         "and synthetic",
+        resume=UNRELATED,
     )
-    tokenizer: str = key("byte", "byte | path of a tokenizer.json | hf:NAME; must be the tokenizer of the token files")
-    seq_len: int = key(256, "tokens in a sequence", at_least=1)
+    tokenizer: str = key(
+        "byte",
+        "byte | path of a tokenizer.json | hf:NAME; must be the tokenizer of the token files",
+        resume=Resume("ask", "token ids must mean the same tokens. The same tokenizer in another place needs no permission"),
+    )
+    seq_len: int = key(256, "tokens in a sequence", at_least=1, resume=POSITION)
     packing: str = key(
         "documents",
         "attention stops at document borders in documents and best_fit, not in none. documents: text is cut at sequence "
         "ends; best_fit: documents shorter than a sequence are not cut, and sequences are padded",
         choices=("documents", "best_fit", "none"),
+        resume=SEQUENCES,
     )
     max_segments: int = key(
         0,
@@ -499,8 +471,9 @@ class Data:
         "cuDNN's backward pass has (4 head_dim + 4) bytes x heads x tokens of workspace for each, with fewer key/value heads "
         "(8 head_dim + 4)",
         at_least=0,
+        resume=SEQUENCES,
     )
-    seed: int = key(0, "order of the sequences", at_least=0)
+    seed: int = key(0, "order of the sequences", at_least=0, resume=SEQUENCES)
 
     @property
     def masks_documents(self) -> bool:
@@ -517,22 +490,37 @@ class Data:
 class Train:
     """The training loop."""
 
-    steps: int = key(1000, "optimizer steps in all, resumed ones included", at_least=1)
+    steps: int = key(
+        1000,
+        "optimizer steps in all, resumed ones included",
+        at_least=1,
+        resume=Resume("free", "with optimizer.decay_steps=0 the schedule then ends at the new last step"),
+    )
     epochs: float = key(
         0.0, "passes over the training data; replaces train.steps; 0: train.steps decides", at_least=0, at_most=1_000_000
     )
-    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1)
-    grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1)
+    global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1, resume=POSITION)
+    grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1, resume=MICROBATCHES)
     accumulate: str = key(
         "auto",
         "layer: each layer's gradient is added to the sum in its backward pass; microbatch: after the whole backward pass; "
         "auto: microbatch with parallel.scan_layers, else layer",
         choices=("auto", "layer", "microbatch"),
+        resume=ROUNDING,
     )
-    freeze: str = key("", "frozen parameters, comma-separated patterns of names: embed.*,layers.mlp.*,head")
-    seed: int = key(0, "initial weights; with dtypes.params=bf16 also how their updates are rounded", at_least=0)
+    freeze: str = key("", "frozen parameters, comma-separated patterns of names: embed.*,layers.mlp.*,head", resume=TRAINED)
+    seed: int = key(
+        0,
+        "initial weights; with dtypes.params=bf16 also how their updates are rounded",
+        at_least=0,
+        resume=Resume("free", "used only at a run's start; with dtypes.params=bf16 also to round updates"),
+    )
     memory_fraction: float = key(
-        0.0, "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context", at_least=0, at_most=1
+        0.0,
+        "part of GPU memory for JAX; 0: all but the reserve for NCCL and the context",
+        at_least=0,
+        at_most=1,
+        resume=ROUNDING,
     )
     max_minutes: str = key("", "save and exit with 75 after this many minutes | auto: before Slurm's end of the job")
     loss_spike_sigma: float = key(
@@ -540,13 +528,15 @@ class Train:
         "a step is skipped if loss or gradient norm is this many robust standard deviations above the last 128; 0: only "
         "if one is not finite",
         at_least=0,
+        resume=Resume("free", "applies to later steps; checkpoints have the earlier losses in any case"),
     )
     on_divergence: str = key(
         "stop",
         "after max_skipped_steps; stop: exit code 76; rollback: to the last good checkpoint, skipping the data of these steps",
         choices=("stop", "rollback"),
+        resume=SKIPPED,
     )
-    max_skipped_steps: int = key(8, "this many skipped steps in a row are a divergence", at_least=1)
+    max_skipped_steps: int = key(8, "this many skipped steps in a row are a divergence", at_least=1, resume=SKIPPED)
     timeouts: str = key(
         "", "seconds until a hang is ended, as step=900,data=300: startup, compile, step, checkpoint, data; 0: never"
     )
@@ -554,7 +544,9 @@ class Train:
         0, "every this many steps, repeat the step and compare all bits, to find faulty hardware; 0: never", at_least=0
     )
     deterministic: bool = key(
-        False, "the same bits from every run on the same GPUs: slower kernels, and XLA's autotuning results stored with the run"
+        False,
+        "the same bits from every run on the same GPUs: slower kernels, and XLA's autotuning results stored with the run",
+        resume=ROUNDING,
     )
 
 
@@ -577,9 +569,12 @@ class Loss:
         0.0, "this x log(sum exp(logits))^2 is part of the training loss, also in the log; PaLM has 1e-4; 0: off", at_least=0
     )
     mtp_weight: float = key(
-        0.3, "with model.mtp_layers: factor of the mean of their losses; DeepSeek-V3 had 0.3, and 0.1 at the end", above=0
+        0.3,
+        "with model.mtp_layers: factor of the mean of their losses; DeepSeek-V3 had 0.3, and 0.1 at the end",
+        above=0,
+        resume=RECIPE,
     )
-    chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1)
+    chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1, resume=ROUNDING)
 
     @property
     def of_pairs(self) -> bool:
@@ -599,6 +594,7 @@ class Optimizer:
             "muon",
         ),
         importable=True,
+        resume=Resume("never", "another optimizer stores other tensors"),
     )
     lr: float = key(3e-4, "peak learning rate", at_least=0, at_most=1)
     lr_min: float = key(3e-5, "learning rate of the last step of the decay", at_least=0)
@@ -609,17 +605,20 @@ class Optimizer:
     decay_steps: int = key(
         0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
     )
-    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0)
-    momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1)
-    beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1)
-    beta2: float = key(0.95, "decay of the second moment", at_least=0, below=1)
-    eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off", at_least=0)
-    groups: str = key("", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)")
+    weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0, resume=RECIPE)
+    momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1, resume=MOMENTS)
+    beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1, resume=MOMENTS)
+    beta2: float = key(0.95, "decay of the second moment", at_least=0, below=1, resume=MOMENTS)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0, resume=MOMENTS)
+    clip_norm: float = key(1.0, "gradients are scaled down to this global norm; 0: off", at_least=0, resume=RECIPE)
+    groups: str = key(
+        "", "by name, PATTERN:SETTING=VALUE,...;...: lr (a factor), weight_decay, optimizer (adamw | muon)", resume=RECIPE
+    )
     offload: str = key(
         "none",
         "moments: stored in pinned host memory, updated on the device a layer at a time",
         choices=("none", "moments"),
+        resume=ROUNDING,
     )
 
     def decay(self, steps: int) -> int:
@@ -646,7 +645,7 @@ class Lora:
     """Low-rank adapters for the frozen weights of init.from (docs/finetuning.md)."""
 
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
-    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0)
+    alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0, resume=FUNCTION)
     targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's and experts'")
 
 
@@ -833,32 +832,42 @@ class RunConfig:
         "bf16",
         "type of activations, matmuls and gathered weights; fp8: bf16, and matmuls of layers in 8 bits",
         choices=("f32", "bf16", "fp8"),
+        resume=STORAGE,
     )
-    model: Model = Model()
-    mesh: Mesh = Mesh()
-    pipeline: Pipeline = Pipeline()
-    moe: Moe = Moe()
-    parallel: Parallel = Parallel()
-    sharding: Sharding = Sharding()
-    attention: Attention = Attention()
-    remat: Remat = Remat()
-    dtypes: Dtypes = Dtypes()
-    fp8: Fp8 = Fp8()
-    data: Data = Data()
-    train: Train = Train()
-    loss: Loss = Loss()
-    optimizer: Optimizer = Optimizer()
-    init: Init = Init()
-    lora: Lora = Lora()
-    eval: Eval = Eval()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
-    sample: Sample = Sample()
-    profile: Profile = Profile()
-    compiler: Compiler = Compiler()
-    paths: Paths = Paths()
-    env: Env = Env()
-    own: tuple[tuple[str, Value], ...] = key((), "settings of your own family, loss, optimizer or data source")
+    model: Model = section(
+        Model(), Resume("never", "adds or removes tensors, changes their shapes, or gives them another meaning")
+    )
+    mesh: Mesh = section(Mesh(), PLACEMENT)
+    pipeline: Pipeline = section(Pipeline(), ROUNDING)
+    moe: Moe = section(Moe(), RECIPE)
+    parallel: Parallel = section(Parallel(), ROUNDING)
+    sharding: Sharding = section(Sharding(), PLACEMENT)
+    attention: Attention = section(Attention())
+    remat: Remat = section(Remat(), ROUNDING)
+    dtypes: Dtypes = section(Dtypes(), STORAGE)
+    fp8: Fp8 = section(Fp8(), STORAGE)
+    data: Data = section(Data())
+    train: Train = section(Train(), UNRELATED)
+    loss: Loss = section(Loss(), Resume("ask", "losses before and after do not compare"))
+    optimizer: Optimizer = section(Optimizer(), Resume("free", "the learning rate is a function of the step alone"))
+    init: Init = section(
+        Init(),
+        Resume("free", "used only at a run's start; with adapters, the path of their base, whose weights must be the same"),
+    )
+    lora: Lora = section(Lora(), TRAINED)
+    eval: Eval = section(Eval(), UNRELATED)
+    checkpoint: Checkpoint = section(Checkpoint(), UNRELATED)
+    log: Log = section(Log(), UNRELATED)
+    sample: Sample = section(Sample(), UNRELATED)
+    profile: Profile = section(Profile(), UNRELATED)
+    compiler: Compiler = section(Compiler(), ROUNDING)
+    paths: Paths = section(Paths(), UNRELATED)
+    env: Env = section(Env(), Resume("free", "NCCL's algorithms add in different orders: values differ by rounding"))
+    own: tuple[tuple[str, Value], ...] = key(
+        (),
+        "settings of your own family, loss, optimizer or data source",
+        resume=Resume("ask", "your own model family, loss, optimizer or data source reads it"),
+    )
 
     @property
     def compute(self) -> str:
@@ -871,6 +880,7 @@ class RunConfig:
         return self.train.global_batch * self.data.seq_len
 
 
+NO_KEY = "no such key"  # the rule of an unknown key
 FIT = "{fit}"  # at the beginning of a Problem's remedy: `with_fits` writes numbers there that keep all rules of the key
 # They and their multiples next to a number are tried, nearest first.
 UNITS = (*range(1, 65), *(factor << power for power in range(5, 12) for factor in (2, 3, 5, 7)))
@@ -1002,6 +1012,13 @@ def declared() -> Mapping[str, Key]:
     return out
 
 
+def resume_of(name: str) -> Resume:
+    """Return whether a dotted key may change on resume: as its declaration says, or else that of its section."""
+    whole = {public_name(f.name): f.metadata for f in dataclasses.fields(RunConfig)}[name.partition(".")[0]]
+    of_key = declared()[name] if name in declared() else whole.get("key")  # an own setting, or a rule of an own axis
+    return (of_key.resume if of_key else None) or whole["resume"]
+
+
 def choices(name: str) -> tuple[str, ...]:
     """Return the choices that a dotted key declares."""
     return declared()[name].choices
@@ -1021,7 +1038,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
-                problems.append(Problem(prefix + name, None, "no such key", nearest_key(prefix + name, list(declared()))))
+                problems.append(Problem(prefix + name, None, NO_KEY, nearest_key(prefix + name, list(declared()))))
         made: dict[str, Any] = {}
         for name, f in fields.items():
             default = f.default
@@ -1045,7 +1062,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         rules = dict(RULES)
         for axis, onto in dict(value).items():
             if axis in DERIVED:
-                problems.append(Problem(prefix + axis, onto, "no such key", DERIVED[axis]))
+                problems.append(Problem(prefix + axis, onto, NO_KEY, DERIVED[axis]))
             else:
                 rules[axis] = check(prefix + axis, onto, "")
         return tuple(rules.items())

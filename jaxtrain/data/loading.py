@@ -10,9 +10,9 @@ import ml_collections
 
 from jaxtrain.config import launch
 from jaxtrain.config.command_line import strays
+from jaxtrain.config.declaration import SMALLEST
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import (
-    SMALLEST,
     ConfigError,
     Optimizer,
     Problem,

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jaxtrain.config import installed, own_parts, schema
+from jaxtrain.config import declaration, installed, own_parts, schema
 from jaxtrain.config.schema import split_paths
 from jaxtrain.config.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.config.synonyms import MOST, did_you_mean
@@ -554,7 +554,7 @@ class OwnSource:
             if array.shape != shape or (np.dtype(dtype).kind == "f") != (array.dtype.kind == "f"):
                 refuse(f"has {name!r} as {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
             if np.dtype(dtype).kind != "f" and array.size:
-                low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, schema.MOST + 1)
+                low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, declaration.MOST + 1)
                 if low < 0 or high >= limit:
                     refuse(f"has {low if low < 0 else high:,} in {name!r}, which must be from 0 to {limit - 1:,}")
         return dict(found)

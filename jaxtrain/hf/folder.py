@@ -497,12 +497,14 @@ def list_file(file: Path) -> dict[str, Stored]:
 def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConfig:
     """Return the config in a step's meta.json. step: the step's folder.
 
-    An imported model has a relative `data.tokenizer`. It becomes a path in the run's folder.
+    An imported model has a relative `data.tokenizer`. It becomes a path in the run's folder. Keys that no longer exist are
+    ignored, except in the sections that decide what the weights compute.
 
     Raises:
         HuggingFaceError: this version of jaxtrain does not support the config.
     """
     run, problems = schema.resolve(meta["config"])
+    problems = [p for p in problems if p.rule != schema.NO_KEY or p.key.startswith(("model.", "lora."))]
     if problems:
         raise HuggingFaceError(f"{step}: its config is not one of this version: {'; '.join(map(str, problems))}")
     there = Path(step).parent.parent / run.data.tokenizer

@@ -28,20 +28,12 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What to generate, and how.
-
-    Attributes:
-        prompt: the text to continue, or several (`prompts`).
-        max_tokens: most tokens to generate.
-        temperature: 0: always the likeliest token.
-        top_p: tokens are drawn from the likeliest ones whose probabilities sum to this.
-        seed: of the draws.
-    """
+    """The text to continue, or several (`prompts`), and how."""
 
     prompt: str
     max_tokens: int
-    temperature: float
-    top_p: float = 0.95
+    temperature: float  # 0: always the likeliest token
+    top_p: float = 0.95  # tokens are drawn from the likeliest ones whose probabilities sum to this
     seed: int = 0
 
 

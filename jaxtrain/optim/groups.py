@@ -11,7 +11,8 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxtrain.config.schema import Key, Optimizer, Problem, choices, nearest
+from jaxtrain.config.declaration import Key
+from jaxtrain.config.schema import Optimizer, Problem, choices, nearest
 
 KEY = "optimizer.groups"
 METHODS = choices("optimizer.name")

@@ -1,7 +1,7 @@
 """Cached plans on disk, so that each plan is compiled once.
 
-An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config keys that
-affect the program, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
+An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config without
+UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
 versions, and the code.
 """
 
@@ -24,12 +24,11 @@ from jaxtrain.plan import FOLDER
 from jaxtrain.plan.rates import ranges, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.topology import Topology, layout_of
-from jaxtrain.step.resume import INPUTS, NOTHING, TIME, effect
 
 LOGGER = logging.getLogger("jaxtrain")
 
-# Effects (resume.TABLE) of config keys that change neither the program of the train step nor its plan.
-UNRELATED = (NOTHING, TIME, INPUTS)
+# Sections of the config that neither the train step nor its plan reads: places, output, and work between the steps.
+UNRELATED = ("checkpoint", "eval", "log", "paths", "profile", "sample")
 # Modules of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All others are hashed.
 OTHER_CODE = (
     *("__init__", "__main__", "main", "commands", "data", "hf", "node", "report", "train"),
@@ -132,10 +131,10 @@ class Cache:
 
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
-    """Return config key -> value, for keys that the program depends on. Mesh axes have their sizes on this machine."""
+    """Return config key -> value, without the sections in UNRELATED. Mesh axes have their sizes on this machine."""
     flat = dict(schema.flatten(schema.to_dict(run)))
     flat |= {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
-    return {k: v for k, v in flat.items() if effect(k) not in UNRELATED}
+    return {k: v for k, v in flat.items() if k.partition(".")[0] not in UNRELATED}
 
 
 @functools.cache

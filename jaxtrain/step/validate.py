@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import installed, own_parts, schema, unread
+from jaxtrain.config import declaration, installed, own_parts, schema, unread
 from jaxtrain.config.commands import CONFIG
 from jaxtrain.config.environment import overlay
 from jaxtrain.config.hardware import REPEATABLE, Devices
@@ -192,10 +192,10 @@ def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
             yield _no_choice(name, value, key)
         elif wrong := key.out_of_range(value):
             rule, remedy = wrong
-            yield Problem(name, value, rule, FIT if isinstance(value, int) and value <= schema.MOST else remedy)
+            yield Problem(name, value, rule, FIT if isinstance(value, int) and value <= declaration.MOST else remedy)
 
 
-def _no_choice(name: str, value: str, key: schema.Key) -> Problem:
+def _no_choice(name: str, value: str, key: declaration.Key) -> Problem:
     meant = ALIASES.get(value.lower(), value.lower())
     if meant in REFUSED and (name == "precision" or name.startswith("dtypes.")):
         return Problem(name, value, REFUSED[meant], "Use bf16.")
@@ -235,7 +235,7 @@ def _schedule(o: Optimizer, steps: int, bad: set[str]) -> Iterable[Problem]:
             rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
             yield Problem(named, value, rule, "Shorten one of them, or train longer.")
     if o.schedule != "constant" and o.lr_min > o.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
-        lower = o.lr / 10 if o.lr > 10 * schema.SMALLEST else 0
+        lower = o.lr / 10 if o.lr > 10 * declaration.SMALLEST else 0
         yield Problem("optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", f"Set {lower:g}.")
 
 

@@ -5,6 +5,7 @@ without a size have size 1. `one` is a single device.
 """
 
 import dataclasses
+import fnmatch
 import math
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from jaxtrain.data import loading, pipeline
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.optim.moments import INT8
-from jaxtrain.step.resume import EXPERT_LOSSES, LAYOUT, effect
+from jaxtrain.step.resume import EXPERT_LOSSES
 from jaxtrain.step.validate import validate_step
 
 DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xseq2,fsdp2xtensor2xseq2"
@@ -25,6 +26,11 @@ DEFAULT = "one,data8,fsdp8,data2xfsdp4,fsdp4xtensor2,data2xfsdp2xtensor2,fsdp4xs
 STAGES = "stage2xfsdp4,stage2xfsdp2xtensor2"
 EXPERTS = "fsdp4xexpert2,fsdp2xexpert2xtensor2"
 BOTH = "stage2xfsdp2xexpert2"
+# Keys that a layout may set: the same step in another layout or order, and stored types.
+KEYS = (
+    *("sharding.*", "attention.impl", "parallel.*", "remat.*", "dtypes.*", "compiler.*", "pipeline.*", "moe.impl"),
+    *("train.grad_accum", "train.accumulate", "loss.chunk"),
+)
 FORM = "one, or axes with their sizes joined by x, such as fsdp4xtensor2, and further keys, as in fsdp8/sharding.zero=1"
 FLOAT32 = (
     "precision=f32",
@@ -79,7 +85,7 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
                 problems.append(
                     Problem("--meshes", item, f"{key} belongs to the mesh, at the beginning of the item", f"Write {FORM}.")
                 )
-            elif effect(key) != LAYOUT and not key.startswith("dtypes."):
+            elif not any(fnmatch.fnmatchcase(key, pattern) for pattern in KEYS):
                 rule = f"{key} changes the result of a step, so that layouts could not be compared"
                 problems.append(Problem("--meshes", item, rule, f"Set it for all layouts, as --config.{override}."))
         if len(problems) == before:

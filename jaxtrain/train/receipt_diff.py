@@ -1,8 +1,7 @@
 """The differences between two runs that can explain different results or speed, and the results that differ.
 
 Both receipts are flattened. PREFIXES selects the facts to compare, and the group of each fact. Facts that cannot explain a
-difference are left out: times, ids, names of hosts, paths, settings of output. IGNORED lists most of them; config keys are left
-out if `jaxtrain.step.resume.TABLE` gives them no effect.
+difference are left out: times, ids, names of hosts, paths outside of the config. IGNORED lists most of them.
 """
 
 import dataclasses
@@ -16,7 +15,6 @@ from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.config.schema import RunConfig, to_dict
 from jaxtrain.metrics.alerts import THROTTLED
 from jaxtrain.metrics.receipt_format import Run, flatten
-from jaxtrain.step.resume import NOTHING, effect
 
 GROUPS = ("code", "config", "versions", "environment", "hardware", "data")
 # Prefix of a flattened path -> (group, replacement of the prefix in the name).
@@ -64,7 +62,6 @@ VARIABLES_IGNORED = (
     "CUDA_DEVICE_ORDER",  # changes only the numbering of GPUs
     "XLA_FLAGS --xla_force_host_platform_device_count",  # the number of devices is compared as hardware
 )
-STATED = ("log.peak_tflops",)  # compared although it has no effect on training, since MFU depends on it
 MEASURED = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s", "all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # by preflight
 APART = 0.1  # relative difference above which measurements count as different
 ORDER = "order of the files"
@@ -151,8 +148,6 @@ def _facts(receipt: Mapping[str, Any]) -> Facts:
             continue
         group, begin = PREFIXES[prefix]
         name = begin + path.removeprefix(prefix)
-        if group == "config" and name not in STATED and effect(name) == NOTHING:
-            continue
         out[group, name] = value[:12] if group == "code" else value
     out |= {("environment", name): value for name, value in _variables(receipt).items()}
     return out | {("hardware", name): value for name, value in _conditions(receipt).items()}

@@ -92,13 +92,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("again", []),
+        ("again", [("config", name) for name in ("checkpoint.dir", "log.every_steps", "paths.cache")]),
         ("variable", [("environment", "JAX_DEFAULT_MATMUL_PRECISION")]),
         ("key", [("config", "optimizer.lr")]),
         ("package", [("versions", "optax")]),
         ("file", [("data", "text.tok")]),
         ("line", [("code", CHANGED)]),
-        ("forked", [("data", "first state")]),
+        ("forked", [("config", "checkpoint.dir"), ("data", "first state")]),
     ],
 )
 def test_what_was_planted_is_named_and_nothing_else(bench: Bench, name: str, expected: list[tuple[str, str]]) -> None:

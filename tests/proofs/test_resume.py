@@ -244,6 +244,16 @@ def test_a_run_starts_from_weights(base: Path, copy: Path, tmp_path: Path) -> No
     assert runs.losses(new)[1] == runs.losses(copy)[9] < runs.losses(base)[1]
 
 
+def test_a_checkpoint_with_keys_of_an_older_version_resumes(copy: Path) -> None:
+    path = copy / "checkpoints/8/meta.json"
+    meta = files.unseal(path.read_text())
+    meta["config"]["compiler"]["defaults"] = False
+    meta["config"]["sharding"]["rules"]["kv_heads"] = "tensor"
+    path.write_text(files.sealed(meta))
+    assert train(copy, train__steps=9) == 0
+    assert "compiler.defaults = False" in (copy / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("what", ["weights", "weights+optimizer"])
 def test_a_run_starts_from_weights_and_optimizer(base: Path, tmp_path: Path, what: str) -> None:
     run = parsed(tmp_path / "new", init__from=base / "checkpoints/8", init__what=what)

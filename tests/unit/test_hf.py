@@ -271,6 +271,17 @@ def test_an_import_that_is_killed_leaves_no_checkpoint_without_its_tokenizer(tmp
     assert (out / "tokenizer" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
 
 
+def test_a_config_of_an_older_version_is_read_if_its_model_is_one_of_this(tmp_path):
+    run, _ = schema.resolve(schema.default_config())
+    tree = schema.to_dict(run)
+    tree["compiler"]["defaults"] = False
+    tree["sharding"]["rules"]["kv_heads"] = "tensor"
+    assert folders.stored_run({"config": tree}, tmp_path / "1") == run
+    tree["model"]["dropout"] = 0.1
+    with pytest.raises(HuggingFaceError, match="model.dropout"):
+        folders.stored_run({"config": tree}, tmp_path / "1")
+
+
 def test_tokens_that_cannot_be_read_are_refused_by_name(tmp_path, capsys):
     folder, tokens = str(hugging_face.write(tmp_path / "theirs", "llama")), tmp_path / "t.npy"
     for content in (b"garbage", b"PK\x03\x04", b"\x93NUMPY\x01\x00\x03\x00{'\n"):

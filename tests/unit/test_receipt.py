@@ -278,7 +278,6 @@ def changed(path: str, value: Any) -> list[tuple[str, str, str, str]]:
         ("source.commit", "x"),  # the files are equal
         ("preflight.nodes", [{"measured": {"all_reduce_bus_gb_s": 460.0}}]),
         ("data.source", "/elsewhere"),
-        ("resolved.log.every_steps", 99),
         ("resolved.optimizer", {k: v for k, v in RESOLVED["optimizer"].items() if k != "beta1"}),  # the key has its default
         ("resolved.mesh.data", 1),  # the sizes are written out, and the same
     ],
@@ -303,6 +302,7 @@ UNEQUAL_RATES = [{"measured": {"all_reduce_bus_gb_s": 475.0}}, {"measured": {"al
         ("data.tokenizer.sha256", "0", "data", "tokenizer.sha256", "f 0"),
         ("source.files", {"a.py": "e" * 64}, "code", "a.py", f"{'d' * 12} {'e' * 12}"),
         ("resolved.optimizer.beta1", 0.5, "config", "optimizer.beta1", "0.9 0.5"),
+        ("resolved.checkpoint.dir", "/x", "config", "checkpoint.dir", "'' /x"),
     ],
 )
 def test_a_fact_that_explains_something_is_named(path: str, value: Any, group: str, name: str, shown: str) -> None:

@@ -1,7 +1,7 @@
-"""Changes on resume: each key is in one row of the table. A change is noted, needs allow_change, or is refused."""
+"""Changes on resume: each key declares a word. A change is noted, needs allow_change, or is refused."""
 
+import copy
 import dataclasses
-import fnmatch
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,29 +13,14 @@ from jaxtrain.step import resume
 from jaxtrain.train import initial_state
 
 
-def test_every_key_stands_in_exactly_one_row():
-    for key in schema.declared():
-        assert len(resume.rows_for(key)) == 1, key
-    for row in resume.TABLE:
-        for pattern in row.keys:
-            known = (*schema.declared(), "own.gamma")
-            assert any(fnmatch.fnmatch(k, pattern) and row in resume.rows_for(k) for k in known), pattern
-
-
-@pytest.mark.parametrize(
-    ("effect", "keys"),
-    [
-        (resume.NOTHING, ("paths.cache", "env.set")),
-        (resume.TIME, ("eval.every_steps", "sample.prompt")),
-        (resume.INPUTS, ("data.seed", "init.from")),
-        (resume.MACHINE, ("train.deterministic", "optimizer.offload")),
-        (resume.LAYOUT, ("mesh.fsdp", "moe.impl", "train.grad_accum")),
-        (resume.FUNCTION, ("optimizer.lr", "model.d_model", "dtypes.m", "no.such.key")),
-    ],
-)
-def test_effects_of_keys(effect: str, keys: tuple[str, ...]):
-    """The effect decides whether receipts compare a key, a parity layout may set it, and cached plans depend on it."""
-    assert {resume.effect(key) for key in keys} == {effect}
+def test_every_key_says_whether_it_may_change():
+    """A setting of the user's own, and a rule of a family's own axis, follow their sections."""
+    for name in (*schema.declared(), "own.gamma", "sharding.rules.channels"):
+        word, reason = schema.resume_of(name)
+        assert word in ("free", "ask", "never") and reason, name
+    expected = {"own.gamma": "ask", "sharding.rules.channels": "free", "mesh.fsdp": "free", "data.seed": "ask"}
+    expected |= {"model.d_model": "never", "model.init_std": "free", "model.sliding_window": "ask", "moe.impl": "free"}
+    assert {name: schema.resume_of(name).word for name in expected} == expected
 
 
 def test_docs_show_the_table():
@@ -162,12 +147,26 @@ def test_configs_of_other_versions_and_own_axes():
     del old["model"]["qk_norm"]
     old["model"]["gone"] = 3
     notes, problems = resume.compare(old, tree())
-    assert [note.split(":")[0] for note in notes] == ["model.gone"] and not problems
+    assert len(notes) == 1 and "model.gone = 3" in notes[0] and not problems
     assert refused(old, tree(model__qk_norm=True)) == ["model.qk_norm"], "a key the old version lacked counts as its default"
     new = tree()
     new["sharding"]["rules"]["channels"] = "tensor"
     notes, problems = resume.compare(tree(), new)
     assert not problems and "sharding.rules.channels" in notes[0]
+
+
+def test_former_keys_are_noted_and_refused_only_if_experts_drop_other_tokens():
+    """A checkpoint of an older version resumes. A Ulysses group of another size decides which tokens experts drop."""
+    sharded = {"mesh__seq": 4, "parallel__context": "ulysses"}
+    for more, ulysses, keys in (({}, 2, []), (DROPS, 0, []), (DROPS, 2, ["attention.ulysses"])):
+        now = tree(**sharded, **more)
+        old = copy.deepcopy(now)
+        old["compiler"]["defaults"] = False
+        old["attention"]["ulysses"] = ulysses
+        old["sharding"]["rules"] |= {"kv_heads": "tensor", "layers": "stage", "head_dim": ""}
+        notes, problems = resume.compare(old, now)
+        assert [p.key for p in problems] == keys
+        assert len(notes) == 1 and all(name in notes[0] for name in ("compiler.defaults = False", "sharding.rules.layers"))
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ BUGS = (
     Bug(
         "resume: a pattern allows what can never change",
         "jaxtrain/step/resume.py",
-        'or (row.change == "ask" and name in _matching(allowed, [name]))',
+        'or (rule.word == "ask" and name in _matching(allowed, [name]))',
         "or name in _matching(allowed, [name])",
         "unit/test_resume_rules.py -k never_change",
     ),
@@ -244,8 +244,8 @@ BUGS = (
     Bug(
         "resume: dropped tokens are not thought of",
         "jaxtrain/step/resume.py",
-        'if row.change == "free" and _decides_drops(name, before, after):',
-        'if row.change == "ask" and _decides_drops(name, before, after):',
+        'if rule.word == "free" and _decides_drops(name, before, after):',
+        'if rule.word == "ask" and _decides_drops(name, before, after):',
         "unit/test_resume_rules.py -k drops",
     ),
     Bug(
@@ -258,8 +258,8 @@ BUGS = (
     Bug(
         "resume: a key that is gone is a problem",
         "jaxtrain/step/resume.py",
-        "        if p.key in before:",
-        "        if p.key not in before:",
+        "for p in unknown if p.rule != schema.NO_KEY",
+        "for p in unknown if p.rule == schema.NO_KEY",
         "unit/test_resume_rules.py -k versions",
     ),
 )

@@ -289,7 +289,7 @@ BUGS = (
     ),
     Bug(
         "config: a number may be at a limit in float32",
-        "jaxtrain/config/schema.py",
+        "jaxtrain/config/declaration.py",
         "float32(value) >= self.below",
         "value >= self.below",
         "unit/test_refusals.py -k none_in_float32",

@@ -348,9 +348,9 @@ BUGS = (
     ),
     Bug(
         "own: a changed setting resumes without a word",
-        "jaxtrain/step/resume.py",
-        'Row(("own.*",), "ask"',
-        'Row(("own.*",), "free"',
+        "jaxtrain/config/schema.py",
+        'resume=Resume("ask", "your own',
+        'resume=Resume("free", "your own',
         "unit/test_own_settings.py -k resume",
     ),
     Bug(

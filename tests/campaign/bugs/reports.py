@@ -217,13 +217,6 @@ BUGS = (
     Bug("diff: a throttled GPU explains nothing", DIFF, 'gpu["share"] >= THROTTLED', 'gpu["share"] < 0', UNIT["receipt"]),
     Bug("diff: preflight's fastest node", DIFF, "min([*found, out", "max([*found, out", UNIT["receipt"]),
     Bug("diff: the order of a mixture's files is no difference", DIFF, "if order[1:]:", "if False:", UNIT["receipt"]),
-    Bug(
-        "diff: a key without an effect is a difference",
-        DIFF,
-        "and effect(name) == NOTHING:",
-        "and effect(name) == -1:",
-        UNIT["receipt"],
-    ),
     # Reports and pages
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
     Bug(

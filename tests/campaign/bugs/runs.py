@@ -216,8 +216,8 @@ BUGS = (
     Bug(
         "resume: the first of several changes alone is refused",
         "jaxtrain/step/resume.py",
-        'elif row.change == "ask":',
-        'elif row.change == "ask" and not asked:',
+        'elif rule.word == "ask":',
+        'elif rule.word == "ask" and not asked:',
         "unit/test_resume_rules.py",
     ),
     Bug(
