@@ -397,7 +397,7 @@ def test_every_matmul_of_a_layer_is_an_fp8_call():
     run, compiled, made = planned(LLAMA)
     assert made.matmuls == result.Matmuls(21.0, 21.0, ())
     assert not [w for w in made.warnings if "fp8" in w]
-    assert [*warnings.fp8_warnings(run, compiled.program, result.Matmuls(21.0, 20.0, ("forward mlp",)))]
+    assert [*warnings.fp8_warnings(compiled.program, result.Matmuls(21.0, 20.0, ("forward mlp",)))]
     assert result.from_json(json.loads(json.dumps(result.to_json(made)))) == made
 
 
@@ -405,8 +405,8 @@ def test_weights_that_do_not_learn_have_fewer_products():
     """A frozen weight has two matmuls, or one in the first layer. Matmuls of adapters stay in bfloat16."""
     run = helpers.tiny(SMALL | {"lora.rank": 4, "lora.targets": "wq", "model.family": "llama"})
     program, wide = helpers.program(run), tuple(f"backward lora {i}" for i in range(9))
-    assert not [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
-    assert [*warnings.fp8_warnings(run, program, result.Matmuls(20.0, 10.0, wide))]
+    assert not [*warnings.fp8_warnings(program, result.Matmuls(20.0, 14 - 7 / 2, wide))]
+    assert [*warnings.fp8_warnings(program, result.Matmuls(20.0, 10.0, wide))]
 
 
 def test_gradients_are_added_up_in_full():
