@@ -34,6 +34,7 @@ from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder
+from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.validate_places import writable
 from jaxtrain.train.child import FAILED, OK, last_lines, run_case
 
@@ -370,7 +371,13 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
         return answer
     seconds, losses = answer.pop("step_times"), answer.pop("losses")
     step_s = train_step.spread(seconds)
-    rates = train_step.rates(run, 1, step_s["median"], train_step.peak_tflops(run.log, run.compute, answer["device"]))
+    rates = train_step.rates(
+        model_flops(run),
+        run.tokens_per_step,
+        1,
+        step_s["median"],
+        train_step.peak_tflops(run.log, run.compute, answer["device"]),
+    )
     # PyTorch's checkpointing recomputes other activations than the remat policy, so HFU is unknown.
     rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
     steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import studies
 from benchmarks.studies import MODELS
 from jaxtrain.config.numbers import percent
-from jaxtrain.config.schema import Model, RunConfig, default_config, flatten, resolve, to_dict
+from jaxtrain.config.schema import Model, RunConfig, default_config, resolve
 from jaxtrain.models import flops
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
@@ -167,7 +167,7 @@ def digest(request: Request) -> str:
     Keys at their defaults are left out, so that a new key does not change the digests of stored plans.
     """
     chosen = dataclasses.asdict(request.rates) if request.rates else None
-    defaults = dict(flatten(to_dict(RunConfig())))
+    defaults = RunConfig().flat
     keys = {k: v for k, v in relevant(request.run, request.topology).items() if v != defaults[k]}
     facts = [keys, request.topology.name, chosen]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

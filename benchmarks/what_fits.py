@@ -230,7 +230,7 @@ def cells(cell: Cell, first: Plan | None) -> list[str]:
     others = (held.get(kind, 0.0) for kind in ("gradients", "saved activations"))
     sizes = [f"{size:.1f}" for size in (held.get("parameters", 0.0), moments, *others, cell.plan.memory.peak_gib)]
     saved = cell.plan.kept.partition(" keeps ")[2].replace(",", "")  # chosen by remat.policy=auto
-    speed, policy = time.tokens_per_s_per_device, f"keep {saved}" if saved else describe_remat(cell.run)
+    speed, policy = time.tokens_per_s_per_device, f"keep {saved}" if saved else describe_remat(cell.run.remat)
     speeds = [span(time.expected_tokens_per_s_per_device), rough(speed, 4), percent(time.mfu_causal)]
     scaling = percent(speed / first.time.tokens_per_s_per_device) if first else "-"
     layout = f"{mesh(cell.plan)}; {policy if policy.startswith('keep') else f'remat {policy}'}"

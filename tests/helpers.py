@@ -25,7 +25,9 @@ from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.kernels.embedding import TABLE
+from jaxtrain.models import flops
 from jaxtrain.models.families import llama
+from jaxtrain.models.flops import Flops
 from jaxtrain.models.layers import Context
 from jaxtrain.models.module import param, stack
 from jaxtrain.models.transformer import Block, build_as
@@ -80,6 +82,11 @@ def tiny(overrides: Mapping[str, Any] | None = None) -> RunConfig:
 def devices_of(run: RunConfig) -> list[Any]:
     """Return as many fake devices as the run's mesh has."""
     return jax.devices()[: math.prod(dataclasses.astuple(run.mesh))]
+
+
+def training_flops(run: RunConfig) -> Flops:
+    """Return the training FLOPs per token of a run, by formula."""
+    return flops.training(run.model, run.data.seq_len, run.lora, run.train)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def tiny(*overrides: str) -> schema.RunConfig:
 
 def flat(run: schema.RunConfig) -> dict[str, Any]:
     """Return {dotted key: value} of a run's config."""
-    return dict(schema.flatten(schema.to_dict(run)))
+    return run.flat
 
 
 def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:

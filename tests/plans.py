@@ -44,7 +44,7 @@ def _compiled(machine: str, overrides: tuple[str, ...], of: str) -> tuple[RunCon
 def _plan(machine: str, overrides: tuple[str, ...], of: str, experts_load: float) -> Plan:
     run, step = _compiled(machine, overrides, of)
     topology = parse(machine)
-    return read_plan(step, run, topology, rates=datasheet(topology.gpu, run.precision), name=of, experts_load=experts_load)
+    return read_plan(step, topology, rates=datasheet(topology.gpu, run.precision), name=of, experts_load=experts_load)
 
 
 def compiled(machine: str, *overrides: str, of: str = LLAMA) -> tuple[RunConfig, Compiled]:

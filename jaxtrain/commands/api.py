@@ -364,7 +364,8 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     from jaxtrain.train import parity_layouts as named
     from jaxtrain.train.parity_runs import compare_layouts
 
-    meshes = meshes or named.default(load(config, **overrides))
+    usual = load(config, **overrides)
+    meshes = meshes or named.default(usual.train, usual.model)
     layouts, problems = named.parse(meshes)
     most, here = max((layout.devices for layout in layouts), default=1), jax.device_count()
     if most > here:

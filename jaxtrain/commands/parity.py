@@ -87,7 +87,11 @@ def main(argv: Sequence[str]) -> int:
 
 def meshes_of(args: Args) -> str:
     """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
-    return parity_known_issues.COMBINED if args.mode else args.meshes or named.default(args.loaded.run)
+    return (
+        parity_known_issues.COMBINED
+        if args.mode
+        else args.meshes or named.default(args.loaded.run.train, args.loaded.run.model)
+    )
 
 
 def find_problems(args: Args) -> list[Problem]:

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
-from jaxtrain.config.schema import Problem, RunConfig, parts_of
+from jaxtrain.config.schema import Problem, RunConfig, Train, parts_of
 
 # Variable -> (value, reason); value None: it stays unset.
 Table = Mapping[str, tuple[str | None, str]]
@@ -151,7 +151,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     if devices.kind == "gpu" and devices.count:
         limit = str(int(pinned_limit_gib({})))
         known = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
-        decided, wrong = _derive_variables(run, devices, shell | asked)
+        decided, wrong = _derive_variables(run.train, devices, shell | asked)
         chosen = {name: (v, why) for name, (v, why) in known.items() if v and not shell.get(name)} | chosen | decided
         problems += wrong
     inherited = {name: value for name, value in select_variables(shell).items() if name not in chosen}
@@ -176,13 +176,13 @@ def refuse(shell: Mapping[str, str], asked: Mapping[str, str]) -> list[Problem]:
 
 
 def _derive_variables(
-    run: RunConfig, devices: Devices, environ: Mapping[str, str]
+    train: Train, devices: Devices, environ: Mapping[str, str]
 ) -> tuple[dict[str, tuple[str, str]], list[Problem]]:
     """Return the variables that other keys decide (memory, deterministic sums), and problems of contradicting variables."""
-    fraction = memory_fraction(devices.memory_gib, run.train.memory_fraction)
+    fraction = memory_fraction(devices.memory_gib, train.memory_fraction)
     memory, problems = memory_environment(fraction, environ)
     decided = {name: (value, "train.memory_fraction") for name, value in memory.items()}
-    if run.train.deterministic:
+    if train.deterministic:
         if (value := environ.get("NCCL_ALGO")) and value != NCCL_ALGO:
             rule = f"train.deterministic sets {NCCL_ALGO}: sums in switches (NVLS) have no fixed order"
             problems.append(Problem("NCCL_ALGO", value, rule, "Unset it, or set train.deterministic=false."))

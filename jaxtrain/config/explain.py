@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.declaration import Key
 from jaxtrain.config.launch import Loaded, variables
-from jaxtrain.config.schema import OWN, declared, flatten, spelled_value, to_dict
+from jaxtrain.config.schema import OWN, declared, spelled_value
 
 # Section -> the meaning of its keys without a declaration.
 OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
@@ -22,7 +22,7 @@ def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, 
     """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
     keys = declared()
     out = []
-    for key, value in flatten(to_dict(loaded.run)):
+    for key, value in loaded.run.flat.items():
         asked, now = loaded.asked.get(key, value), found.get(key, value)
         shown = spelled_value(now) if asked == now else f"{spelled_value(asked)} -> {spelled_value(now)}"
         meaning = _meaning(keys.get(key) or OTHERS[key.partition(".")[0]])

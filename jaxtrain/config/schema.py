@@ -874,6 +874,11 @@ class RunConfig:
         """Return the dtype of activations, and of matmuls and gathered weights that are not in 8 bits: f32 | bf16."""
         return "bf16" if self.precision == "fp8" else self.precision
 
+    @functools.cached_property
+    def flat(self) -> dict[str, Any]:
+        """Return dotted key -> value, in declaration order."""
+        return dict(flatten(to_dict(self)))
+
     @property
     def tokens_per_step(self) -> int:
         """Return the tokens of a global batch, padding included."""

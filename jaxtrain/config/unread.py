@@ -5,18 +5,14 @@ import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from jaxtrain.config.schema import Problem, RunConfig, flatten, spelled_value, to_dict
+from jaxtrain.config.schema import Problem, RunConfig, spelled_value
 
-
-@functools.cache
-def defaults() -> Mapping[str, Any]:
-    """Return dotted key -> default."""
-    return dict(flatten(to_dict(RunConfig())))
+DEFAULTS = RunConfig().flat
 
 
 @functools.cache
 def _matches(pattern: str) -> list[str]:
-    return fnmatch.filter(defaults(), pattern)
+    return fnmatch.filter(DEFAULTS, pattern)
 
 
 def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]], bad: Collection[str]) -> dict[str, Problem]:
@@ -36,7 +32,7 @@ def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]
         equal, to = (f" = {spelled_value(needed)}", f" to {spelled_value(needed)}") if needed is not None else ("", "")
         rule = f"is read only with {other}{equal}, which is {spelled_value(now)}"
         for key in _matches(pattern):
-            if values[key] != defaults()[key] and key not in bad:
-                remedy = f"Set {spelled_value(defaults()[key])}, or {other}{to}."
+            if values[key] != DEFAULTS[key] and key not in bad:
+                remedy = f"Set {spelled_value(DEFAULTS[key])}, or {other}{to}."
                 found.setdefault(key, Problem(key, values[key], rule, remedy))
     return found

@@ -18,8 +18,6 @@ from jaxtrain.config.schema import (
     Problem,
     RunConfig,
     declared,
-    flatten,
-    to_dict,
 )
 
 BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
@@ -54,7 +52,7 @@ def load_line(line: launch.Line) -> Loaded:
     asked = loaded.asked
     origins = {
         key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
-        for key, value in flatten(to_dict(run))
+        for key, value in run.flat.items()
     }
     problems = launch.with_own_settings(problems, run)
     given = dataclasses.replace(loaded.launch, notes=(*notes, *known, *fitted))

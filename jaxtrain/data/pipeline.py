@@ -669,13 +669,13 @@ def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
     return windows * data.seq_len
 
 
-def epochs(run: schema.RunConfig) -> float | None:
-    """Return the number of epochs in train.steps; None if the data has none or is not here."""
-    source, folder = run.data.source, Path(run.paths.data).expanduser()
+def epochs(data: schema.Data, folder: Path, tokens: int) -> float | None:
+    """Return the number of epochs in `tokens` tokens; None if the data has none or is not here. folder: paths.data."""
+    source, folder = data.source, folder.expanduser()
     if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.paths(folder)[0].exists()):
         return None
     try:
-        return run.train.steps * run.tokens_per_step / tokens_per_epoch(run.data, folder)
+        return tokens / tokens_per_epoch(data, folder)
     except schema.ConfigError:  # training reports it
         return None
 

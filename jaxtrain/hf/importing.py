@@ -302,20 +302,19 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     # The tokenizer comes before the checkpoint, with which the run counts as complete.
     if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, run, tensors, {**came_from(folder), "text": text, "positions": folder.seq_len})
+    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, "positions": folder.seq_len})
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
-def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -> None:
+def save(out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[str, Any]) -> None:
     """Write a run's folder, with config.json and a checkpoint of step 0.
 
-    more: further keys of meta.json, `text` and `positions` among them.
+    config: as in config.json. more: further keys of meta.json, `text` and `positions` among them.
     """
-    plain = schema.to_dict(run)
     meta = {
-        "config": plain,
+        "config": config,
         "data": {"tokens": 0, "fingerprint": {}},
         "loss": None,
         "receipt": None,
@@ -323,7 +322,7 @@ def save(out: Path, run: RunConfig, tensors: Tensors, more: Mapping[str, Any]) -
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
     Checkpoints(out / "checkpoints").save_now(0, tensors, meta)
-    write_atomic(out / "config.json", json.dumps(plain, indent=1) + "\n")
+    write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
 
 
 # ---- Shared with the export

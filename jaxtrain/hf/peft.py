@@ -19,7 +19,7 @@ import safetensors.numpy
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import Model, RunConfig
+from jaxtrain.config.schema import Model, RunConfig, to_dict
 from jaxtrain.data.template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
@@ -271,5 +271,5 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
         "text": text.record(),
         "positions": source.positions,
     }
-    save(out, run, kept, more)
+    save(out, to_dict(run), kept, more)
     return run, notes

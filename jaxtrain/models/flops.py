@@ -224,28 +224,27 @@ def adapters(model: Model, lora: Lora) -> float:
     return m.num_layers * 2 * lora.rank * sum(ends.get(name, 0) for name in parts_of(lora.targets))
 
 
-def training(run: RunConfig) -> Flops:
-    """Return training FLOPs per token of a run: `per_token` without the gradients of frozen weights, and with adapters.
+def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
+    """Return training FLOPs per token: `per_token` without the gradients of frozen weights, and with adapters.
 
     A weight has three matmuls in a step, one of which computes its gradient; a frozen weight has two. With adapters, a step has
     the FLOPs of two forward passes of the base's weights, and of three of attention and of the adapters. Gradients of
     activations below the lowest trained layer are counted although they are not needed, as usual for the input of the first
     layer.
     """
-    m, everything = run.model, per_token(run.model, run.data.seq_len)
-    who = run.lora, run.train
+    m, who, everything = model, (lora, train), per_token(model, seq_len)
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(*who, name))
     saved += 0 if learns(*who, "embed.embedding" if m.tied_head else "head") else heads(m)
-    total = everything + Flops(1.0, 1.0) * (3 * adapters(m, run.lora) - saved)
+    total = everything + Flops(1.0, 1.0) * (3 * adapters(m, lora) - saved)
     if differentiates_layers(*who):
         return total
     main = dataclasses.replace(m, mtp_layers=0)
     if not passes_mtp(m, *who):
-        of_mtp = forward(m, run.data.seq_len) + forward(main, run.data.seq_len) * -1
-        total += (of_mtp + attention(m, run.data.seq_len) * m.mtp_layers) * -1
+        of_mtp = forward(m, seq_len) + forward(main, seq_len) * -1
+        total += (of_mtp + attention(m, seq_len) * m.mtp_layers) * -1
     head = heads(main)
-    within = forward(main, run.data.seq_len) + Flops(-head, -head)
-    through = within + attention(m, run.data.seq_len) * m.num_layers  # its backward pass has gradients of activations only
+    within = forward(main, seq_len) + Flops(-head, -head)
+    through = within + attention(m, seq_len) * m.num_layers  # its backward pass has gradients of activations only
     to_norm = 0 if learns(*who, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 

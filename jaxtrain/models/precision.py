@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Model, Problem, RunConfig, nearest, parts_of
+from jaxtrain.config.schema import Mesh, Model, Moe, Problem, nearest, parts_of
 from jaxtrain.models import flops
 
 # Weights of a model with experts that have one matrix for each expert.
@@ -11,13 +11,13 @@ EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
 
 
-def uneven(run: RunConfig) -> bool:
+def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
     """Return whether the experts of a device may have different numbers of tokens.
 
     If so, the matmuls of their weights' gradients stay in bfloat16.
     """
-    alone = run.mesh.expert == run.model.num_experts and run.moe.impl == "auto"
-    return run.model.num_experts > 1 and not run.moe.capacity_factor and not alone
+    alone = mesh.expert == model.num_experts and moe.impl == "auto"
+    return model.num_experts > 1 and not moe.capacity_factor and not alone
 
 
 def matmuls(model: Model) -> tuple[str, ...]:
@@ -25,32 +25,32 @@ def matmuls(model: Model) -> tuple[str, ...]:
     return tuple(name for name in flops.by_weight(model) if not name.endswith(".mlp.router"))
 
 
-def eight_bit(run: RunConfig, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
+def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:
     """Return the names of the weights whose matmuls are in 8 bits, and the problems of `fp8.exclude`.
 
-    weights: names of all matmul weights, as from `matmuls`.
+    exclude: `fp8.exclude`. weights: names of all matmul weights, as from `matmuls`.
 
     An item of `fp8.exclude` is any part of a name between dots: wo, mlp.down, attention.
     """
-    if run.precision != "fp8":
+    if precision != "fp8":
         return frozenset(), []
     if not weights:
         rule = "this model has no weight from param(..., dot=True)"
         return frozenset(), [
-            Problem("precision", run.precision, rule, "Set precision to bf16, or create its weights with dot=True.")
+            Problem("precision", precision, rule, "Set precision to bf16, or create its weights with dot=True.")
         ]
     key, chosen, problems = "fp8.exclude", set(weights), []
-    for item in parts_of(run.fp8.exclude):
+    for item in parts_of(exclude):
         named = {name for name in weights if f".{item}." in f".{name}."}
         chosen -= named
         if not named and any(part.isdigit() for part in item.split(".")):
             rule = f"{item!r} names a layer by number, and all layers are run by the same code"
-            problems.append(Problem(key, run.fp8.exclude, rule, "Name a weight or a block, which means that of every layer."))
+            problems.append(Problem(key, exclude, rule, "Name a weight or a block, which means that of every layer."))
         elif not named:
             rule = f"no weight or block is named {item!r}"
-            problems.append(Problem(key, run.fp8.exclude, rule, nearest(item.rpartition(".")[2], _parts(weights))))
+            problems.append(Problem(key, exclude, rule, nearest(item.rpartition(".")[2], _parts(weights))))
     if not chosen and not problems:
-        problems.append(Problem(key, run.fp8.exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
+        problems.append(Problem(key, exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
     return frozenset(chosen), problems
 
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 
@@ -31,6 +31,9 @@ from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_j
 from jaxtrain.step.state_size import least_gib
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
+
+if TYPE_CHECKING:  # it imports jax
+    from jaxtrain.step.model_flops import ModelFlops
 
 CASE = "jaxtrain.node.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
@@ -104,7 +107,7 @@ def start_devices(run: RunConfig, count: int) -> list[Any]:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
     set_environment(environment.overlay(run, found, os.environ)[0])
     start_jax(found)
-    set_compile_cache(run)
+    set_compile_cache(run.paths.cache)
     import jax
 
     return jax.devices()[: found.count]
@@ -157,6 +160,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     from jaxtrain.metrics.receipt_machine import device_facts
     from jaxtrain.step import auto_remat, state
     from jaxtrain.step.memory import taken_gib
+    from jaxtrain.step.model_flops import model_flops
     from jaxtrain.train.batch_feed import BatchFeed
     from jaxtrain.train.parity import compile_step, open_rows
     from jaxtrain.train.receipt import config_sha256
@@ -228,7 +232,13 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
             "trace": NOT_DONE if traced else "",
         }
         kind = devices[0].device_kind if devices[0].platform == "gpu" else ""
-        out |= rates(run, len(devices), out["step_s"]["median"], peak_tflops(run.log, run.compute, kind))
+        out |= rates(
+            model_flops(run),
+            run.tokens_per_step,
+            len(devices),
+            out["step_s"]["median"],
+            peak_tflops(run.log, run.compute, kind),
+        )
         if not all(map(math.isfinite, losses)):
             out |= {"verdict": FAILED, "why": f"a loss is not finite: {losses}", "loss": None}
         save_partial(request, out)
@@ -305,13 +315,10 @@ def peak_tflops(log: Log, compute: str, device_kind: str) -> float | None:
     return log.peak_tflops or (gpu.peak(compute) if gpu else None)
 
 
-def rates(run: RunConfig, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
-    """Return tokens/s, TFLOP/s, MFU and HFU of a step that takes `step_s` seconds on `count` devices."""
-    from jaxtrain.step.model_flops import model_flops
-
-    model = model_flops(run)
+def rates(model: "ModelFlops", tokens: int, count: int, step_s: float, peak: float | None) -> dict[str, Any]:
+    """Return tokens/s, TFLOP/s, MFU and HFU of a step of `tokens` tokens that takes `step_s` seconds on `count` devices."""
     per_token, recomputed = model.training, model.recomputed
-    tokens_per_s = run.train.global_batch * run.data.seq_len / step_s
+    tokens_per_s = tokens / step_s
     each = tokens_per_s / count
     return {
         "tokens_per_s": tokens_per_s,

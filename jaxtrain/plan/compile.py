@@ -38,6 +38,7 @@ class Compiled:
     """A train step that is compiled for a topology, with everything that a plan reads from it."""
 
     program: Program  # its run has the policy that remat.policy=auto chose
+    auto: bool  # whether the config has remat.policy=auto
     executable: jax.stages.Compiled
     text: str  # the scheduled program of one device, as HLO
     module: hlo.Module  # the parsed `text`
@@ -99,7 +100,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
         program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=taken)
         text, module, buffers = read(executable)
     seconds = time.perf_counter() - began
-    return Compiled(program, executable, text, module, buffers, chosen, card, seconds)
+    return Compiled(program, run.remat.policy == "auto", executable, text, module, buffers, chosen, card, seconds)
 
 
 def _newest_dump(folder: str) -> bytes:

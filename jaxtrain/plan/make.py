@@ -40,13 +40,12 @@ def make_plan(
     cannot be read.
     """
     how = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
-    return read_plan(compile_step(run, topology), run, topology, **how)
+    return read_plan(compile_step(run, topology), topology, **how)
 
 
 @no_garbage_collection()
 def read_plan(
     compiled: Compiled,
-    run: RunConfig,
     topology: Topology,
     *,
     rates: Rates | None = None,
@@ -54,13 +53,10 @@ def read_plan(
     overrides: tuple[str, ...] = (),
     experts_load: float = 1.0,
 ) -> Plan:
-    """Return the plan of a compiled step. For the other arguments see `make_plan`.
-
-    run: the config that was compiled, in which remat.policy may still be auto.
-    """
+    """Return the plan of a compiled step. For the other arguments see `make_plan`."""
     program = compiled.program
-    kept = auto_remat.words(program.run.model, program.run.remat) if run.remat.policy == "auto" else ""
     run = program.run
+    kept = auto_remat.words(run.model, run.remat) if compiled.auto else ""
     rates = rates or rates_for(topology.gpu, run.precision)
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run.model, run.moe, ranks, experts_load) if run.model.num_experts else 1
@@ -121,7 +117,7 @@ def _flops(program: Program, topology: Topology, timed: roofline.Roofline) -> Fl
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
         hardware_per_step=timed.flops,
-        expected_per_step=roofline.expected_flops(program.run, program.layout, program.kernel.name),
+        expected_per_step=roofline.expected_flops(program),
         attention_per_step=timed.flops - timed.gemm_flops,
         attention_by_rank=roofline.attention_by_rank(program) if by_rank else (),
     )
@@ -129,9 +125,9 @@ def _flops(program: Program, topology: Topology, timed: roofline.Roofline) -> Fl
 
 def _time(program: Program, topology: Topology, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
     # In the bubble a stage runs the same kernels, and their results are discarded.
-    run, layout, kernel = program.run, program.layout, program.kernel.name
-    with_bubble = roofline.expected_flops(run, layout, kernel)
-    without = roofline.expected_flops(run, dataclasses.replace(layout, stages=Arrangement(layout.stages.layers)), kernel)
+    run, layout = program.run, program.layout
+    with_bubble = roofline.expected_flops(program)
+    without = roofline.expected_flops(program, dataclasses.replace(layout, stages=Arrangement(layout.stages.layers)))
     useful = without / with_bubble if with_bubble else 1 - schedule_of(layout).bubble
     step_s = timed.step_ms / 1e3
     per_token = model_flops(run).training

@@ -136,7 +136,7 @@ def rank(
 ) -> SearchResult:
     """Order all settings by formula; compile nothing. After Ctrl-C, return the settings that have been evaluated."""
     usable = topology.usable_gib(run.train.memory_fraction)
-    found = SearchResult(name, topology, run, objective, usable, most, [], no_formula(run))
+    found = SearchResult(name, topology, run, objective, usable, most, [], no_formula(run.model.family, run.lora, run.train))
     try:
         if objective == "fit":
             settings = fitting_space(run, topology, check)

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain.config import schema
 from jaxtrain.config.layout import Layout, resolve_layout
-from jaxtrain.config.schema import MESH_AXES, Remat, RunConfig
+from jaxtrain.config.schema import MESH_AXES, Lora, Remat, RunConfig, Train
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.models.activations import kept, parse_tensors
 from jaxtrain.optim import groups
@@ -89,7 +89,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
     All figures are 0 for a user's own model family, and for a run that trains only some weights. The memory and time of a
     user's own optimizer or loss count as 0.
     """
-    if no_formula(run):
+    if no_formula(run.model.family, run.lora, run.train):
         return Bound(0.0, 0.0)
     sizes = least = Sizes(run, layout_of(run, topology), topology.gpus)
     state = _state_bytes(sizes)
@@ -97,7 +97,7 @@ def bound(run: RunConfig, topology: Topology, rates: Rates) -> Bound:
         least = sizes.with_remat(Remat("full"))
         room = (topology.usable_gib(run.train.memory_fraction) * 2**30 - state) / ABOVE + state
         room -= _memory_bytes(least)
-        sizes = sizes.with_remat(auto_remat.least_recompute(run, room, least.shards) or Remat("full"))
+        sizes = sizes.with_remat(least.saved.least_recompute(room) or Remat("full"))
     memory = _memory_bytes(sizes)
     smallest = memory if least is sizes else _memory_bytes(least)
     return Bound(_step_s(sizes, rates), smallest / 2**30, state / 2**30, (state + ABOVE * (memory - state)) / 2**30)
@@ -112,13 +112,13 @@ def least_remat(run: RunConfig, topology: Topology) -> Remat:
     return min(fitting, key=lambda choice: choice[:2], default=(0.0, (), Remat("full")))[-1]
 
 
-def no_formula(run: RunConfig) -> str:
+def no_formula(family: str, lora: Lora, train: Train) -> str:
     """Return the setting for which a run has no formula, in words; "" if the run has one."""
-    if run.model.family not in FAMILIES:
-        return f"a family of your own (model.family={run.model.family})"
-    if run.lora.rank:
-        return f"adapters (lora.rank={run.lora.rank})"
-    return f"frozen weights (train.freeze={run.train.freeze})" if run.train.freeze.strip() else ""
+    if family not in FAMILIES:
+        return f"a family of your own (model.family={family})"
+    if lora.rank:
+        return f"adapters (lora.rank={lora.rank})"
+    return f"frozen weights (train.freeze={train.freeze})" if train.freeze.strip() else ""
 
 
 def least_state_gib(run: RunConfig, topology: Topology) -> float:
@@ -126,7 +126,7 @@ def least_state_gib(run: RunConfig, topology: Topology) -> float:
 
     Return 0 for a run without a formula (see `bound`).
     """
-    if no_formula(run):
+    if no_formula(run.model.family, run.lora, run.train):
         return 0.0
     alone = dataclasses.replace(run, mesh=schema.Mesh(**dict.fromkeys(MESH_AXES, 1)))
     return _state_bytes(Sizes(alone, resolve_layout(alone, 1, 1), 1)) / topology.total / 2**30
@@ -190,10 +190,15 @@ class Sizes:
         """Return the elements of the residual stream per token on a device."""
         return self.run.model.d_model * self.shards["sequence"] / self.shards["residual"]
 
+    @property
+    def saved(self) -> auto_remat.Activations:
+        """Return the activations that the layers may save."""
+        return auto_remat.Activations(self.run.model, self.run.moe, self.layout, self.shards)
+
     @functools.cached_property
     def activations(self) -> dict[str, float]:
         """Return name -> bytes of an activation of one layer, per token on a device."""
-        found = auto_remat.bytes_per_token(self.run, self.shards) | {"layer input": self.residual * self.compute_bytes}
+        found = self.saved.bytes_per_token | {"layer input": self.residual * self.compute_bytes}
         # Only matmuls read the norms' outputs. Outputs without a checkpoint_name are saved in the dtype of the matmul.
         return found | dict.fromkeys(("attention_norm", "mlp_norm"), self.residual * self.weight_bytes)
 
@@ -307,7 +312,7 @@ def saved_bytes(sizes: Sizes) -> float:
         there -= {name for name, place in places.items() if place == "offload"}
     named = sum(sizes.activations[name] for name in there & READ_BACKWARD)
     every = 1 if remat.policy == "none" else remat.every
-    layers = auto_remat.layers_kept(sizes.layout.stages, sizes.schedule)
+    layers = auto_remat.layers_kept(sizes.layout)
     return layers * named + -(-layers // every) * sizes.activations["layer input"]
 
 

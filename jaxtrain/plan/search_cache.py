@@ -18,7 +18,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import installed, schema
+from jaxtrain.config import installed
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.plan import FOLDER
 from jaxtrain.plan.rates import ranges, rates_for
@@ -84,7 +84,7 @@ class Cache:
     def path(self, request: Request, plan_one: str) -> Path:
         """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
-        own = {key: value for key, value in schema.flatten(schema.to_dict(run)) if key in OWN and ":" in value}
+        own = {key: value for key, value in run.flat.items() if key in OWN and ":" in value}
         facts = {
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
@@ -132,8 +132,7 @@ class Cache:
 
 def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     """Return config key -> value, without the sections in UNRELATED. Mesh axes have their sizes on this machine."""
-    flat = dict(schema.flatten(schema.to_dict(run)))
-    flat |= {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
+    flat = run.flat | {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
     return {k: v for k, v in flat.items() if k.partition(".")[0] not in UNRELATED}
 
 

@@ -1,14 +1,13 @@
 """The settings that a search tries. Settings that training would reject are left out."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxtrain.config import hardware, schema
 from jaxtrain.config.context import METHODS
-from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.config.schema import Pipeline, Problem, RunConfig
 from jaxtrain.plan.search_bound import least_state_gib
 from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.step.validate import validate_step
@@ -41,7 +40,7 @@ def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
     mesh.stage, any number of GPUs.
     """
     long = run.mesh.seq != 1 or run.data.seq_len >= LONG or run.train.global_batch < topology.total
-    for pipeline in _pipelines(run, topology):
+    for pipeline in _pipelines(run.pipeline, run.mesh.stage != 1, run.model.num_layers, topology):
         for expert in _divisors(run.model.num_experts or 1):
             total, rest = divmod(topology.total // dict(pipeline)["mesh.stage"], expert)
             for seq in _divisors(total) if long and not rest else [1] * (not rest):
@@ -54,13 +53,12 @@ def meshes(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
                             yield (*axes, *pipeline, ("parallel.context", context))
 
 
-def _pipelines(run: RunConfig, topology: Topology) -> Iterator[Overrides]:
-    own = (run.pipeline.schedule, run.pipeline.groups)
-    asked = run.mesh.stage != 1
+def _pipelines(pipeline: Pipeline, asked: bool, layers: int, topology: Topology) -> Iterator[Overrides]:
+    own = (pipeline.schedule, pipeline.groups)
     schedules = dict.fromkeys([("1f1b", 1), ("interleaved", VIRTUAL_STAGES), *([own] if asked else [])])
     for stage in _divisors(topology.total if asked else topology.nodes):
         for schedule, groups in schedules if stage > 1 else [own]:
-            if stage * groups <= run.model.num_layers or stage == 1:
+            if stage * groups <= layers or stage == 1:
                 yield ("mesh.stage", stage), ("pipeline.schedule", schedule), ("pipeline.groups", groups)
 
 
@@ -80,7 +78,7 @@ def fastest_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
         yield ()
     remats = [next(remat_policies())]
     if run.remat.policy != "auto":
-        remats.append(tuple((key, value) for key, value in _flat(run).items() if key.startswith("remat.")))
+        remats.append(tuple((key, value) for key, value in run.flat.items() if key.startswith("remat.")))
     zeros = [(zero, gather) for zero, gather in ((3, "layer"), (3, "forward"), (3, "step"), (2, "layer"))]
     for mesh in meshes(run, topology):
         sizes = dict(mesh)
@@ -103,7 +101,7 @@ def fitting_space(run: RunConfig, topology: Topology, check: Check) -> Iterator[
     The overrides set more microbatches, shorter loss chunks, another remat, larger tensor and expert groups, ZeRO-3, and
     narrower dtypes (STORAGE).
     """
-    now, experts, flat = layout_of(run, topology).sizes, run.model.num_experts, _flat(run)
+    now, experts, flat = layout_of(run, topology).sizes, run.model.num_experts, run.flat
     usable, left = topology.usable_gib(run.train.memory_fraction), topology.total // (now["stage"] * now["seq"])
     groups = [(e, t) for e in (1, 2, 4, 8) for t in (1, 2, 4, 8) if e >= now["expert"] and t >= now["tensor"]]
     groups = [(e, t) for e, t in groups if left % (e * t) == 0 and topology.gpus % (e * t) == 0 and (experts or 1) % e == 0]
@@ -165,15 +163,10 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
 
 def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = None) -> tuple[str, ...]:
     """Return the overrides that change the run, such as "mesh.fsdp=8". topology: replaces mesh axes of -1 by their size."""
-    flat = _flat(run)
+    flat = run.flat
     if topology:
         flat = flat | {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
     return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
-
-
-@functools.lru_cache(maxsize=4)
-def _flat(run: RunConfig) -> dict[str, Any]:
-    return dict(schema.flatten(schema.to_dict(run)))
 
 
 def training_check(topology: Topology, source: str = "") -> Check:

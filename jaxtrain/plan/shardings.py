@@ -333,7 +333,7 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
     """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/models/zero.py)."""
     p, zero, numerics = program.placement, program.zero, program.zero.numerics
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
-    fp8 = _leaves(fp8_weights(program.run, program.definition))
+    fp8 = _leaves(fp8_weights(program.run.precision, program.run.fp8.exclude, program.definition))
     found = []
     for name, a in params.items():
         if name == EMBEDDING and HEAD in params and not zero.reduce_once:

@@ -10,7 +10,7 @@ from jaxtrain.config.commands import spelled
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import Remat
 from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.program.traffic import Part, ratio
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
@@ -177,9 +177,8 @@ def device_count(plan: Plan) -> int:
     return math.prod(plan.mesh.values())
 
 
-def describe_remat(run: RunConfig) -> str:
+def describe_remat(r: Remat) -> str:
     """Return the remat policy, or the activations that "custom" saves, and remat.every if it is above 1."""
-    r = run.remat
     every = f", {r.every} layers each" if r.every > 1 else ""
     if r.policy != "custom":
         return r.policy + every

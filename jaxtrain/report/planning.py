@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -93,9 +94,9 @@ def plan(job: Job, cudnn: Library | None) -> int:
     with busy if console.is_terminal else contextlib.nullcontext():
         compiled = compile_step(run, topology, cudnn)
         label: dict[str, Any] = {"name": job.name, "overrides": job.overrides}
-        planned = even = read_plan(compiled, run, topology, **label)
+        planned = even = read_plan(compiled, topology, **label)
         if args.experts_load > 1:  # the searches below assume an even load
-            planned = read_plan(compiled, run, topology, **label, experts_load=args.experts_load)
+            planned = read_plan(compiled, topology, **label, experts_load=args.experts_load)
     if args.hlo:
         write_output(args.hlo, compiled.text)
     moved = traffic.parts(compiled.program, planned.kernels) if args.traffic else ()
@@ -103,7 +104,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     lanes = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
     del compiled
-    epochs = pipeline.epochs(run)
+    epochs = pipeline.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
     words = "" if epochs is None else f"{pipeline.epochs_in_words(epochs)} of {run.data.source}"
     length: dict[str, Any] = {"steps": run.train.steps, "epochs": words}
     print_plan(planned, console, **length)

@@ -68,7 +68,7 @@ def describe(candidate: Candidate, topology: Topology) -> str:
     t = candidate.run.train
     each = t.global_batch // t.grad_accum
     rows = f"{t.grad_accum} microbatch{'es' if t.grad_accum > 1 else ''} of {each} sequence{'s' if each > 1 else ''}"
-    return f"{mesh(candidate, topology)}, {rows}, remat {describe_remat(candidate.run)}"
+    return f"{mesh(candidate, topology)}, {rows}, remat {describe_remat(candidate.run.remat)}"
 
 
 def _came_of(outcome: Outcome | None) -> str:
@@ -123,7 +123,7 @@ def _show_table(title: str, found: SearchResult, some: Sequence[Candidate], cons
     sizes = [c.plan.memory.taken_gib if c.plan else c.bound.likely_gib for c in some]
     columns = [
         Column("mesh", [mesh(c, found.topology) for c in some]),
-        Column("remat", [describe_remat(r) for r in runs]),
+        Column("remat", [describe_remat(r.remat) for r in runs]),
         Column("seq/GPU", [f"{n:g}" for n in each], each),
         labels("accum", [r.train.grad_accum for r in runs]),
         Column("gather", gathers),

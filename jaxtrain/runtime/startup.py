@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxtrain.config.environment import EXPORTED, Overlay, exported
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.runtime import interrupt
 from jaxtrain.runtime.distributed import Cluster, agree, start
 
@@ -70,20 +70,20 @@ def _started_on_gpus() -> bool:
     return xla_bridge._plugins_registered and jax.devices()[0].platform == "gpu"
 
 
-def set_compile_cache(run: RunConfig) -> None:
-    """Store all compiled programs in `paths.cache`, so that a restart takes seconds. If it is "", store none.
+def set_compile_cache(folder: str) -> None:
+    """Store all compiled programs in `folder` (paths.cache), so that a restart takes seconds. If it is "", store none.
 
     Programs for several CPU devices are compiled again in each process. XLA:CPU (jaxlib 0.11.2) loaded some of them wrongly:
     all-gathers of independent loops joined the same rendezvous, which corrupted memory and ended the process. The present step
     was loaded correctly 25 times on five layouts, which is too few to trust the cache.
     """
-    if not run.paths.cache:
+    if not folder:
         return
     import jax
 
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         return
-    jax.config.update("jax_compilation_cache_dir", str(Path(run.paths.cache).expanduser()))
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -31,10 +31,9 @@ def attention_specs(model: Model, data: Data, compute: str, deterministic: bool 
     )
 
 
-def training_specs(run: RunConfig, hardware: Hardware) -> tuple[Spec, ...]:
-    """Return the attention spec of each kind of layer, with the forward pass of attention.forward."""
-    specs = attention_specs(run.model, run.data, run.compute, run.train.deterministic)
-    how = {"gpu": KERNEL, "cpu": EMULATED}[hardware.platform] if run.attention.forward == "fp8" else ""
+def training_specs(specs: tuple[Spec, ...], forward: str, hardware: Hardware) -> tuple[Spec, ...]:
+    """Return the attention specs with the forward pass of attention.forward."""
+    how = {"gpu": KERNEL, "cpu": EMULATED}[hardware.platform] if forward == "fp8" else ""
     return tuple(dataclasses.replace(spec, fp8=how) for spec in specs)
 
 
@@ -55,5 +54,6 @@ def calls(specs: tuple[Spec, ...], seq_len: int, context: Context) -> list[tuple
 
 def problems(run: RunConfig, context: Context, hardware: Hardware) -> list[Problem]:
     """Return the problems of attention.forward and attention.impl on this hardware."""
-    asked = calls(training_specs(run, hardware), run.data.seq_len, context)
+    specs = attention_specs(run.model, run.data, run.compute, run.train.deterministic)
+    asked = calls(training_specs(specs, run.attention.forward, hardware), run.data.seq_len, context)
     return support.problems(run.attention.impl, [spec for spec, _ in asked], hardware)

@@ -6,17 +6,18 @@ step then decides whether a choice fits. No formula knows the activations of a f
 choices are the policies of OTHERS in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-from jaxtrain.config.layout import Arrangement, arrange
-from jaxtrain.config.schema import Model, Moe, Remat, RunConfig
+from jaxtrain.config.layout import Layout
+from jaxtrain.config.schema import Model, Moe, Remat
 from jaxtrain.config.shapes import FIRST_ROUND, FURTHER_ROUND
 from jaxtrain.models import flops
 from jaxtrain.models.activations import LATENTS, kept
-from jaxtrain.step.stages import Schedule
+from jaxtrain.step.stages import schedule_of
 
 # Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
 MARGIN = 0.03
@@ -27,9 +28,10 @@ OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next 
 GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
-def layers_kept(layers: Arrangement, schedule: Schedule) -> int:
+def layers_kept(layout: Layout) -> int:
     """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
-    return layers.per_group * schedule.slots[2] if layers.stages > 1 else layers.places
+    layers = layout.stages
+    return layers.per_group * schedule_of(layout).slots[2] if layout.pipelined else layers.places
 
 
 def expert_room(model: Model, moe: Moe, ranks: int) -> float:
@@ -81,41 +83,6 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
     return _busiest(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
 
 
-def bytes_per_token(run: RunConfig, axes: Mapping[str, int], packed_stats: bool = False) -> dict[str, float]:
-    """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch.
-
-    axes: `Placement.activation_shards`. packed_stats: attention is cuDNN's over packed sequences. Its log-sum-exp has an
-    entry for every document that a sequence may have.
-    """
-    m = run.model
-    q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
-    narrower = flops.value_dim(m) / flops.head_dim(m)
-    documents = run.data.most_documents + 1 if packed_stats else 1
-    compute = 4 if run.precision == "f32" else 2
-    wide = m.d_ff * expert_room(m, run.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
-    return {
-        "q_latent": m.q_lora_rank * compute,
-        "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
-        "q": q * compute,
-        "k": k * compute,
-        "v": k * narrower * compute,
-        "attention_out": q * narrower * compute,
-        "attention_lse": m.num_heads / axes["heads"] * documents * 4,
-        "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
-        "mlp_gate": wide / axes["mlp"] * compute,
-        "mlp_up": wide / axes["mlp"] * compute,
-    }
-
-
-def bytes_kept(run: RunConfig, names: Iterable[str], axes: Mapping[str, int], packed_stats: bool) -> float:
-    """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
-    tokens = run.train.global_batch // run.train.grad_accum * run.data.seq_len / axes["batch"] / axes["sequence"]
-    width = bytes_per_token(run, axes, packed_stats)
-    layers = arrange(run.model.stacked_layers, run.pipeline, axes["layers"])
-    schedule = Schedule(run.pipeline.schedule, layers.stages, layers.groups, run.train.grad_accum)
-    return layers_kept(layers, schedule) * tokens * sum(width[name] for name in names)
-
-
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
@@ -129,26 +96,68 @@ def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Re
     return found
 
 
-def least_recompute(run: RunConfig, most_bytes: float, axes: Mapping[str, int], packed_stats: bool = False) -> Remat | None:
-    """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """The activations that the layers of a model may save on one device.
 
-    Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
+    Attributes:
+        axes: `Placement.activation_shards`.
+        documents: of a sequence at most, if attention is cuDNN's over packed sequences, whose log-sum-exp has an entry for each
+            of them and one for the padding; else 0.
     """
-    one = {name: bytes_kept(run, (name,), axes, packed_stats) for group in GROUPS for name in group}
-    found = ((again, sum(one[n] for n in names), remat) for again, names, remat in choices(run.model, run.data.seq_len))
-    return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
+    model: Model
+    moe: Moe
+    layout: Layout
+    axes: Mapping[str, int]
+    documents: int = 0
 
-def smaller(run: RunConfig, excess_gib: float, axes: Mapping[str, int], packed_stats: bool) -> Remat | None:
-    """Return the remat with the least recomputation among those that save at least `excess_gib` less than the run's remat.
+    @functools.cached_property
+    def bytes_per_token(self) -> dict[str, float]:
+        """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch."""
+        m, axes = self.model, self.axes
+        q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
+        narrower = flops.value_dim(m) / flops.head_dim(m)
+        compute = 4 if self.layout.dtypes.compute == "f32" else 2
+        wide = m.d_ff * expert_room(m, self.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
+        return {
+            "q_latent": m.q_lora_rank * compute,
+            "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
+            "q": q * compute,
+            "k": k * compute,
+            "v": k * narrower * compute,
+            "attention_out": q * narrower * compute,
+            "attention_lse": m.num_heads / axes["heads"] * (self.documents + 1) * 4,
+            "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
+            "mlp_gate": wide / axes["mlp"] * compute,
+            "mlp_up": wide / axes["mlp"] * compute,
+        }
 
-    Returns None if even full recomputation does not save `excess_gib` less. For a family from outside the package, returns the
-    next policy of OTHERS.
-    """
-    if run.model.outside:
-        return Remat(OTHERS[run.remat.policy])
-    now = bytes_kept(run, kept(run.remat), axes, packed_stats)
-    return least_recompute(run, now - excess_gib * 2**30, axes, packed_stats)
+    def bytes_kept(self, names: Iterable[str]) -> float:
+        """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
+        _, rows, length = self.layout.batch
+        tokens = rows * length / self.axes["batch"] / self.axes["sequence"]
+        return layers_kept(self.layout) * tokens * sum(self.bytes_per_token[name] for name in names)
+
+    def least_recompute(self, most_bytes: float) -> Remat | None:
+        """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
+
+        Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
+        """
+        one = {name: self.bytes_kept((name,)) for group in GROUPS for name in group}
+        every = choices(self.model, self.layout.batch[2])
+        found = ((again, sum(one[n] for n in names), remat) for again, names, remat in every)
+        return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
+
+    def smaller(self, remat: Remat, excess_gib: float) -> Remat | None:
+        """Return the remat with the least recomputation among those that save at least `excess_gib` less than `remat`.
+
+        Returns None if even full recomputation does not save `excess_gib` less. For a family from outside the package, returns
+        the next policy of OTHERS.
+        """
+        if self.model.outside:
+            return Remat(OTHERS[remat.policy])
+        return self.least_recompute(self.bytes_kept(kept(remat)) - excess_gib * 2**30)
 
 
 def words(model: Model, remat: Remat) -> str:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
-from jaxtrain.config import own_parts
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, own_settings, parts_of
-from jaxtrain.models import family, layers, precision
+from jaxtrain.config import own_parts, schema
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, parts_of
+from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, names
+from jaxtrain.models.precision import eight_bit
 from jaxtrain.models.remat import make_plan
 from jaxtrain.models.rules import wrong_targets
 from jaxtrain.models.structure import Structure
@@ -63,7 +64,7 @@ def for_inference(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, moe=dataclasses.replace(run.moe, capacity_factor=0.0), sharding=sharding)
 
 
-def fp8_weights(run: RunConfig, definition: Definition) -> Params:
+def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is multiplied in FP8.
 
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
@@ -71,13 +72,13 @@ def fp8_weights(run: RunConfig, definition: Definition) -> Params:
     """
     paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
     names = [".".join(key.key for key in path) for path, dot in paths if dot]
-    chosen, problems = precision.eight_bit(run, names)
+    chosen, problems = eight_bit(precision, exclude, names)
     if problems:
         raise ConfigError(problems)
     return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
 
 
-def trained_parameters(run: RunConfig, definition: Definition) -> Params:
+def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) -> Params:
     """Return a tree of bools: whether each parameter is trained.
 
     With LoRA, only the adapters are trained. Otherwise all parameters are, except routers' biases and matches of train.freeze.
@@ -86,20 +87,20 @@ def trained_parameters(run: RunConfig, definition: Definition) -> Params:
     """
     called = names(definition.abstract)
     known = jax.tree.leaves(called)
-    if run.lora.rank:
+    if lora.rank:
         adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
-        if problems := wrong_targets(run.lora.targets, sorted(adapted), run.model.num_experts > 0):
+        if problems := wrong_targets(lora.targets, sorted(adapted), any(name.endswith(".router") for name in known)):
             raise ConfigError(problems)
         return jax.tree.map(is_adapter, called)
-    patterns = parts_of(run.train.freeze)
+    patterns = parts_of(train.freeze)
     every = f"Set '', or patterns of these parameters: {', '.join(known)}."
     unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
     if unmatched:
         rule = f"no parameter is called {', '.join(unmatched)}"
-        raise ConfigError([Problem("train.freeze", run.train.freeze, rule, every)])
+        raise ConfigError([Problem("train.freeze", train.freeze, rule, every)])
     trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
     if not any(jax.tree.leaves(trained)):
-        raise ConfigError([Problem("train.freeze", run.train.freeze, "freezes all parameters", every)])
+        raise ConfigError([Problem("train.freeze", train.freeze, "freezes all parameters", every)])
     return trained
 
 

@@ -95,7 +95,9 @@ def less_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConf
     if excess <= 0 or not kept(run.remat):
         return None
     packed = program.kernel.name == "cudnn" and run.data.masks_documents
-    remat = auto_remat.smaller(run, excess, program.placement.activation_shards, packed) or Remat("full")
+    documents = run.data.most_documents if packed else 0
+    saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards, documents)
+    remat = saved.smaller(run.remat, excess) or Remat("full")
     return dataclasses.replace(run, remat=remat)
 
 

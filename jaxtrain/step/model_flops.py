@@ -54,7 +54,7 @@ class ModelFlops:
 @functools.lru_cache(maxsize=8)
 def model_flops(run: RunConfig) -> ModelFlops:
     """Return the FLOPs per token of a run's model. For a family from outside the package, a count may take seconds."""
-    formula = ModelFlops(flops.training(run), flops.beyond(run))
+    formula = ModelFlops(flops.training(run.model, run.data.seq_len, run.lora, run.train), flops.beyond(run))
     name, m = run.model.family, run.model
     if not m.outside:
         return formula
@@ -103,7 +103,7 @@ def count(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     placement = make_placement(run, jax.local_devices()[:1])
     zero, specs = make_zero(run.sharding, placement), attention_specs(run.model, run.data, run.compute)
     definition = make_definition(run, zero, CountedKernel("reference", specs, model=run.model))
-    trained = trained_parameters(run, definition)
+    trained = trained_parameters(run.lora, run.train, definition)
     rows = (jax.ShapeDtypeStruct((1, run.data.seq_len), jnp.int32),) * 3
 
     def forward(params: Any, tokens_BT: Any, segments_BT: Any, positions_BT: Any) -> Any:

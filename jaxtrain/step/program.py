@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Layout
-from jaxtrain.config.schema import ConfigError, Model, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
+from jaxtrain.config.schema import ConfigError, Model, Moe, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
 from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
@@ -120,11 +120,10 @@ class Program:
         return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
 
 
-def make_balance(run: RunConfig, layout: Layout, definition: Definition) -> Balance:
-    """Return the settings of load balancing. Routers' biases are updated, except frozen ones; with adapters, all are frozen."""
-    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)
+def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
+    """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
-    return Balance(run.moe, run.model.num_experts, layout.stages.order, moves, run.model.mtp_layers)
+    return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers)
 
 
 def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bool:
@@ -195,7 +194,10 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     pipe = make_pipeline(run.model, placement, definition)
 
     # The roles of parameters, and the optimizer.
-    trained, in_fp8 = trained_parameters(run, definition), fp8_weights(run, definition)
+    trained, in_fp8 = (
+        trained_parameters(run.lora, run.train, definition),
+        fp8_weights(run.precision, run.fp8.exclude, definition),
+    )
     learnt = part(definition.axes, trained)
     check_groups(run.optimizer, learnt)
     check_offload(run.optimizer, run.model.family, learnt)
@@ -211,7 +213,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     eval_batch = abstract_batch(placement, (1, *layout.batch[1:]), run.loss.of_pairs)
 
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
-    balance = make_balance(run, layout, definition) if run.model.num_experts else None
+    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)  # with adapters the routers' biases are frozen too
+    balance = make_balance(run.model, run.moe, frozen, layout, definition) if run.model.num_experts else None
     objective = make_objective(run, zero, trained, balance)
     adds = not pipe and adds_in_backward(run.train, not run.parallel.scan_layers, definition)
     local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)

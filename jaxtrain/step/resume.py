@@ -38,7 +38,7 @@ def compare(
         key without hashes is compared by its text.
     """
     was, unknown = schema.resolve(old)
-    before = dict(schema.flatten(schema.to_dict(was)))
+    before = was.flat
     after = dict(schema.flatten(new))
     allowed = [name.strip() for name in allow_change.split(",") if name.strip()]
     problems = check_allow_change(allow_change)

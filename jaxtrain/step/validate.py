@@ -22,6 +22,7 @@ from jaxtrain.config.hardware import REPEATABLE, Devices
 from jaxtrain.config.layout import rules_in_use
 from jaxtrain.config.schema import (
     FIT,
+    Checkpoint,
     Compiler,
     Data,
     Dtypes,
@@ -29,11 +30,11 @@ from jaxtrain.config.schema import (
     Loss,
     Optimizer,
     Problem,
+    Profile,
     Remat,
     RunConfig,
     Sample,
     Train,
-    flatten,
     nearest,
     to_dict,
 )
@@ -88,10 +89,11 @@ READ_WITH = (
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     """Return all problems of a resolved config on these devices. Reads the file system, writes nothing."""
-    values = dict(flatten(to_dict(run)))
+    values = run.flat
     bad = {p.key for p in check_keys(values)}
     problems = validate_step(run, devices)
-    problems += _steps(run, workdir, bad)
+    problems += _steps(run.checkpoint, run.profile, run.eval.every_steps > 0, run.train.steps, workdir, bad)
+    problems += [*limit_s(run.train.max_minutes)[1], *parse_budgets(run.train.timeouts)[1]]
     problems += [] if "train.memory_fraction" in bad else overlay(run, devices, os.environ)[1]
     problems += check_places(run, workdir)
     problems += _shown(run.sample, run.log.wandb)
@@ -134,14 +136,14 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
 
     If a float is too large, too small, or not read at all, the problem says the last.
     """
-    values = dict(flatten(to_dict(run)))
+    values = run.flat
     wrong = {p.key: p for p in check_keys(values)}
     if not wrong:
         return _beside(run, values, devices, set())
     keys = schema.declared()
     floats = {key for key in wrong if isinstance(values[key], float)}
-    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.defaults()[key] for key in wrong})
-    values = dict(flatten(to_dict(run)))
+    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in wrong})
+    values = run.flat
     not_read = {p.key: p for p in _beside(run, values, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
     found = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in wrong.items()]
     return found + [p for p in _beside(run, values, devices, set(wrong)) if p.key not in wrong]
@@ -156,7 +158,7 @@ def _beside(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: se
     if "precision" not in bad:
         problems += unsupported(run.precision, devices)
         if run.model.family in FAMILIES:  # weights of other families have names only after the model is built
-            problems += eight_bit(run, matmuls(run.model))[1]
+            problems += eight_bit(run.precision, run.fp8.exclude, matmuls(run.model))[1]
     problems += schema.parse_options(run.compiler.options)[1]
     problems += _schedule(o, run.train.steps, bad)
     problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else too_coarse(o, d)
@@ -239,9 +241,8 @@ def _schedule(o: Optimizer, steps: int, bad: set[str]) -> Iterable[Problem]:
         yield Problem("optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", f"Set {lower:g}.")
 
 
-def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
-    c, p, steps = run.checkpoint, run.profile, run.train.steps
-    if c.keep_best and not run.eval.every_steps:
+def _steps(c: Checkpoint, p: Profile, evaluates: bool, steps: int, workdir: Path, bad: set[str]) -> Iterable[Problem]:
+    if c.keep_best and not evaluates:
         rule = "the lowest held-out loss decides which is the best, and eval.every_steps=0 computes none"
         yield Problem("checkpoint.keep_best", True, rule, "Set eval.every_steps=100.")
     if "train.steps" in bad:
@@ -258,8 +259,6 @@ def _steps(run: RunConfig, workdir: Path, bad: set[str]) -> Iterable[Problem]:
         rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
         yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
     yield from check_allow_change(c.allow_change)
-    yield from limit_s(run.train.max_minutes)[1]
-    yield from parse_budgets(run.train.timeouts)[1]
 
 
 # Logical axes of the weights. A mesh axis that shards none of them holds replicas.

@@ -37,7 +37,7 @@ def check_experts(
     even = run.moe.capacity_factor or (run.moe.impl == "auto" and ranks == m.num_experts)
     # Weights of a family from outside the package have names only after the model is built.
     if m.family in FAMILIES and not even and m.num_experts % ranks == 0:
-        weights = EXPERTS & eight_bit(run, matmuls(m))[0]
+        weights = EXPERTS & eight_bit(run.precision, run.fp8.exclude, matmuls(m))[0]
         names = sorted(name.removeprefix("layers.") for name in weights)
         names = [*parts_of(run.fp8.exclude), *names] if names else []
         yield from support.problems_fp8(run.moe.impl, hardware, names, m.num_experts)

@@ -106,7 +106,7 @@ def check_settings_given(loaded: Loaded, workdir: Path) -> list[Problem]:
         return []
     settings = [word for word in words if word.startswith("--config")]
     own = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
-    now = dict(flatten(to_dict(loaded.run)))
+    now = loaded.run.flat
     if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - own):
         return []
     rule = "the folder has a run with other settings, and this command has no --config"

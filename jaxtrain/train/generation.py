@@ -52,7 +52,7 @@ class Sampler:
         )
         name, _ = support.choose("auto", [(spec, 1) for spec in specs], Hardware.of(placement.mesh.devices.flat[0]))
         self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
-        check_decodes(run, self.definition)
+        check_decodes(run.model.family, run.sample.max_tokens, self.definition)
         self._pipe = make_pipeline(run.model, self.placement, self.definition)
         self._places = placement.layout.stages.places if self._pipe else 0
         self.run = run
@@ -111,11 +111,11 @@ class Sampler:
             new = token.reshape(1, 1)
 
 
-def check_decodes(run: RunConfig, definition: Definition) -> None:
+def check_decodes(family: str, max_tokens: int, definition: Definition) -> None:
     """Raise ConfigError for a model from outside the package that has no decode(), which samples need."""
     if not definition.decodes:
-        rule = f"the {run.model.family} model has no decode() and logits(), which write samples"
-        raise ConfigError([Problem("sample.max_tokens", run.sample.max_tokens, rule, "Set 0.")])
+        rule = f"the {family} model has no decode() and logits(), which write samples"
+        raise ConfigError([Problem("sample.max_tokens", max_tokens, rule, "Set 0.")])
 
 
 def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtrain import models
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import own_parts, schema
-from jaxtrain.config.schema import ConfigError, RunConfig, Train, own_settings
+from jaxtrain.config.schema import ConfigError, Optimizer, RunConfig, Train, own_settings
 from jaxtrain.config.shapes import MTP
 from jaxtrain.data import pipeline, tokenizer
 from jaxtrain.hf import lora
@@ -68,7 +68,7 @@ def import_named_parts(run: RunConfig) -> None:
     These checks are not in `validate`: a user's module may import jax, and XLA_CLIENT_MEM_FRACTION must be set before that.
     """
     problems = []
-    names = [(key, value) for key, value in schema.flatten(schema.to_dict(run)) if key != "data.eval_source"]
+    names = [(key, value) for key, value in run.flat.items() if key != "data.eval_source"]
     names += [("data.eval_source", source) for source in pipeline.parse_sets(run.data.eval_source)[0].values()]
     for key, value in names:
         if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
@@ -138,7 +138,8 @@ def choose_start(
         )
     if problems:
         raise ConfigError(problems)
-    notes += changed_rate(schema.resolve(meta["config"])[0], run, at)
+    was = schema.resolve(meta["config"])[0]
+    notes += changed_rate((was.optimizer, was.train.steps), (run.optimizer, run.train.steps), at)
     place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
@@ -149,18 +150,19 @@ def choose_start(
     return Start(at, True, cast, place, tuple(notes), meta["data"], base, adapters, reasons)
 
 
-def changed_rate(was: RunConfig, run: RunConfig, done: int) -> list[str]:
+def changed_rate(was: tuple[Optimizer, int], now: tuple[Optimizer, int], done: int) -> list[str]:
     """Return a note if the learning rate after `done` steps is not what it would have been without the changes of the config.
 
-    Differences of up to RATE_APART are left out, and so is a run without a further step.
+    Differences of up to RATE_APART are left out, and so is a run without a further step. was, now: (section optimizer,
+    train.steps).
     """
-    if done >= run.train.steps or (was.optimizer, was.train.steps) == (run.optimizer, run.train.steps):
+    if done >= now[1] or was == now:
         return []
-    before, now = (float(jnp.asarray(make_schedule(each.optimizer, each.train.steps)(done))) for each in (was, run))
-    if abs(now - before) <= RATE_APART * before:
+    before, after = (float(jnp.asarray(make_schedule(*each)(done))) for each in (was, now))
+    if abs(after - before) <= RATE_APART * before:
         return []
-    times = f", {now / before:.3g} times" if before and now else ""
-    return [f"the learning rate of step {done + 1}: {before:.3g} -> {now:.3g}{times}"]
+    times = f", {after / before:.3g} times" if before and after else ""
+    return [f"the learning rate of step {done + 1}: {before:.3g} -> {after:.3g}{times}"]
 
 
 def begin_adapters(program: Program, beginning: Position) -> Start:

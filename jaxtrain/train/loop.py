@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError, digests
 from jaxtrain.config.durations import duration
-from jaxtrain.config.schema import own_settings
+from jaxtrain.config.schema import own_settings, to_dict
 from jaxtrain.metrics.profiling import Tracer
 from jaxtrain.step import compiler, guard, state, train_step
 from jaxtrain.step.batch import HostBatch
@@ -381,7 +381,7 @@ class Loop:
         with services.phase("checkpoint", "save"):
             try:
                 how = (self.setup.options.options, self.setup.launch.argv, services.peers)
-                services.console.say(replay.write(folder, self.run, self.current, bad, batch, *how))
+                services.console.say(replay.write(folder, to_dict(self.run), self.current, bad, batch, *how))
             except ReplayError as error:
                 services.console.warn(str(error))
 

@@ -13,7 +13,18 @@ from collections.abc import Sequence
 
 from jaxtrain.config import hardware
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import MESH_AXES, OPTIONAL_AXES, Problem, RunConfig, flatten, from_dict, nearest, to_dict
+from jaxtrain.config.schema import (
+    MESH_AXES,
+    OPTIONAL_AXES,
+    Dtypes,
+    Model,
+    Problem,
+    RunConfig,
+    Train,
+    from_dict,
+    nearest,
+    to_dict,
+)
 from jaxtrain.data import loading, pipeline
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.optim.groups import METHODS
@@ -63,9 +74,9 @@ class Layout:
         return [f"--config.mesh.{axis}={size}" for axis, size in self.mesh] + [f"--config.{o}" for o in self.overrides]
 
 
-def default(run: RunConfig) -> str:
+def default(train: Train, model: Model) -> str:
     """Return the default of --meshes. It adds stages for several microbatches, and an expert axis for experts."""
-    staged, experts = run.train.grad_accum > 1 and run.model.num_layers > 1, run.model.num_experts > 0
+    staged, experts = train.grad_accum > 1 and model.num_layers > 1, model.num_experts > 0
     return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 
 
@@ -207,17 +218,16 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
     for name in EXPERT_LOSSES if run.model.num_experts and len(accums) > 1 else ():
         if factor := getattr(run.moe, name):
             problems.append(Problem(f"moe.{name}", factor, rule, "Set 0, or one train.grad_accum for all."))
-    return problems + check_size(run, layouts)
+    return problems + check_size(run.model, run.dtypes, layouts)
 
 
-def check_size(run: RunConfig, layouts: Sequence[Layout]) -> list[Problem]:
+def check_size(model: Model, dtypes: Dtypes, layouts: Sequence[Layout]) -> list[Problem]:
     """Return a problem if the comparison of these layouts needs more host memory than is available, else []."""
-    values = dict(flatten(to_dict(run)))
-    if run.model.family not in FAMILIES:
+    if model.family not in FAMILIES:
         return []
-    count = flops.parameters(run.model)["total"]
+    count = flops.parameters(model)["total"]
     width = {"f32": 4, "bf16": 2, INT8: 1}
-    state = sum(width.get(values[f"dtypes.{name}"], 4) for name in ("params", "m", "v"))
+    state = sum(width.get(getattr(dtypes, name), 4) for name in ("params", "m", "v"))
     on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
     # CPU devices share one memory, with a state for each index of `data`; 4 bytes are a gradient. The host has the weights
     # twice and a gradient once, for two runs.

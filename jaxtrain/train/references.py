@@ -99,7 +99,7 @@ class References:
         Reads the source's file in `workdir`, and computes missing documents.
         """
         header = source.file.header
-        path, about = file_of(workdir, self._run, self.digest, header)
+        path, about = file_of(workdir, to_dict(self._run), self.digest, header)
         peers, log_probs = self._services.peers, np.full(header["documents"], np.nan, np.float32)
         if peers.process_index == 0:
             log_probs, fault = read(path, about, header["documents"], self._params is None)
@@ -182,22 +182,22 @@ class References:
         return log_probs
 
 
-def file_of(workdir: Path, run: RunConfig, digest: str, header: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def file_of(workdir: Path, config: Mapping[str, Any], digest: str, header: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Return the path of the reference log-probabilities of a token file, and the `about` entry that the file must have.
 
     Args:
+      config: of the run, as in config.json.
       digest: the digest of the reference's weights.
       header: the header of the token file.
     """
-    settings = to_dict(run)
-    fp8 = settings["fp8"] if run.precision == "fp8" else {}
+    fp8 = config["fp8"] if config["precision"] == "fp8" else {}
     about = {
         "format": FORMAT,
         "version": VERSION,
         "content_sha256": header["content_sha256"],
         "weights": digest,
-        "model": {k: v for k, v in settings["model"].items() if k != "init_std"},
-        "precision": {"activations": run.precision, "weights": settings["dtypes"]["params"], "fp8": fp8},
+        "model": {k: v for k, v in config["model"].items() if k != "init_std"},
+        "precision": {"activations": config["precision"], "weights": config["dtypes"]["params"], "fp8": fp8},
     }
     return workdir / FOLDER / f"{header['content_sha256'][:16]}.npz", about
 
@@ -245,7 +245,7 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
     problems = []
     for source in (source for batches in data for source in batches.sources if isinstance(source, PairRows)):
         header = source.file.header
-        path, about = file_of(workdir, run, saved[META], header)
+        path, about = file_of(workdir, to_dict(run), saved[META], header)
         log_probs, fault = read(path, about, header["documents"], trained=True)
         if not fault and len(rows_without(source, log_probs)):
             fault = f"lacks reference log-probabilities of {source.name}"

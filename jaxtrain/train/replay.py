@@ -55,7 +55,7 @@ def weights_alone(current: TrainState) -> TrainState:
 
 def write(
     folder: Path,
-    run: RunConfig,
+    config: Mapping[str, Any],
     current: TrainState,
     bad: Bad,
     batch: Mapping[str, np.ndarray],
@@ -65,7 +65,7 @@ def write(
 ) -> str:
     """Write the bundle of a skipped step; every process of the run calls it. Return a line for the log.
 
-    run: the config of the compiled step. current: the state that the guard holds. batch: all rows of the batch. options: XLA's
+    config: of the compiled step. current: the state that the guard holds. batch: all rows of the batch. options: XLA's
     options of the compiled step. Raises ReplayError if the bundle cannot be written. Its folder then has no bundle.json.
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
@@ -73,9 +73,7 @@ def write(
     of = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
     kept = state.to_tensors(weights_alone(current))
     try:
-        store.save_now(
-            bad.step, kept, {"config": schema.to_dict(run), "loss": finite(bad.loss), "data": {"tokens": bad.tokens[0]}}
-        )
+        store.save_now(bad.step, kept, {"config": config, "loss": finite(bad.loss), "data": {"tokens": bad.tokens[0]}})
         if peers.process_index == 0:
             np.savez(folder / BATCH, **dict(batch))  # pyright: ignore[reportArgumentType]
             record = {
@@ -85,7 +83,7 @@ def write(
                 "weights_digest": digests.combine((n, d) for n, d in of if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
-                "config": schema.to_dict(run),
+                "config": config,
                 "compiler_options": compiler.remove_run_options(options),
                 "command": list(argv),
                 "devices": device_facts(jax.devices()),
@@ -118,7 +116,7 @@ def report(folder: Path, run: RunConfig) -> int:
 
     Raises ConfigError if the step cannot be repeated.
     """
-    set_compile_cache(run)
+    set_compile_cache(run.paths.cache)
     try:
         return 0 if replay(folder, run, print) else FAILED
     except (ReplayError, CheckpointError) as error:
@@ -205,10 +203,9 @@ def first_bad(program: Program, params: Any, batch: Any, sums: Mapping[str, np.n
     if weights is not None and not np.isfinite(weights).all():
         rows = np.unique(np.argwhere(~np.isfinite(weights))[:, :2], axis=0).tolist()
         return f"first: the batch: weights of tokens that are not finite, in (microbatch, row) {', '.join(map(str, rows[:8]))}"
-    plain = dataclasses.replace(program.run, loss=schema.Loss(chunk=program.run.loss.chunk))
     for micro in range(batch["tokens"].shape[0]):
         one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
-        if where := _in_layers(plain, program, params, one) or _in_loss(program, params, one):
+        if where := _in_layers(program, params, one) or _in_loss(program, params, one):
             return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
     return _in_gradients(program, params, batch)
 
@@ -224,11 +221,12 @@ def _tensors(program: Program, tree: Any) -> state.Tensors:
     return state.to_tensors(TrainState(done, tree, (), layers=program.state.layers))
 
 
-def _in_layers(run: RunConfig, program: Program, params: Any, micro: Any) -> str:
+def _in_layers(program: Program, params: Any, micro: Any) -> str:
     """Return words for the first layer whose output is not finite; '' if there is none, or the model has no stack of layers."""
     if STACK not in params:
         return ""
     kept = _tensors(program, params)
+    run = dataclasses.replace(program.run, loss=schema.Loss(chunk=program.run.loss.chunk))  # plain cross entropy
 
     def spoiled(layers: int) -> bool:
         model = dataclasses.replace(run.model, num_layers=layers)

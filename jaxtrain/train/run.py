@@ -240,7 +240,7 @@ def train_attempt(
 ) -> Result:
     """Check the run, lock its folder, open log and receipt, train, and close everything."""
     start_times = StartTimes()
-    set_compile_cache(run)
+    set_compile_cache(run.paths.cache)
     checkpoints = open_checkpoints(run.checkpoint, workdir, peers)
     with contextlib.ExitStack() as stack:
         try:
@@ -533,7 +533,7 @@ def train(setup: Setup, services: Services, start_times: StartTimes, ending: End
     devices.
     """
     peers, stop = services.peers, services.stop
-    saver = Saver(setup.asked, setup.program, setup.checkpoints, services)
+    saver = Saver(to_dict(setup.asked), setup.program, setup.checkpoints, services)
     saver.remember(text=setup.text.record(), positions=setup.positions)
 
     def ask_to_stop(why: str) -> None:
@@ -609,7 +609,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
 
         pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
         with Monitor(pools, process=services.peers.process_index) as monitor:
-            log = StepLog(setup.run, setup.data, services, monitor, watch)
+            log = StepLog(setup.program, setup.data, services, monitor, watch)
             loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
             del restored  # its state is donated to the first step
             ending.facts = loop.facts

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, NotFinite, Saved
-from jaxtrain.config import installed, schema
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config import installed
 from jaxtrain.step.program import Program
 from jaxtrain.step.state import TrainState
 from jaxtrain.train.divergence import Diverged, explain
@@ -27,12 +26,12 @@ PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide
 class Saver:
     """Saves the states of one run, and counts failed saves in a row."""
 
-    def __init__(self, asked: RunConfig, program: Program, checkpoints: Checkpoints, services: Services):
-        """Args: asked: the config as the user gave it, which is written to checkpoints."""
+    def __init__(self, config: Mapping[str, Any], program: Program, checkpoints: Checkpoints, services: Services):
+        """Args: config: as the user gave it; it is written to checkpoints."""
         self.checkpoints, self._services, self._saved_part = checkpoints, services, program.saved
         self.snapshots = Snapshots(program.saved(program.state))
         self._meta = {
-            "config": schema.to_dict(asked),
+            "config": config,
             "mesh": dict(program.placement.mesh.shape),
             "receipt": services.receipt.id,
             "versions": installed.versions(PACKAGES),

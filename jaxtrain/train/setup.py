@@ -118,7 +118,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         if run.sample.max_tokens and not data.synthetic:
             tokenizer, text = text_format.load(text, run.data.tokenizer)
         if tokenizer:
-            generation.check_decodes(run, program.definition)
+            generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)
         for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except Exception as error:
@@ -233,7 +233,7 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
         compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         choose_start(drop_used_step(run, checkpoints), checkpoints, program)
         if run.sample.max_tokens and run.data.source != "synthetic":
-            generation.check_decodes(run, program.definition)
+            generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)
             tokenizer = load_tokenizer(run.data.tokenizer)
             for prompt in samples.prompts(run.sample.prompt):
                 generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)

@@ -19,6 +19,7 @@ from jaxtrain.step import guard
 from jaxtrain.step import train_step as step
 from jaxtrain.step.batch import HostBatch
 from jaxtrain.step.model_flops import model_flops
+from jaxtrain.step.program import Program
 from jaxtrain.train.services import Services
 
 
@@ -73,8 +74,9 @@ class PendingMetrics:
 class StepLog:
     """Writes the metrics of steps to metrics.jsonl and the log, with warnings about the run's speed and its GPUs."""
 
-    def __init__(self, run: RunConfig, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
+    def __init__(self, program: Program, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
         """Args: watch: compares the run with its plan; None without a plan."""
+        run = program.run
         self._run, self._data, self._services, self._monitor, self._watch = run, data, services, monitor, watch
         self._tokens_per_step = run.train.global_batch * run.data.seq_len
         self.rates = measure_rates(run, services.console)

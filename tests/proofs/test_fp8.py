@@ -306,7 +306,7 @@ ALL = {f"layers.attention.w{c}" for c in "qkvo"} | {f"layers.mlp.{name}" for nam
 def names(changes: dict[str, Any]) -> set[str]:
     """Return the names of the weights whose matmuls a run computes in FP8."""
     run = helpers.tiny(changes)
-    found = jax.tree_util.tree_leaves_with_path(fp8_weights(run, helpers.program(run).definition))
+    found = jax.tree_util.tree_leaves_with_path(fp8_weights(run.precision, run.fp8.exclude, helpers.program(run).definition))
     return {".".join(key.key for key in path) for path, yes in found if yes}
 
 
@@ -380,7 +380,7 @@ def planned(config: str, *others: str):
     values = ("precision=fp8", "train.grad_accum=2", "train.global_batch=16", *(f"model.{o}" for o in SIZES), *others)
     run = loading.load([f"--config={config}", *(f"--config.{o}" for o in values)]).run
     made = compile_step(run, NODE)
-    return run, made, read_plan(made, run, NODE)
+    return run, made, read_plan(made, NODE)
 
 
 @pytest.mark.long

@@ -155,10 +155,10 @@ def test_flops_count_what_is_trained():
     run = helpers.tiny(MODEL)
     m, seq = run.model, run.data.seq_len
     full, forward = flops.per_token(m, seq), flops.forward(m, seq)
-    assert flops.training(run) == full
+    assert helpers.training_flops(run) == full
 
     def frozen(patterns):
-        return flops.training(dataclasses.replace(run, train=dataclasses.replace(run.train, freeze=patterns)))
+        return helpers.training_flops(dataclasses.replace(run, train=dataclasses.replace(run.train, freeze=patterns)))
 
     head = 2 * m.d_model * m.vocab_size
     assert full.causal - frozen("head").causal == head

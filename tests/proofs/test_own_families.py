@@ -108,7 +108,7 @@ def test_adapters_are_merged_into_their_base(family: str, tmp_path: Path):
         more = {"base": {"path": source.path, "digest": digest}, "text": source.text().record(), "positions": 64}
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         tensors = {k: jax.device_put(x, place) for k, x in adapters.items()}
-        importing.save(tmp_path / "adapted", dataclasses.replace(bare, lora=how), tensors, more)
+        importing.save(tmp_path / "adapted", schema.to_dict(dataclasses.replace(bare, lora=how)), tensors, more)
     else:
         peft.write(tmp_path / "peft", adapters, model, how, "")
         peft.import_adapter(tmp_path / "peft", str(base), tmp_path / "adapted")

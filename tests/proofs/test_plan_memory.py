@@ -171,7 +171,7 @@ def test_a_plan_sees_moments_on_the_host(on_host):
     assert analysis.host_argument_size_in_bytes == resting
     assert analysis.host_alias_size_in_bytes == resting  # updated in place
     assert analysis.host_temp_size_in_bytes == 0
-    made = read_plan(step, run, parse("h200:8"))
+    made = read_plan(step, parse("h200:8"))
     assert made.memory.host_gib == pytest.approx(resting / 2**30)
     assert not made.memory.by_class.keys() & {"first moment", "second moment"}
     copies = [k for k in made.kernels if k.kind == "host"]

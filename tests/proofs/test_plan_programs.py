@@ -36,7 +36,7 @@ def assert_flops(run: RunConfig, text: str, found: dict[str, collectives.Found])
     """
     assert program(run).kernel.name == "reference"
     predicted = roofline.predict(hlo.parse(text), RATES, found)
-    assert predicted.flops == pytest.approx(roofline.expected_flops(run, program(run).layout, "reference"), rel=0.01)
+    assert predicted.flops == pytest.approx(roofline.expected_flops(program(run)), rel=0.01)
 
 
 def test_planned_launches_are_those_of_a_run(tmp_path):
@@ -83,7 +83,7 @@ def test_a_step_compiles_for_each_generation_with_the_flops_of_the_formula(machi
     module = hlo.parse(compiled.text)
     wires = collectives.read(module, dict(compiled.program.placement.mesh.shape), 2)
     found = roofline.predict(module, RATES, wires)
-    assert found.flops == pytest.approx(roofline.expected_flops(run, compiled.program.layout, kernel), rel=0.01)
+    assert found.flops == pytest.approx(roofline.expected_flops(compiled.program), rel=0.01)
     assert {"forward", "backward", "optimizer", "loss"} <= {k.op_name.split()[0] for k in found.kernels if k.op_name}
     again = {k.op_name for k in found.kernels if k.kind in ("gemm", "attention") and k.op_name.startswith("recompute")}
     assert bool(again) == (policy != "none")

@@ -10,6 +10,7 @@ import math
 import helpers
 import pytest
 
+from jaxtrain.config.layout import arrange, resolve_layout
 from jaxtrain.config.schema import Remat
 from jaxtrain.data import loading
 from jaxtrain.models import flops
@@ -24,6 +25,12 @@ WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "ml
 def run(*overrides: str):
     sizes = ("--config.train.grad_accum=1", "--config.train.global_batch=8", "--config.remat.policy=auto")
     return loading.load(["--config=configs/llama3_8b.py", "--config.remat.tensors=", *sizes, *overrides]).run
+
+
+def saved(r, axes: dict[str, int], packed: bool) -> auto_remat.Activations:
+    layout = resolve_layout(r, 8, 8)
+    layout = dataclasses.replace(layout, stages=arrange(r.model.stacked_layers, r.pipeline, axes["layers"]))
+    return auto_remat.Activations(r.model, r.moe, layout, axes, r.data.most_documents if packed else 0)
 
 
 def experts(*overrides: str):
@@ -42,9 +49,9 @@ def test_bytes_are_those_of_the_arrays():
     values. The log-sum-exp has a float32 for each of 32 heads and 8 segments: 7 documents and the padding.
     """
     axes = WHOLE | {"batch": 8}
-    assert auto_remat.bytes_kept(run(), frozenset({"mlp_up"}), axes, False) == 32 * 8192 * 14336 * 2
-    assert auto_remat.bytes_kept(run(), frozenset({"k", "v"}), axes | {"kv_heads": 2}, False) == 32 * 8192 * 2 * 4 * 128 * 2
-    lse = auto_remat.bytes_kept(run("--config.data.max_segments=7"), frozenset({"attention_lse"}), axes, True)
+    assert saved(run(), axes, False).bytes_kept(frozenset({"mlp_up"})) == 32 * 8192 * 14336 * 2
+    assert saved(run(), axes | {"kv_heads": 2}, False).bytes_kept(frozenset({"k", "v"})) == 32 * 8192 * 2 * 4 * 128 * 2
+    lse = saved(run("--config.data.max_segments=7"), axes, True).bytes_kept(frozenset({"attention_lse"}))
     assert lse == 32 * 8192 * 32 * 8 * 4
 
 
@@ -56,10 +63,10 @@ def test_bytes_of_experts_and_of_a_pipeline():
     """
     up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
-    assert auto_remat.bytes_kept(run(*few), up, axes, False) == one * 2.5
-    assert auto_remat.bytes_kept(run(*few), up, axes | {"experts": 4}, False) == one * (2 * 1.25 + 0.5)
+    assert saved(run(*few), axes, False).bytes_kept(up) == one * 2.5
+    assert saved(run(*few), axes | {"experts": 4}, False).bytes_kept(up) == one * (2 * 1.25 + 0.5)
     assert auto_remat.expert_fill(*experts(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(*experts(*few), 1) == 1
-    assert auto_remat.bytes_kept(run(*few, "--config.moe.capacity_factor=2"), up, axes | {"experts": 4}, False) == one * 4.5
+    assert saved(run(*few, "--config.moe.capacity_factor=2"), axes | {"experts": 4}, False).bytes_kept(up) == one * 4.5
     # Experts on one device share its buffer. For two experts, an example: loads of 1.5 and 6.5 / 7 even shares average to 1.21.
     # The first round holds 1.25 even shares, and each further round a quarter.
     alone = [auto_remat.expert_rounds(*experts(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
@@ -71,27 +78,27 @@ def test_bytes_of_experts_and_of_a_pipeline():
     assert auto_remat.expert_fill(*experts(*few), 8, 1.25) == pytest.approx(1)
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
     waiting = Schedule("1f1b", 4, 1, 64).slots[2], Schedule("interleaved", 4, 2, 64).slots[2]
-    assert auto_remat.bytes_kept(run(*many), up, axes | {"layers": 4}, False) == one / 32 * 8 * waiting[0]
+    assert saved(run(*many), axes | {"layers": 4}, False).bytes_kept(up) == one / 32 * 8 * waiting[0]
     groups = ("--config.pipeline.schedule=interleaved", "--config.pipeline.groups=2")
-    assert auto_remat.bytes_kept(run(*many, *groups), up, axes | {"layers": 4}, False) == one / 32 * 4 * waiting[1]
+    assert saved(run(*many, *groups), axes | {"layers": 4}, False).bytes_kept(up) == one / 32 * 4 * waiting[1]
 
 
 @pytest.mark.parametrize("excess", [0.1, 9.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
     """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
-    now = auto_remat.bytes_kept(r, kept(r.remat), axes, True) / 2**30
-    found = auto_remat.smaller(r, excess, axes, True)
+    now = saved(r, axes, True).bytes_kept(kept(r.remat)) / 2**30
+    found = saved(r, axes, True).smaller(r.remat, excess)
     assert found is not None
     cost = flops.recompute(r.model, found, r.data.seq_len).causal
-    assert auto_remat.bytes_kept(r, kept(found), axes, True) / 2**30 <= now - excess
+    assert saved(r, axes, True).bytes_kept(kept(found)) / 2**30 <= now - excess
     for size, every in ((n, auto_remat.GROUPS) for n in range(len(auto_remat.GROUPS))):
         for groups in itertools.combinations(every, size):
             names = frozenset(itertools.chain(*groups))
-            if auto_remat.bytes_kept(r, names, axes, True) / 2**30 <= now - excess:
+            if saved(r, axes, True).bytes_kept(names) / 2**30 <= now - excess:
                 other = Remat("custom", ",".join(f"{n}=keep" for n in names)) if names else Remat("full")
                 assert flops.recompute(r.model, other, r.data.seq_len).causal >= cost
-    assert auto_remat.smaller(r, now + 1, axes, True) is None
+    assert saved(r, axes, True).smaller(r.remat, now + 1) is None
 
 
 def test_what_keeps_nothing_is_not_made_smaller():

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import Model, RunConfig
-from jaxtrain.models import flops, preset
+from jaxtrain.models import preset
 from jaxtrain.models.flops import Flops
 from jaxtrain.models.layers import GatedLinear
 from jaxtrain.models.transformer import Transformer
@@ -31,13 +31,13 @@ def test_a_count_is_the_formula_for_shipped_families(name):
     for sections in ({}, {"train": schema.Train(freeze="layers.attention.*")}):
         run = run_of(name, **sections)
         found, unknown = count(run)
-        expected = flops.training(run)
+        expected = helpers.training_flops(run)
         assert (found.causal, found.full) == pytest.approx((expected.causal, expected.full), rel=1e-12) and not unknown
 
 
 def test_adapters_count_as_the_formula_states_them():
     run = run_of("llama3.1_8b", lora=schema.Lora(rank=16))
-    assert count(run)[0].causal == pytest.approx(flops.training(run).causal, rel=1e-12)
+    assert count(run)[0].causal == pytest.approx(helpers.training_flops(run).causal, rel=1e-12)
 
 
 class Narrow(Transformer):
@@ -68,7 +68,7 @@ def test_a_family_of_the_users_own_is_counted_where_it_differs_from_the_formula(
         of_width = 3 * 2 * 3 * m.d_model * m.d_ff  # of one block of the stated width, forward and backward
         found = model_flops.model_flops(run)
         assert not found.by_formula and found.recomputed is None and found.note
-        assert found.training.causal == flops.training(run).causal - m.num_layers * of_width / 2 + extra * of_width
+        assert found.training.causal == helpers.training_flops(run).causal - m.num_layers * of_width / 2 + extra * of_width
     # A model that differs by less keeps the formula, which also knows what remat recomputes.
     known = model_flops.model_flops(dataclasses.replace(run, model=dataclasses.replace(m, family="llama"), own=()))
     assert known.by_formula and known.recomputed is not None and not known.note

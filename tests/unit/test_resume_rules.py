@@ -204,7 +204,7 @@ def test_a_resumed_run_says_how_the_rate_of_its_next_step_changes(before, after,
         return schema.resolve(tree)[0]
 
     was = {"optimizer.schedule": "cosine"} if before.get("train.steps") == 60 else {}
-    notes = initial_state.changed_rate(run(was | before), run(was | after), done)
+    notes = initial_state.changed_rate(*((r.optimizer, r.train.steps) for r in (run(was | before), run(was | after))), done)
     assert len(notes) == (rates is not None)
     if rates:
         told = [float(number) for number in re.findall(r"[:>] ([\d.e-]+)", notes[0])]

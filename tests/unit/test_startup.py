@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import jax
 import pytest
 
@@ -58,7 +57,7 @@ def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monke
 
 def test_the_compile_cache_stays_off_with_several_cpu_devices(tmp_path: Path):
     assert jax.device_count() == 8
-    startup.set_compile_cache(helpers.tiny({"paths.cache": str(tmp_path)}))
+    startup.set_compile_cache(str(tmp_path))
     assert jax.config.jax_compilation_cache_dir is None  # pyright: ignore[reportAttributeAccessIssue]
 
 

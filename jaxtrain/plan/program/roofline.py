@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 from jaxtrain.config.context import pairs
 from jaxtrain.config.layout import Layout
-from jaxtrain.config.schema import Data, Model, Remat, RunConfig
+from jaxtrain.config.schema import Data, Model, Remat
 from jaxtrain.models import flops, windows
 from jaxtrain.models.activations import kept
 from jaxtrain.models.attention import KIND_SWITCH
@@ -367,15 +367,16 @@ _ATTENTION = {
 }
 
 
-def expected_flops(run: RunConfig, layout: Layout, attention: str = "cudnn") -> float:
+def expected_flops(program: Program, layout: Layout | None = None) -> float:
     """Return the FLOPs that each device executes in a step by formula: forward, backward and recomputed.
 
-    FLOPs of a pipeline's bubble and padding layers count. attention: name of the attention kernel (`Program.kernel`).
+    FLOPs of a pipeline's bubble and padding layers count. layout: another one than the program's.
 
     Returns 0 for a model family whose FLOPs do not follow from the config, since those that remat recomputes are unknown.
 
     Raises ValueError for an unknown kernel.
     """
+    run, layout, attention = program.run, layout or program.layout, program.kernel.name
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
     known = model_flops(run)

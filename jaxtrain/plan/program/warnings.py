@@ -28,7 +28,7 @@ from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
 from jaxtrain.plan.program.roofline import Roofline, label
 from jaxtrain.plan.result import Collective, Matmuls, Memory, Rates
 from jaxtrain.sharding import Placement, large_replicated_arrays, node_of
-from jaxtrain.step.definition import fp8_weights, trained_parameters
+from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.program import Program
 from jaxtrain.step.stages import IDLE, schedule_of
 from jaxtrain.step.state import abstract_tensors
@@ -254,12 +254,13 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     if matmuls is None:
         return
     run = program.run
-    weights = (jax.tree_util.tree_leaves_with_path(f(run, program.definition)) for f in (fp8_weights, trained_parameters))
+    in_fp8 = fp8_weights(run.precision, run.fp8.exclude, program.definition)
+    weights = map(jax.tree_util.tree_leaves_with_path, (in_fp8, program.trained))
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
     # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
-    if uneven(run):
+    if uneven(run.model, run.moe, run.mesh):
         asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
     least = asked - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:

@@ -363,7 +363,7 @@ BUGS = (
     Bug(
         "remat.policy=auto: a family of the user's own saves all or nothing",
         "jaxtrain/step/auto_remat.py",
-        "return Remat(OTHERS[run.remat.policy])",
+        "return Remat(OTHERS[remat.policy])",
         'return Remat("full")',
         "unit/test_auto_remat.py -k users_own",
     ),

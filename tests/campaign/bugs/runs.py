@@ -20,8 +20,8 @@ BUGS = (
     Bug(
         "resume: a lower learning rate of the next step is not told",
         "jaxtrain/train/initial_state.py",
-        "if abs(now - before) <= RATE_APART * before:",
-        "if now - before <= RATE_APART * before:",
+        "if abs(after - before) <= RATE_APART * before:",
+        "if after - before <= RATE_APART * before:",
         "unit/test_resume_rules.py -k rate_of_its_next_step",
     ),
     Bug(
