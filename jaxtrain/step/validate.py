@@ -66,11 +66,11 @@ NO_PARAMS = (
 )
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
-# (Pattern of keys, another key, the value of this other key with which they are read; None: any but 0, false and '').
 OF_EXPERTS = (
     *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
     *("routed_scaling", "router_groups", "groups_per_token"),
 )
+# (Pattern of keys, another key, the value of this other key with which they are read; None: any but 0, false and '').
 READ_WITH = (
     *rules.READ_WITH,
     ("remat.tensors", "remat.policy", "custom"),

@@ -85,7 +85,7 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
         uneven = [*_divisions(values, sizes, table, bad), *_batch(run.train, shards["batch"], table["batch"], bad)]
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
-        # No mesh axis shards two axes of an array: those that the rules allow are different.
+        # With these rules no mesh axis shards two axes of an array: each axis of an array may have other mesh axes.
         told: dict[str, Problem] = {}
         for axis, rule, remedy in wrong_rules(table):
             told.setdefault(axis, Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy))
