@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.layout import Layout, resolve_layout
+from jaxtrain.config.layout import Layout, resolve_layout, rule_problems
 from jaxtrain.config.schema import EXPERT_AXIS, ConfigError, Problem, RunConfig, rule_of
 
 Axes = tuple[str | None, ...]
@@ -304,13 +304,15 @@ redirect.defvjp(_redirect_fwd, _redirect_bwd)
 def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """Return the placement of a run on these devices.
 
-    Raises ConfigError for an impossible layout (`resolve_layout`), and if the nodes hold different numbers of devices.
+    Raises ConfigError for a mesh or rules that are impossible, and if the nodes hold different numbers of devices.
     """
     counts = collections.Counter(map(node_of, devices))
     if len({*counts.values()}) > 1:
         held = ", ".join(str(count) for count in counts.values())
         raise ConfigError([Problem("devices", held, "the nodes hold different numbers of devices", "Start as many on each.")])
     layout = resolve_layout(run, len(devices), counts[node_of(devices[0])])
+    if wrong := rule_problems(layout, run.sharding):
+        raise ConfigError(wrong)
     return Placement(make_mesh(layout, devices), layout)
 
 

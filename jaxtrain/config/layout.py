@@ -93,6 +93,14 @@ class Layout:
         """Return the product of the sizes of these mesh axes."""
         return math.prod(size for axis, size in self.mesh if axis in mesh_axes)
 
+    def mesh_axes(self, axis: str) -> list[str]:
+        """Return the mesh axes, of size above 1, that shard a logical axis."""
+        return [a for a in dict(self.rules)[axis] if self.size(a) > 1]
+
+    def shards(self, axis: str) -> int:
+        """Return the number of shards of a logical axis."""
+        return self.size(*dict(self.rules)[axis])
+
     @property
     def sizes(self) -> dict[str, int]:
         """Return mesh axis -> size."""
@@ -114,15 +122,14 @@ class Layout:
         return self.stages.stages > 1
 
 
-def resolve_layout(run: RunConfig, devices: int, node: int) -> Layout:
-    """Return the layout of a run on `devices` devices, `node` of them in each node.
+def resolve_layout(run: RunConfig, devices: int, node: int, what: str = "") -> Layout:
+    """Return the layout of a run on `devices` devices, `node` of them in each node. `rule_problems` checks its rules.
 
-    Raises ConfigError for a mesh that does not fill the devices, and for rules that the step has no collectives for.
+    what: names the devices in an error. Raises ConfigError for a mesh that does not fill the devices.
     """
-    sizes = mesh_sizes(run.mesh, devices, node)
+    sizes = mesh_sizes(run.mesh, devices, node, what)
     rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
-    check_rules(run.sharding, rules, sizes)
-    ranks, tensor = (math.prod(sizes[a] for a in rules[axis]) for axis in ("sequence", "heads"))
+    ranks, tensor = (math.prod(sizes.get(a, 1) for a in rules[axis]) for axis in ("sequence", "heads"))
     heads = run.model.num_heads // tensor, max(1, run.model.num_kv_heads // tensor)
     return Layout(
         tuple(sizes.items()),
@@ -135,12 +142,14 @@ def resolve_layout(run: RunConfig, devices: int, node: int) -> Layout:
     )
 
 
-def check_rules(sharding: Sharding, rules: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError if the step has no collectives for a rule in use (`schema.wrong_rules`)."""
-    table = {axis: [a for a in onto if sizes[a] > 1] for axis, onto in rules.items()}
-    if wrong := wrong_rules(table):
-        written = dict(sharding.rules)
-        raise ConfigError([Problem(f"sharding.rules.{axis}", written[axis], *why) for axis, *why in wrong])
+def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
+    """Return the problems of rules that the step has no collectives for (`schema.wrong_rules`), one for each rule."""
+    written = dict(sharding.rules)
+    wrong = wrong_rules({axis: layout.mesh_axes(axis) for axis, _ in layout.rules})
+    found: dict[str, Problem] = {}
+    for axis, *why in wrong:
+        found.setdefault(axis, Problem(f"sharding.rules.{axis}", written[axis], *why))
+    return list(found.values())
 
 
 def arrange(layers: int, pipeline: Pipeline, stages: int) -> Arrangement:

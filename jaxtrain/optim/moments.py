@@ -5,7 +5,7 @@ dimension that fsdp does not shard.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxtrain.config.schema import Dtypes, Optimizer, Problem
 from jaxtrain.optim import groups
@@ -48,13 +48,13 @@ def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
 
 
 def problems(
-    optimizer: Optimizer, dtypes: Dtypes, matrices: Mapping[str, Mapping[str, int]], shards: Mapping[str, int]
+    optimizer: Optimizer, dtypes: Dtypes, matrices: Mapping[str, Mapping[str, int]], shards: Callable[[str], int]
 ) -> Iterable[Problem]:
     """Yield a problem if moments cannot be stored in 8-bit blocks, or none of them would be.
 
     Args:
       matrices: name of a matrix of the layers -> its logical axes, each with its length; empty with latent attention.
-      shards: logical axis -> number of its shards. Each shard must have a whole number of blocks.
+      shards: returns the number of shards of a logical axis. Each shard must have a whole number of blocks.
     """
     key = next((f"dtypes.{name}" for name in ("m", "v") if getattr(dtypes, name) == INT8), "")
     if not key or optimizer.name not in groups.METHODS:
@@ -80,8 +80,8 @@ def problems(
         rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
         yield Problem(key, INT8, rule, "Set f32 or bf16.")
     for (axis, whole), size in cut.items():
-        if whole % (shards[axis] * size):
-            rule = f"a block of {size} along {axis} = {whole} would lie on two of its {shards[axis]} devices"
+        if whole % (shards(axis) * size):
+            rule = f"a block of {size} along {axis} = {whole} would lie on two of its {shards(axis)} devices"
             yield Problem(key, INT8, rule, f"Set bf16, or mesh sizes whose product divides {whole // size}.")
 
 

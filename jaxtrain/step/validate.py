@@ -19,7 +19,6 @@ from jaxtrain.config import declaration, installed, own_parts, schema, unread
 from jaxtrain.config.commands import CONFIG
 from jaxtrain.config.environment import overlay
 from jaxtrain.config.hardware import REPEATABLE, Devices
-from jaxtrain.config.layout import rules_in_use
 from jaxtrain.config.schema import (
     FIT,
     Checkpoint,
@@ -47,7 +46,7 @@ from jaxtrain.runtime.timelimit import limit_s
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.step.resume import check_allow_change
 from jaxtrain.step.state_size import least_gib
-from jaxtrain.step.validate_layout import check_layout, mesh_sizes
+from jaxtrain.step.validate_layout import check_layout, find_layout
 from jaxtrain.step.validate_pipeline import check_schedule
 from jaxtrain.step.validate_places import check_places, checkpoints_folder
 
@@ -270,16 +269,11 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     keys = ("model.", "dtypes.", "mesh", "sharding.", "optimizer.name", "lora.", "train.freeze")
     if devices.kind != "cpu" or any(key.startswith(keys) for key in bad) or run.model.family not in FAMILIES:
         return
-    sizes, _ = mesh_sizes(run.mesh, devices)
-    if sizes is None:
+    layout, _ = find_layout(run, devices)
+    if layout is None:
         return
-    split = {
-        axis
-        for name, onto in rules_in_use(run.sharding, run.model.num_experts, sizes).items()
-        if name in OF_WEIGHTS
-        for axis in onto
-    }
-    copies = math.prod(size for axis, size in sizes.items() if axis not in split)
+    split = {axis for name, onto in layout.rules if name in OF_WEIGHTS for axis in onto}
+    copies = math.prod(size for axis, size in layout.mesh if axis not in split)
     here = devices.node or devices.count  # devices in this process
     need = least_gib(run, ("params", "moments", "grads")) * copies * here / devices.count
     have = devices.memory_gib * here

@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Iterable, Mapping
 
+from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import EXPERT_AXIS, FIT, Problem, RunConfig, parts_of
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
@@ -12,19 +13,16 @@ from jaxtrain.models.precision import EXPERTS, eight_bit, matmuls
 ROUTER = "layers.mlp.router"
 
 
-def check_experts(
-    run: RunConfig, hardware: Hardware | None, sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
-) -> Iterable[Problem]:
+def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a model with experts.
 
-    hardware: None if unknown. sizes: sizes of the mesh axes. table: logical axis -> mesh axes of size above 1 that shard it.
-    bad: keys that have an invalid value.
+    hardware: None if unknown. bad: keys that have an invalid value.
     """
-    m, ranks = run.model, sizes[EXPERT_AXIS]
+    m, ranks = run.model, layout.size(EXPERT_AXIS)
     if "model.num_experts" in bad:
         return
     if ranks > 1:
-        yield from _expert_axis(m.num_experts, ranks, dict(run.sharding.rules), table)
+        yield from _expert_axis(m.num_experts, ranks, dict(run.sharding.rules), layout)
     if not m.num_experts:
         return
     frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
@@ -43,19 +41,19 @@ def check_experts(
         yield from support.problems_fp8(run.moe.impl, hardware, names, m.num_experts)
 
 
-def _expert_axis(experts: int, ranks: int, rules: Mapping[str, str], table: Mapping[str, list[str]]) -> Iterable[Problem]:
+def _expert_axis(experts: int, ranks: int, rules: Mapping[str, str], layout: Layout) -> Iterable[Problem]:
     if not experts:
         yield Problem("mesh.expert", ranks, "shards experts, and model.num_experts = 0", "Set 1, or model.num_experts.")
         return
     if experts % ranks:
         rule = f"does not divide over mesh.expert = {ranks}"
         yield Problem("model.num_experts", experts, rule, f"{FIT}make mesh.expert a divisor.")
-    if EXPERT_AXIS not in table["experts"]:
+    if EXPERT_AXIS not in layout.mesh_axes("experts"):
         rule = f"does not name it, and mesh.expert = {ranks} shards only experts and the batch"
         yield Problem("sharding.rules.experts", rules["experts"], rule, "Name expert first, or set mesh.expert to 1.")
     if EXPERT_AXIS in rules["expert_embed"].split("+"):
         rule = "names mesh axis 'expert', which shards the experts themselves"
         yield Problem("sharding.rules.expert_embed", rules["expert_embed"], rule, "Leave expert to sharding.rules.experts.")
-    if EXPERT_AXIS not in table["batch"]:
+    if EXPERT_AXIS not in layout.mesh_axes("batch"):
         rule = "leaves out mesh axis 'expert': its devices must have different tokens"
         yield Problem("sharding.rules.batch", rules["batch"], rule, "Add expert.")

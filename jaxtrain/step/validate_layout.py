@@ -2,27 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import layout
-from jaxtrain.config.context import Context, make_context, ulysses_problem
+from jaxtrain.config.context import Context, ulysses_problem
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.layout import Arrangement, arrange, rules_in_use
+from jaxtrain.config.layout import Layout, resolve_layout, rule_problems
 from jaxtrain.config.schema import (
     FIT,
     MESH_AXES,
     RULES,
     ConfigError,
-    Mesh,
     Model,
     Problem,
     RunConfig,
     Train,
     nearest,
     rule_of,
-    wrong_rules,
 )
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import FAMILIES
@@ -65,45 +62,34 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
 
     values: the run's dotted keys. bad: keys that have an invalid value.
     """
-    sizes, wrong = mesh_sizes(run.mesh, devices)
+    layout, wrong = find_layout(run, devices)
     yield from wrong
-    rules, m = dict(run.sharding.rules), run.model
-    yield from _rules(rules, m.family)
-    hardware, context = None, None
+    m, hardware, context = run.model, None, None
+    yield from _rules(dict(run.sharding.rules), m.family)
     if devices.kind == "cpu" or devices.sm:
         name = devices.name if devices.kind == "gpu" else f"{devices.name} ({devices.source})"
         hardware = Hardware(devices.kind, divmod(devices.sm, 10), name)
-    if sizes is not None:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
-        # Logical axis -> the mesh axes of size above 1 that shard it. _rules reports unknown mesh axes.
-        table = {
-            axis: [a for a in onto if sizes.get(a, 1) > 1]
-            for axis, onto in rules_in_use(run.sharding, m.num_experts, sizes).items()
-        }
-        shards = {axis: math.prod(sizes[a] for a in onto) for axis, onto in table.items()}
-        layers = arrange(m.stacked_layers, run.pipeline, sizes["stage"])
-        context, split = _context(run, shards["heads"], shards["sequence"], layers, bad)
-        uneven = [*_divisions(values, sizes, table, bad), *_batch(run.train, shards["batch"], table["batch"], bad)]
+    if layout:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
+        context, split = _context(run, layout, bad)
+        uneven = [*_divisions(values, layout, bad), *_batch(run.train, layout, bad)]
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
         # With these rules no mesh axis shards two axes of an array: each axis of an array may have other mesh axes.
-        told: dict[str, Problem] = {}
-        for axis, rule, remedy in wrong_rules(table):
-            told.setdefault(axis, Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy))
-        yield from told.values()
-        if layers.stages > 1:
-            yield from check_pipeline(run, layers, bad)
-        yield from check_experts(run, hardware, sizes, table, bad)
+        yield from rule_problems(layout, run.sharding)
+        if layout.pipelined:
+            yield from check_pipeline(run, layout.stages, bad)
+        yield from check_experts(run, hardware, layout, bad)
         if not run.lora.rank and m.family in FAMILIES and not bad & OF_SHAPES:
             matrices = {} if m.kv_lora_rank else layer_matrices(m)
-            yield from moments.problems(run.optimizer, run.dtypes, matrices, shards)
+            yield from moments.problems(run.optimizer, run.dtypes, matrices, layout.shards)
     if hardware and "model.head_dim" not in bad:
         yield from attention_specs.problems(run, context or Context(), hardware)
 
 
 def in_use(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:
     """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
-    sizes, _ = mesh_sizes(run.mesh, devices)
-    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (sizes or {}).items()}
+    layout, _ = find_layout(run, devices)
+    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (layout.mesh if layout else ())}
     if run.optimizer.schedule != "constant" and run.train.steps > 0:
         found["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
     if run.model.sliding_window:
@@ -115,8 +101,8 @@ def in_use(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]
     return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
-def mesh_sizes(mesh: Mesh, devices: Devices) -> tuple[dict[str, int] | None, list[Problem]]:
-    """Return (size of each mesh axis, with the actual size for -1; problems). The sizes are None if the mesh is impossible."""
+def find_layout(run: RunConfig, devices: Devices) -> tuple[Layout | None, list[Problem]]:
+    """Return (the layout of a run on these devices; problems). The layout is None if the mesh is impossible."""
     if devices.problem:
         return None, [devices.problem]
     if devices.count < 1:
@@ -124,9 +110,9 @@ def mesh_sizes(mesh: Mesh, devices: Devices) -> tuple[dict[str, int] | None, lis
         return None, [Problem("devices", devices.count, rule, "Set JAX_NUM_CPU_DEVICES=1.")]
     what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
     try:
-        return layout.mesh_sizes(mesh, devices.count, devices.node or devices.count, what), []
+        return resolve_layout(run, devices.count, devices.node or devices.count, what), []
     except ConfigError as error:
-        need = math.prod(size for axis in MESH_AXES if (size := getattr(mesh, axis)) > 0)
+        need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
         if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs
             remedy = f"Set the variable JAX_NUM_CPU_DEVICES={need} to start {need} CPU devices."
             return None, [dataclasses.replace(p, remedy=remedy) if p.key == "mesh" else p for p in error.problems]
@@ -145,55 +131,50 @@ def _rules(rules: Mapping[str, str], family: str) -> Iterable[Problem]:
             yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
 
 
-def _context(
-    run: RunConfig, tensor: int, ranks: int, layers: Arrangement, bad: set[str]
-) -> tuple[Context | None, list[Problem]]:
-    """Return context parallelism and its problems: heads, data.seq_len and kinds of layers, if mesh axes shard a sequence.
-
-    tensor, ranks: number of shards of heads and of a sequence. layers: the arrangement on stages.
-    """
-    m, method, found = run.model, run.parallel.context, []
+def _context(run: RunConfig, layout: Layout, bad: set[str]) -> tuple[Context | None, list[Problem]]:
+    """Return context parallelism and its problems: heads, data.seq_len and kinds of layers, if mesh axes shard a sequence."""
+    m, found, context = run.model, [], layout.context
+    tensor, ranks = layout.shards("heads"), layout.shards("sequence")
     if bad & {"parallel.context", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
         return None, []
-    heads, kv_heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
-    context = make_context(method, ranks, heads, kv_heads)
     if "data.seq_len" not in bad and run.data.seq_len % context.divides:
         rule = f"does not divide into two chunks for each of {context.ring} ranks of a ring"
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
-        rule += f" (mesh.seq = {ranks}, parallel.context = {method})"
+        rule += f" (mesh.seq = {ranks}, parallel.context = {run.parallel.context})"
         found.append(Problem("data.seq_len", run.data.seq_len, rule, f"{FIT}make mesh.seq smaller."))
-    if layers.stages > 1:
-        found += check_kinds(m, layers, context, not ulysses_problem(ranks, heads, kv_heads), bad)
+    if layout.pipelined:
+        whole = not ulysses_problem(ranks, m.num_heads // tensor, max(1, m.num_kv_heads // tensor))
+        found += check_kinds(m, layout.stages, context, whole, bad)
     return context, found
 
 
-def _divisions(
-    values: Mapping[str, Any], sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
-) -> Iterable[Problem]:
+def _divisions(values: Mapping[str, Any], layout: Layout, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem for every dimension of weights that its mesh axes do not divide evenly."""
     for key, axis, needed in DIMENSIONS:
         if needed and not values[needed]:
             continue
-        value, parts = values[key], math.prod(sizes[a] for a in table[axis])
+        value, parts = values[key], layout.shards(axis)
         if axis == "kv_heads" and (parts % value == 0 or value == values["model.num_heads"]):
             continue  # each key/value head is replicated over several ranks; or the problem is that of model.num_heads
         if key not in bad and value % parts:
-            over = " x ".join(f"mesh.{a} = {sizes[a]}" for a in table[axis])
+            axes = layout.mesh_axes(axis)
+            over = " x ".join(f"mesh.{a} = {layout.size(a)}" for a in axes)
             named = f"sharding.rules.{rule_of(axis)}"
             rule = f"does not divide over {over} ({named} = {values[named]!r})"
             remedy = f"{FIT}set mesh sizes that divide it"
-            less = "+".join(a for a in table[axis] if a != "stage")
-            remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in table[axis] else "."
+            less = "+".join(a for a in axes if a != "stage")
+            remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in axes else "."
             yield Problem(key, value, rule, remedy)
 
 
-def _batch(train: Train, parts: int, axes: Sequence[str], bad: set[str]) -> Iterable[Problem]:
-    """Yield a problem if microbatches do not divide evenly over `parts` devices along these mesh axes."""
-    batch, accum, unit = train.global_batch, train.grad_accum, train.grad_accum * parts
+def _batch(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
+    """Yield a problem if microbatches do not divide evenly over the devices that shard the batch."""
+    batch, accum, parts = train.global_batch, train.grad_accum, layout.shards("batch")
+    unit = accum * parts
     if bad & {"train.global_batch", "train.grad_accum"} or batch % unit == 0:
         return
-    over = f"does not divide over {parts} devices ({' x '.join(axes)})"
+    over = f"does not divide over {parts} devices ({' x '.join(layout.mesh_axes('batch'))})"
     rule = f"a batch of {batch} {over}"
     if accum > 1:
         rule = f"a microbatch of {batch // accum} (train.grad_accum = {accum}) {over}"
