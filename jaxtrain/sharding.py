@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.layout import Layout, resolve_layout, rule_problems
-from jaxtrain.config.schema import EXPERT_AXIS, ConfigError, Problem, RunConfig, rule_of
+from jaxtrain.config.layout import Layout, resolve_layout, rule_of, rule_problems
+from jaxtrain.config.schema import EXPERT_AXIS, ConfigError, Problem, RunConfig
 
 Axes = tuple[str | None, ...]
 TOKEN_AXES = ("batch", "sequence", "residual")  # logical axes of activations

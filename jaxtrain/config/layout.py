@@ -10,6 +10,7 @@ from jaxtrain.config.schema import (
     EXPERT_AXIS,
     MESH_AXES,
     OPTIONAL_AXES,
+    RULES,
     ConfigError,
     Dtypes,
     Mesh,
@@ -17,8 +18,16 @@ from jaxtrain.config.schema import (
     Problem,
     RunConfig,
     Sharding,
-    wrong_rules,
 )
+
+# Logical axis -> the mesh axes that its rule may name, in this order: those of its default, and data for weights. The step has
+# collectives for these axes only.
+ALLOWED = {axis: tuple(onto.split("+")) for axis, onto in RULES.items()} | {
+    "embed": ("data", "fsdp", "expert", "seq"),
+    "experts": ("expert", "data", "fsdp", "seq"),
+    "expert_embed": ("data", "fsdp", "seq"),
+}
+OF_WEIGHTS = ("embed", "experts", "expert_embed")  # axes whose shards are gathered over axes of tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +151,35 @@ def resolve_layout(run: RunConfig, devices: int, node: int, what: str = "") -> L
     )
 
 
+def rule_of(axis: str) -> str:
+    """Return the axis whose rule shards a logical axis: the axis itself, or heads for kv_heads."""
+    return "heads" if axis == "kv_heads" else axis
+
+
 def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
-    """Return the problems of rules that the step has no collectives for (`schema.wrong_rules`), one for each rule."""
-    written = dict(sharding.rules)
-    wrong = wrong_rules({axis: layout.mesh_axes(axis) for axis, _ in layout.rules})
-    found: dict[str, Problem] = {}
-    for axis, *why in wrong:
-        found.setdefault(axis, Problem(f"sharding.rules.{axis}", written[axis], *why))
+    """Return the problems of sharding.rules that the step has no collectives for, one for each rule."""
+    written, found = dict(sharding.rules), {}
+
+    def refuse(axis: str, rule: str, remedy: str) -> None:
+        found.setdefault(axis, Problem(f"sharding.rules.{axis}", written[axis], rule, remedy))
+
+    sequence = layout.mesh_axes("sequence")
+    tokens = {*layout.mesh_axes("batch"), *sequence, EXPERT_AXIS}
+    for axis, allowed in ALLOWED.items():
+        onto = layout.mesh_axes(axis)
+        ordered = [a for a in allowed if a in onto]
+        names = "+".join(a for a in allowed if a in tokens or axis not in OF_WEIGHTS)
+        if other := [a for a in onto if a not in allowed]:
+            refuse(axis, f"cannot be sharded over mesh axis {other[0]!r}", f"Set '{names}', or fewer of these axes.")
+        elif onto != ordered:
+            refuse(axis, f"must name its mesh axes in the order {names}", f"Set {'+'.join(ordered)}.")
+    if layout.mesh_axes("residual")[: len(sequence)] != sequence:
+        rule = f"tokens inside the blocks are sharded over {sequence}, so those of the residual stream must be too"
+        refuse("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'.")
+    for axis in OF_WEIGHTS:
+        if alone := [a for a in layout.mesh_axes(axis) if a not in tokens]:
+            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
+            refuse(axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only.")
     return list(found.values())
 
 

@@ -82,46 +82,6 @@ DERIVED = {
     "layers": "Layers are sharded over mesh.stage alone: leave it out.",
 }
 
-# Logical axis -> the mesh axes that its rule may name, in this order: those of its default, and data for weights. The step has
-# collectives for these axes only.
-ALLOWED = {axis: tuple(onto.split("+")) for axis, onto in RULES.items()} | {
-    "embed": ("data", "fsdp", "expert", "seq"),
-    "experts": ("expert", "data", "fsdp", "seq"),
-    "expert_embed": ("data", "fsdp", "seq"),
-}
-
-
-def rule_of(axis: str) -> str:
-    """Return the axis whose rule shards a logical axis: the axis itself, or heads for kv_heads."""
-    return "heads" if axis == "kv_heads" else axis
-
-
-def wrong_rules(table: Mapping[str, list[str]]) -> list[tuple[str, str, str]]:
-    """Return the entries of sharding.rules that the step has no collectives for: (logical axis, why it is refused, remedy).
-
-    table: logical axis -> mesh axes of size above 1 that shard it.
-    """
-    found = []
-    for axis, allowed in ALLOWED.items():
-        other = [a for a in table[axis] if a not in allowed]
-        tokens = (*table["batch"], *table["sequence"], EXPERT_AXIS)
-        names = "+".join(a for a in allowed if a in tokens or axis not in ("embed", "expert_embed", "experts"))
-        if other:
-            rule = f"cannot be sharded over mesh axis {other[0]!r}"
-            found.append((axis, rule, f"Set '{names}', or fewer of these axes."))
-        elif table[axis] != [a for a in allowed if a in table[axis]]:
-            ordered = "+".join(a for a in allowed if a in table[axis])
-            found.append((axis, f"must name its mesh axes in the order {names}", f"Set {ordered}."))
-    if table["residual"][: len(table["sequence"])] != table["sequence"]:
-        rule = f"tokens inside the blocks are sharded over {table['sequence']}, so those of the residual stream must be too"
-        found.append(("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'."))
-    for axis in ("embed", "expert_embed", "experts"):
-        alone = [a for a in table[axis] if a not in (*table["batch"], *table["sequence"], EXPERT_AXIS)]
-        if alone:
-            rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
-            found.append((axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only."))
-    return found
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:

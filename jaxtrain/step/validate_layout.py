@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.config.context import Context, ulysses_problem
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.layout import Layout, resolve_layout, rule_problems
+from jaxtrain.config.layout import Layout, resolve_layout, rule_of, rule_problems
 from jaxtrain.config.schema import (
     FIT,
     MESH_AXES,
@@ -19,7 +19,6 @@ from jaxtrain.config.schema import (
     RunConfig,
     Train,
     nearest,
-    rule_of,
 )
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import FAMILIES

@@ -16,7 +16,7 @@ BUDGETS = {
     "checkpoint": 1670,
     "models": 3940,
     "optim": 1040,
-    "step": 4310,
+    "step": 4280,
     "hf": 2380,
     "plan": 6140,
     "train": 6160,
