@@ -15,11 +15,8 @@ from jaxtrain.config.schema import Problem, resume_of
 from jaxtrain.optim import groups
 
 EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # each is computed for a microbatch
-ULYSSES = "attention.ulysses"  # a former key, the size of a Ulysses group
 # Keys that decide which tokens are on a device at one time.
-DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context", ULYSSES)
-DROPS = "with moe.capacity_factor above 0, experts drop other tokens"
-ANEW = "start a new run in another --workdir (--config.init.from starts it from these weights)"
+DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context")
 
 
 def compare(
@@ -51,9 +48,6 @@ def compare(
     ]
     if gone:
         notes.append(f"in the checkpoint's config, no longer keys: {', '.join(f'{k} = {v!r}' for k, v in gone.items())}")
-    if gone.get(ULYSSES) and _decides_drops(ULYSSES, before, after):
-        rule = f"in the checkpoint's config, is no longer a key: a group is now as large as the heads allow, and {DROPS}"
-        problems.append(Problem(ULYSSES, gone[ULYSSES], rule, ANEW[:1].upper() + ANEW[1:]))
     asked: list[tuple[str, Resume]] = []
     for name in [*after, *(k for k in before if k not in after)]:
         moved, (was_in, is_in) = before.get(name) != after.get(name), contents.get(name, ("", ""))
@@ -75,7 +69,7 @@ def compare(
         if name == "data.max_segments" and {before[name], after[name]} == {0, schema.MOST_DOCUMENTS}:
             rule = Resume("free", "the same sequences")
         if rule.word == "free" and _decides_drops(name, before, after):
-            rule = Resume("ask", DROPS)
+            rule = Resume("ask", "with moe.capacity_factor above 0, experts drop other tokens")
         if rule.word == "free" or (rule.word == "ask" and name in _matching(allowed, [name])):
             notes.append(f"{name}: {change} ({rule.reason})")
         elif rule.word == "ask":
@@ -86,7 +80,7 @@ def compare(
                     name,
                     after.get(name),
                     f"was {_shown(name, before)} in the checkpoint and can never change on resume: {rule.reason}",
-                    f"Set it back, or {ANEW}",
+                    "Set it back, or start a new run in another --workdir (--config.init.from starts it from these weights)",
                 )
             )
     settings = [name for name in {**before, **after} if name.startswith(f"{schema.OWN}.")]
@@ -132,7 +126,7 @@ def _decides_drops(name: str, before: Mapping[str, Any], after: Mapping[str, Any
     """
     if not (after["model.num_experts"] and after["moe.capacity_factor"]):
         return False
-    if name.startswith(("attention.", "parallel.")) and before["mesh.seq"] == after["mesh.seq"] == 1:
+    if name.startswith("parallel.") and before["mesh.seq"] == after["mesh.seq"] == 1:
         return False
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in DECIDES_DROPS)
 

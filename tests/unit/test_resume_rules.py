@@ -155,18 +155,14 @@ def test_configs_of_other_versions_and_own_axes():
     assert not problems and "sharding.rules.channels" in notes[0]
 
 
-def test_former_keys_are_noted_and_refused_only_if_experts_drop_other_tokens():
-    """A checkpoint of an older version resumes. A Ulysses group of another size decides which tokens experts drop."""
-    sharded = {"mesh__seq": 4, "parallel__context": "ulysses"}
-    for more, ulysses, keys in (({}, 2, []), (DROPS, 0, []), (DROPS, 2, ["attention.ulysses"])):
-        now = tree(**sharded, **more)
-        old = copy.deepcopy(now)
-        old["compiler"]["defaults"] = False
-        old["attention"]["ulysses"] = ulysses
-        old["sharding"]["rules"] |= {"kv_heads": "tensor", "layers": "stage", "head_dim": ""}
-        notes, problems = resume.compare(old, now)
-        assert [p.key for p in problems] == keys
-        assert len(notes) == 1 and all(name in notes[0] for name in ("compiler.defaults = False", "sharding.rules.layers"))
+def test_former_keys_are_noted():
+    """A checkpoint of an older version resumes."""
+    old = copy.deepcopy(tree())
+    old["compiler"]["defaults"] = False
+    old["sharding"]["rules"] |= {"kv_heads": "tensor", "layers": "stage", "head_dim": ""}
+    notes, problems = resume.compare(old, tree())
+    assert not problems
+    assert len(notes) == 1 and all(name in notes[0] for name in ("compiler.defaults = False", "sharding.rules.layers"))
 
 
 @pytest.mark.parametrize(
