@@ -62,8 +62,7 @@ class Placement:
 
     def size(self, mesh_axes: str | Sequence[str]) -> int:
         """Return the product of the sizes of these mesh axes."""
-        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-        return math.prod(self.mesh.shape.get(a, 1) for a in names)
+        return self.layout.size(*((mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes))
 
     def crosses_nodes(self, mesh_axes: Sequence[str]) -> bool:
         """Return whether devices that differ in these mesh axes alone are on several nodes."""
@@ -74,18 +73,7 @@ class Placement:
         """Return the mesh axes that shard this logical axis."""
         if axis is None or (self.tokens_replicated and axis in TOKEN_AXES):
             return ()
-        return self._rule(axis)
-
-    @functools.cached_property
-    def _table(self) -> dict[str, tuple[str, ...]]:
-        return dict(self.layout.rules)
-
-    def _rule(self, axis: str) -> tuple[str, ...]:
-        table = self._table
-        if axis not in table:
-            rule = f"is needed for an array of the model, and there are only rules for {', '.join(table)}"
-            raise ConfigError([Problem(f"sharding.rules.{axis}", None, rule, "Add it; '' replicates the axis.")])
-        return tuple(a for a in table[axis] if self.mesh.shape.get(a, 1) > 1)
+        return self.layout.mesh_axes(axis)
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -110,7 +98,7 @@ class Placement:
 
         Experts stay sharded over the axis `expert`, because tokens are sent to them.
         """
-        tokens = self._rule("batch") + self._rule("sequence")
+        tokens = self.layout.mesh_axes("batch") + self.layout.mesh_axes("sequence")
         return tuple(
             a for axis in axes for a in self.mesh_axes(axis) if a in tokens and not (axis == "experts" and a == EXPERT_AXIS)
         )

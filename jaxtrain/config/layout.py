@@ -102,13 +102,20 @@ class Layout:
         """Return the product of the sizes of these mesh axes."""
         return math.prod(size for axis, size in self.mesh if axis in mesh_axes)
 
-    def mesh_axes(self, axis: str) -> list[str]:
-        """Return the mesh axes, of size above 1, that shard a logical axis."""
-        return [a for a in dict(self.rules)[axis] if self.size(a) > 1]
+    @functools.cached_property
+    def _used(self) -> dict[str, tuple[str, ...]]:
+        return {axis: tuple(a for a in onto if self.size(a) > 1) for axis, onto in self.rules}
+
+    def mesh_axes(self, axis: str) -> tuple[str, ...]:
+        """Return the mesh axes, of size above 1, that shard a logical axis. Raises ConfigError for an axis without a rule."""
+        if axis not in self._used:
+            rule = f"is needed for an array of the model, and there are only rules for {', '.join(self._used)}"
+            raise ConfigError([Problem(f"sharding.rules.{axis}", None, rule, "Add it; '' replicates the axis.")])
+        return self._used[axis]
 
     def shards(self, axis: str) -> int:
         """Return the number of shards of a logical axis."""
-        return self.size(*dict(self.rules)[axis])
+        return self.size(*self.mesh_axes(axis))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -167,14 +174,14 @@ def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
     tokens = {*layout.mesh_axes("batch"), *sequence, EXPERT_AXIS}
     for axis, allowed in ALLOWED.items():
         onto = layout.mesh_axes(axis)
-        ordered = [a for a in allowed if a in onto]
+        ordered = tuple(a for a in allowed if a in onto)
         names = "+".join(a for a in allowed if a in tokens or axis not in OF_WEIGHTS)
         if other := [a for a in onto if a not in allowed]:
             refuse(axis, f"cannot be sharded over mesh axis {other[0]!r}", f"Set '{names}', or fewer of these axes.")
         elif onto != ordered:
             refuse(axis, f"must name its mesh axes in the order {names}", f"Set {'+'.join(ordered)}.")
     if layout.mesh_axes("residual")[: len(sequence)] != sequence:
-        rule = f"tokens inside the blocks are sharded over {sequence}, so those of the residual stream must be too"
+        rule = f"tokens inside the blocks are sharded over {[*sequence]}, so those of the residual stream must be too"
         refuse("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'.")
     for axis in OF_WEIGHTS:
         if alone := [a for a in layout.mesh_axes(axis) if a not in tokens]:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.config import schema
 from jaxtrain.config.layout import resolve_layout
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.sharding import (
@@ -33,7 +34,7 @@ GATE, EXPERTS = ("embed", "mlp"), ("experts", "expert_embed", "mlp")
 
 def placement(**sizes: int) -> Placement:
     devices = np.array(jax.devices()).reshape(*sizes.values())
-    layout = dataclasses.replace(resolve_layout(RunConfig(), 8, 8), rules=tuple(RULES.items()))
+    layout = dataclasses.replace(resolve_layout(RunConfig(mesh=schema.Mesh(**sizes)), 8, 8), rules=tuple(RULES.items()))
     return Placement(Mesh(devices, tuple(sizes)), layout)
 
 

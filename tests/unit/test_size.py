@@ -8,7 +8,7 @@ import pytest
 from test_imports import PACKAGE, modules
 
 BUDGETS = {
-    "config": 3910,
+    "config": 3920,
     "runtime": 3040,
     "metrics": 2780,
     "data": 5760,
@@ -23,7 +23,7 @@ BUDGETS = {
     "report": 5030,
     "node": 5060,
     "commands": 2240,
-    "": 670,
+    "": 660,
 }
 STEP = 10  # a budget is at most this far above what is there
 
