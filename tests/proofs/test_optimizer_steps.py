@@ -15,6 +15,7 @@ import pytest
 
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import schema
+from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.optim import muon
@@ -25,7 +26,6 @@ from jaxtrain.optim.update import at_once, streamed
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import compiler, memory
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.stages import Arrangement
 from jaxtrain.step.state import is_moment, to_tensors
 from jaxtrain.train.initial_state import choose_start, initial_state
 

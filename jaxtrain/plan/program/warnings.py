@@ -66,7 +66,7 @@ def program_warnings(
     run = program.run
     large = [f for f in found if f.wire_bytes > LARGE]
     return (
-        *_float32(program.layout.dtypes, large),
+        *_float32(run.precision, program.layout.dtypes, large),
         *_invariant_gathers(module, large, microbatch_loops(run.train.grad_accum, found)),
         *_resharding(module, large),
         *(_replicated(program) if run.sharding.zero else ()),
@@ -105,12 +105,12 @@ def _by_line(found: Sequence[Found]) -> list[Found]:
     return sorted(merged, key=lambda f: -f.count * f.wire_bytes)
 
 
-def _float32(dtypes: StepDtypes, found: Sequence[Found]) -> Iterator[str]:
+def _float32(precision: str, dtypes: StepDtypes, found: Sequence[Found]) -> Iterator[str]:
     """Yield a warning for each float32 gather if `precision` is not f32, and float32 reduction if `dtypes.reduce` is not."""
     for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
         start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
         if f.kind == "all-gather" and dtypes.compute != "f32":
-            yield f"{start}precision is not f32. Fix: cast before the gather, as Placement.gather does."
+            yield f"{start}precision is {precision}. Fix: cast before the gather, as Placement.gather does."
         # A ring sums gradients of keys and values in float32, as attention on one device does.
         if f.kind in ("reduce-scatter", "all-reduce") and dtypes.reduce != "f32" and CONTEXT not in f.source:
             yield f"{start}dtypes.reduce is {dtypes.reduce}. Fix: cast before the reduction."
