@@ -57,7 +57,7 @@ def resumed(run: schema.RunConfig, folder: Path) -> Any:
     checkpoints, program = Checkpoints(folder), helpers.program(run)
     start = choose_start(run, checkpoints, program)
     assert start.resumed
-    return initial_state(run, program, start, checkpoints, print)
+    return initial_state(program, start, checkpoints, print)
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
