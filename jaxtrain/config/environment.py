@@ -6,6 +6,7 @@ results. The log and the receipt name all others. Imports no jax: the variables 
 
 import dataclasses
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
@@ -78,7 +79,7 @@ TOO_LATE = (
     *SELECTION,
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "JAXTRAIN_*", "SLURM_*", HOST_LIMIT),
 )
-EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process, or the process that started it, has set
+EXPORTED = "JAXTRAIN_EXPORTED"  # JSON, name -> value: set by an earlier run of this process, or by the one that started it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,8 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def exported(environ: Mapping[str, str]) -> set[str]:
-    """Return the names in EXPORTED, which are no variables of the shell."""
-    return {*environ.get(EXPORTED, "").split(",")} - {""}
+    """Return the names in EXPORTED that still have the value there: these are no variables of the shell."""
+    return {name for name, value in json.loads(environ.get(EXPORTED) or "{}").items() if environ.get(name) == value}
 
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:

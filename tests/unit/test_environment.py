@@ -1,6 +1,7 @@
 """The environment of a run: variables that it sets, variables that the shell may set, and variables that are refused."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,11 @@ def test_mistakes_are_told_once_and_without_secrets(text: str, key: str):
 
 def test_what_an_earlier_run_of_the_process_has_set_is_not_the_shells():
     left = {"NCCL_DEBUG": "INFO", "JAX_PLATFORMS": "cpu", "XLA_CLIENT_MEM_FRACTION": "0.5"}
-    overlay, problems = environment.overlay(run(), H200, left | {environment.EXPORTED: ",".join(left)})
+    recorded = {environment.EXPORTED: json.dumps(left)}
+    overlay, problems = environment.overlay(run(), H200, left | recorded)
     assert not problems and not overlay.inherited and overlay.set["NCCL_DEBUG"] == "WARN"
+    overlay, _ = environment.overlay(run(), H200, left | recorded | {"NCCL_DEBUG": "TRACE"})
+    assert overlay.inherited == {"NCCL_DEBUG": "TRACE"}, "a user has set it between the runs"
 
 
 def test_what_processes_must_have_alike():
