@@ -79,16 +79,17 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
             axis: [a for a in onto if sizes.get(a, 1) > 1]
             for axis, onto in rules_in_use(run.sharding, m.num_experts, sizes).items()
         }
-        shards = {axis: math.prod(sizes[a] for a in onto) for axis, onto in table.items()}
-        layers = arrange(m.stacked_layers, run.pipeline, sizes["stage"])
-        context, split = _context(run, shards["heads"], shards["sequence"], layers, bad)
-        uneven = [*_divisions(values, sizes, table, bad), *_batch(run.train, shards["batch"], table["batch"], bad)]
-        yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
-        yield from split
         # No mesh axis shards two axes of an array: those that the rules allow are different.
         told: dict[str, Problem] = {}
         for axis, rule, remedy in wrong_rules(table):
             told.setdefault(axis, Problem(f"sharding.rules.{axis}", rules[axis], rule, remedy))
+        allowed = {axis: onto for axis, onto in table.items() if rule_of(axis) not in told}
+        shards = {axis: math.prod(sizes[a] for a in allowed.get(axis, ())) for axis in table}
+        layers = arrange(m.stacked_layers, run.pipeline, sizes["stage"])
+        context, split = _context(run, shards["heads"], shards["sequence"], layers, bad)
+        uneven = [*_divisions(values, sizes, allowed, bad), *_batch(run.train, shards["batch"], table["batch"], bad)]
+        yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
+        yield from split
         yield from told.values()
         if layers.stages > 1:
             yield from check_pipeline(run, layers, bad)
@@ -171,9 +172,12 @@ def _context(
 def _divisions(
     values: Mapping[str, Any], sizes: Mapping[str, int], table: Mapping[str, list[str]], bad: set[str]
 ) -> Iterable[Problem]:
-    """Yield a problem for every dimension of weights that its mesh axes do not divide evenly."""
+    """Yield a problem for every dimension of weights that its mesh axes do not divide evenly.
+
+    table: logical axis -> mesh axes, without the logical axes whose rule is refused.
+    """
     for key, axis, needed in DIMENSIONS:
-        if needed and not values[needed]:
+        if axis not in table or (needed and not values[needed]):
             continue
         value, parts = values[key], math.prod(sizes[a] for a in table[axis])
         if axis == "kv_heads" and (parts % value == 0 or value == values["model.num_heads"]):
