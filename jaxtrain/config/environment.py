@@ -6,6 +6,7 @@ results. The log and the receipt name all others. Imports no jax: the variables 
 
 import dataclasses
 import fnmatch
+import json
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
@@ -30,12 +31,19 @@ TABLES: Mapping[int, Table] = {
 }
 
 OFF, ON = ("0", "false", "f", "no", "n", "off"), ("1", "true", "t", "yes", "y", "on")
-# Variable of the shell -> (values that change nothing, what any other value does). An empty value changes nothing.
-REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
+# Variable -> (values that change nothing, what any other value does). An empty value changes nothing.
+Values = Mapping[str, tuple[tuple[str, ...], str]]
+# With these no run can train.
+STOPS: Values = {
     "JAX_DISABLE_JIT": (OFF, "JAX then refuses to compile the train step"),
     "JAX_CHECK_TRACER_LEAKS": (OFF, "JAX then refuses to compile the train step"),
+    "JAX_NO_TRACING": (OFF, "JAX then refuses to compile the train step"),
+    "JAX_NO_EXECUTION": (OFF, "JAX then computes nothing"),
     "JAX_TRANSFER_GUARD": (("allow", "log"), "JAX then refuses to copy numbers to the devices"),
     "JAX_NUMPY_DTYPE_PROMOTION": (("standard",), "JAX then refuses operations on arrays of two dtypes"),
+}
+# These are refused in the shell alone: `env.set` makes them part of the config.
+CHANGES: Values = {
     "JAX_ENABLE_X64": (OFF, "arrays without a dtype of their own then have 64 bits"),
     "JAX_DEFAULT_MATMUL_PRECISION": (("default",), "it replaces the precision of matmuls that name none"),
     "JAX_DEFAULT_PRNG_IMPL": (("threefry2x32",), "train.seed then gives other random numbers"),
@@ -71,7 +79,7 @@ TOO_LATE = (
     *SELECTION,
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PATH", "PYTHONPATH", "PYTHONHASHSEED", "JAXTRAIN_*", "SLURM_*", HOST_LIMIT),
 )
-EXPORTED = "JAXTRAIN_EXPORTED"  # names that an earlier run of this process, or the process that started it, has set
+EXPORTED = "JAXTRAIN_EXPORTED"  # JSON, name -> value: set by an earlier run of this process, or by the one that started it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +119,8 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def exported(environ: Mapping[str, str]) -> set[str]:
-    """Return the names in EXPORTED, which are no variables of the shell."""
-    return {*environ.get(EXPORTED, "").split(",")} - {""}
+    """Return the names in EXPORTED that still have the value there: these are no variables of the shell."""
+    return {name for name, value in json.loads(environ.get(EXPORTED) or "{}").items() if environ.get(name) == value}
 
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
@@ -145,15 +153,17 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     asked, problems = parse(run.env.set)
     earlier = exported(environ)
     shell = {name: value for name, value in environ.items() if name not in earlier}
-    problems += refuse(shell, asked)
+    wrong = refuse(shell | asked, STOPS)
+    wrong += refuse({name: value for name, value in shell.items() if name not in asked}, CHANGES)
     chosen = {name: (value, "env.set") for name, value in asked.items()}
     known: Table = {}
     if devices.kind == "gpu" and devices.count:
         limit = str(int(pinned_limit_gib({})))
         known = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
-        decided, wrong = _derive_variables(run.train, devices, shell | asked)
+        decided, contradicting = _derive_variables(run.train, devices, shell | asked)
         chosen = {name: (v, why) for name, (v, why) in known.items() if v and not shell.get(name)} | chosen | decided
-        problems += wrong
+        wrong += contradicting
+    problems += _in_config(wrong, asked)
     inherited = {name: value for name, value in select_variables(shell).items() if name not in chosen}
     why = {}
     for name, value in inherited.items():
@@ -166,12 +176,22 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     return Overlay({name: value for name, (value, _) in chosen.items()}, inherited, why), problems
 
 
-def refuse(shell: Mapping[str, str], asked: Mapping[str, str]) -> list[Problem]:
-    """Return the problems of variables of the shell in REFUSED. asked: `env.set`, which replaces them."""
+def refuse(variables: Mapping[str, str], values: Values) -> list[Problem]:
+    """Return a problem for each variable with another value than those that change nothing."""
     return [
         Problem(name, value, rule, "Unset it.")
-        for name, (harmless, rule) in REFUSED.items()
-        if (value := shell.get(name)) and value.lower() not in harmless and name not in asked
+        for name, (harmless, rule) in values.items()
+        if (value := variables.get(name)) and value.lower() not in harmless
+    ]
+
+
+def _in_config(problems: Iterable[Problem], asked: Mapping[str, str]) -> list[Problem]:
+    """Return problems of variables, with the key env.set and its remedy for those that `env.set` sets (asked)."""
+    return [
+        Problem("env.set", f"{p.key}={p.value}", p.rule, p.remedy.replace("Unset it", f"Leave {p.key} out here", 1))
+        if p.key in asked
+        else p
+        for p in problems
     ]
 
 

@@ -335,26 +335,24 @@ def memory_environment(fraction: float, environ: Mapping[str, str]) -> tuple[dic
     def refuse(variable: str, rule: str, remedy: str) -> None:
         problems.append(Problem(variable, environ[variable], rule, remedy))
 
-    instead = f"Unset {name} and set train.memory_fraction"
+    instead = "Unset it, and set train.memory_fraction."
     if environ.get(name):
         try:
             same = abs(float(environ[name]) - fraction) < 1e-6
         except ValueError:
             same = False
         if not same:
-            refuse(name, f"contradicts train.memory_fraction, which gives {fraction}", instead + ".")
+            refuse(name, f"contradicts train.memory_fraction, which gives {fraction}", instead)
     old = "XLA_PYTHON_CLIENT_MEM_FRACTION"
     if environ.get(old):
-        refuse(old, f"is the old name of {name}; jax refuses both together", instead.replace(name, old) + ".")
+        refuse(old, f"is the old name of {name}; jax refuses both together", instead)
     preallocate = "XLA_PYTHON_CLIENT_PREALLOCATE"
     if environ.get(preallocate, "") in ("false", "False", "0"):
-        refuse(preallocate, "without preallocation the memory budget is not kept", f"Unset {preallocate}.")
+        refuse(preallocate, "without preallocation the memory budget is not kept", "Unset it.")
     allocator = "XLA_PYTHON_CLIENT_ALLOCATOR"
     if environ.get(allocator, "default").lower() not in ("default", "bfc"):
-        refuse(allocator, "the memory budget holds for the default allocator (bfc) only", f"Unset {allocator}.")
+        refuse(allocator, "the memory budget holds for the default allocator (bfc) only", "Unset it.")
     unified = "TF_FORCE_UNIFIED_MEMORY"
     if environ.get(unified, "").lower() in ("1", "true"):
-        refuse(
-            unified, "pages GPU memory to the host, so a run over budget becomes slow instead of failing", f"Unset {unified}."
-        )
+        refuse(unified, "pages GPU memory to the host, so a run over budget becomes slow instead of failing", "Unset it.")
     return {name: str(fraction)}, problems

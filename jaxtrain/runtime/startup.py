@@ -8,6 +8,7 @@ messages are irrelevant, so the platform is set to CPU and the messages are remo
 import contextlib
 import ctypes
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -36,7 +37,7 @@ def set_environment(overlay: Overlay) -> None:
 
     Removes those that an earlier run has set. Raises ConfigError if this process has initialised the backend with other values.
     """
-    left = {name for name in exported(os.environ) - {PLATFORMS} - overlay.set.keys() if name in os.environ}
+    left = exported(os.environ) - {PLATFORMS} - overlay.set.keys()
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
     if (left or absent) and _started_on_gpus():
         rule = "JAX was started in this process before, without this, and has allocated its share of GPU memory"
@@ -45,13 +46,14 @@ def set_environment(overlay: Overlay) -> None:
         raise ConfigError([Problem("environment", wanted, rule, remedy)])
     for name in left:
         del os.environ[name]
-    export(overlay.set)
+    export(absent)  # what the shell sets alike stays the shell's
 
 
 def export(values: Mapping[str, str]) -> None:
     """Set environment variables, and record that they are not from the shell."""
+    known = {name: os.environ[name] for name in sorted(exported(os.environ))}
     os.environ.update(values)
-    os.environ[EXPORTED] = ",".join(sorted({*exported(os.environ), *values}))
+    os.environ[EXPORTED] = json.dumps(known | dict(values))
 
 
 def choose_cpu() -> None:

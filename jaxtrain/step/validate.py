@@ -94,14 +94,15 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += _steps(run.checkpoint, run.profile, run.eval.every_steps > 0, run.train.steps, workdir, bad)
     problems += [*limit_s(run.train.max_minutes)[1], *parse_budgets(run.train.timeouts)[1]]
     problems += [] if "train.memory_fraction" in bad else overlay(run, devices, os.environ)[1]
-    problems += check_places(run, workdir)
+    reported = {p.key for p in problems}
+    problems += [p for p in check_places(run, workdir) if p.key not in reported]
     problems += _shown(run.sample, run.log.wandb)
     problems += _host_memory(run, devices, bad)
     # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
     from jaxtrain.data import pipeline
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
-        reported = {p.key for p in problems}
+        reported |= {p.key for p in problems}
         found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
         problems += [p for p in found if p.key not in reported]
     return problems

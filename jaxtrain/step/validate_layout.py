@@ -69,12 +69,16 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
         name = devices.name if devices.kind == "gpu" else f"{devices.name} ({devices.source})"
         hardware = Hardware(devices.kind, divmod(devices.sm, 10), name)
     if layout:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
-        context, split = _context(run, layout, bad)
-        uneven = [*_divisions(values, layout, bad), *_batch(run.train, layout, bad)]
+        # With these rules no mesh axis shards two axes of an array: each axis of an array may have other mesh axes.
+        wrong = rule_problems(layout, run.sharding)
+        refused = {p.key.rpartition(".")[2] for p in wrong}
+        rules = tuple((axis, () if rule_of(axis) in refused else onto) for axis, onto in layout.rules)
+        allowed = dataclasses.replace(layout, rules=rules)
+        context, split = _context(run, allowed, bad)
+        uneven = [*_divisions(values, allowed, bad), *_batch(run.train, allowed, bad)]
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
-        # With these rules no mesh axis shards two axes of an array: each axis of an array may have other mesh axes.
-        yield from rule_problems(layout, run.sharding)
+        yield from wrong
         if layout.pipelined:
             yield from check_pipeline(run, layout.stages, bad)
         yield from check_experts(run, hardware, layout, bad)

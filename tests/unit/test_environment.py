@@ -1,6 +1,7 @@
 """The environment of a run: variables that it sets, variables that the shell may set, and variables that are refused."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def test_the_shell_stands_above_the_table():
     [
         ("JAX_ENABLE_X64", ("1", "True", "on"), ("0", "False", "")),
         ("JAX_DISABLE_JIT", ("1",), ("off", "")),
+        ("JAX_NO_TRACING", ("1",), ("0",)),
+        ("JAX_NO_EXECUTION", ("1",), ("0",)),
         ("JAX_NUMPY_DTYPE_PROMOTION", ("strict",), ("standard",)),
         ("JAX_THREEFRY_PARTITIONABLE", ("0",), ("1",)),
         ("JAX_DEFAULT_MATMUL_PRECISION", ("highest",), ("",)),
@@ -132,9 +135,10 @@ def test_the_config_stands_above_table_and_shell():
         ("JAXTRAIN_COORDINATOR=a:1", "env.set"),
         ("HF_TOKEN=hf_x", "env.set"),
         (f"{HOST_LIMIT}=9", "env.set"),  # checks of the config read it
-        ("XLA_CLIENT_MEM_FRACTION=0.5", "XLA_CLIENT_MEM_FRACTION"),
-        ("XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_PREALLOCATE"),
-        ("TF_FORCE_UNIFIED_MEMORY=1", "TF_FORCE_UNIFIED_MEMORY"),
+        ("XLA_CLIENT_MEM_FRACTION=0.5", "env.set"),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE=false", "env.set"),
+        ("TF_FORCE_UNIFIED_MEMORY=1", "env.set"),
+        ("JAX_DISABLE_JIT=1", "env.set"),  # no run can train with it
     ],
 )
 def test_mistakes_are_told_once_and_without_secrets(text: str, key: str):
@@ -144,8 +148,11 @@ def test_mistakes_are_told_once_and_without_secrets(text: str, key: str):
 
 def test_what_an_earlier_run_of_the_process_has_set_is_not_the_shells():
     left = {"NCCL_DEBUG": "INFO", "JAX_PLATFORMS": "cpu", "XLA_CLIENT_MEM_FRACTION": "0.5"}
-    overlay, problems = environment.overlay(run(), H200, left | {environment.EXPORTED: ",".join(left)})
+    recorded = {environment.EXPORTED: json.dumps(left)}
+    overlay, problems = environment.overlay(run(), H200, left | recorded)
     assert not problems and not overlay.inherited and overlay.set["NCCL_DEBUG"] == "WARN"
+    overlay, _ = environment.overlay(run(), H200, left | recorded | {"NCCL_DEBUG": "TRACE"})
+    assert overlay.inherited == {"NCCL_DEBUG": "TRACE"}, "a user has set it between the runs"
 
 
 def test_what_processes_must_have_alike():
@@ -162,7 +169,7 @@ def test_deterministic_sums():
     other = dataclasses.replace(asked, env=dataclasses.replace(asked.env, set="NCCL_ALGO=Ring"))
     for refused, shell in ((asked, {"NCCL_ALGO": "NVLS"}), (other, {})):
         (problem,) = environment.overlay(refused, H200, shell)[1]
-        assert "train.deterministic" in problem.rule
+        assert "train.deterministic" in problem.rule and problem.key == ("NCCL_ALGO" if shell else "env.set")
 
 
 def test_each_generation_has_its_table():

@@ -75,6 +75,7 @@ REFUSED = [
     ("lora.rank=4 lora.targets=wq,wx", "lora.targets", ""),
     ("lora.rank=4 lora.targets=gate,up model.num_experts=4", "lora.targets", ""),
     ("lora.targets=wq", "lora.targets", ""),
+    ("init.base=runs/gone", "init.base", ""),
     # The mesh and what divides over it
     ("mesh.data=2 mesh.fsdp=2", "mesh", "mesh.fsdp=4"),
     ("mesh.seq=-1", "mesh", "mesh.data=1 mesh.fsdp=8"),
@@ -91,6 +92,7 @@ REFUSED = [
     ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "sharding.rules.embed=fsdp"),
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed sharding.rules.embed", "sharding.rules.embed=fsdp"),
     ("sharding.rules.vocab=fsdp", "sharding.rules.vocab", ""),
+    ("sharding.rules.heads=fsdp", "sharding.rules.heads", ""),
     ("sharding.rules.kv_heads=", "sharding.rules.kv_heads", "sharding.rules.heads="),
     ("mesh.stage=2 train.grad_accum=2 sharding.rules.layers=", "sharding.rules.layers", "mesh.stage=1"),
     ("sharding.rules.batch=data", "sharding.rules.embed", "sharding.rules.embed=data"),

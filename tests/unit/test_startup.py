@@ -41,6 +41,18 @@ def test_gpus_that_were_started_without_the_budget_are_refused(monkeypatch: pyte
     assert "FI_PROVIDER" not in os.environ
 
 
+def test_a_variable_that_a_user_sets_between_two_runs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FI_PROVIDER", "FI_LOG_LEVEL", environment.EXPORTED):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("FI_LOG_LEVEL", "warn")
+    startup.set_environment(environment.Overlay({"FI_PROVIDER": "efa", "FI_LOG_LEVEL": "warn"}))
+    startup.set_environment(environment.Overlay())
+    assert "FI_PROVIDER" not in os.environ and os.environ["FI_LOG_LEVEL"] == "warn", "the shell has set the latter"
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    startup.set_environment(environment.Overlay())
+    assert os.environ["FI_PROVIDER"] == "efa"
+
+
 def test_cpu_devices_of_one_process_get_more_threads_than_collectives_hold(monkeypatch: pytest.MonkeyPatch):
     """Eight devices get at least 24 threads. With eight threads, collectives can block every thread, which is a deadlock."""
     cores = os.cpu_count() or 1

@@ -94,6 +94,7 @@ def test_a_row_of_the_data_has_a_setting_for_each_name_or_one_of_four_words():
         ("bf16", ["precision=bf16"]),
         ("weight_dtype", ["dtypes.params"]),  # the row's name has a value
         ("zero_optimization.stage", ["sharding.zero"]),  # four values
+        ("sample.top_p", ["python -m jaxtrain sample --top-p=P"]),
         ("comms-logger", ["python -m jaxtrain plan --config=FILE --topology=h200:8"]),
     ],
 )
