@@ -80,7 +80,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     moved = {"checkpoint__dir": bench.folder / "elsewhere", "log__every_steps": 2, "paths__cache": ""}
     forked = {"checkpoint__dir": bench.folder / "base" / "checkpoints"}
     bench.run({"base": {}, "again": moved, "key": {"optimizer__lr": 0.02}, "file": there, "forked": forked})
-    bench.run({"variable": {}}, JAX_DEFAULT_MATMUL_PRECISION="highest")
+    bench.run({"variable": {}}, NCCL_CROSS_NIC="1")
     bench.run({"package": {}}, path=str(bench.folder / "fake"))
     source = bench.repo / CHANGED
     source.write_text("".join(["# Another line.\n", *source.read_text().splitlines(keepends=True)[1:]]))
@@ -93,7 +93,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     ("name", "expected"),
     [
         ("again", [("config", name) for name in ("checkpoint.dir", "log.every_steps", "paths.cache")]),
-        ("variable", [("environment", "JAX_DEFAULT_MATMUL_PRECISION")]),
+        ("variable", [("environment", "NCCL_CROSS_NIC")]),
         ("key", [("config", "optimizer.lr")]),
         ("package", [("versions", "optax")]),
         ("file", [("data", "text.tok")]),
