@@ -80,7 +80,7 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
         yield from split
         yield from wrong
         if layout.pipelined:
-            yield from check_pipeline(run, layout.stages, bad)
+            yield from check_pipeline(m, run.train, run.optimizer, run.remat, layout.stages, bad)
         yield from check_experts(run, hardware, layout, bad)
         if not run.lora.rank and m.family in FAMILIES and not bad & OF_SHAPES:
             matrices = {} if m.kv_lora_rank else layer_matrices(m)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Arrangement
-from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Pipeline, Problem, Remat, RunConfig
+from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Optimizer, Pipeline, Problem, Remat, Train
 from jaxtrain.models.activations import parse_tensors
 
 
@@ -15,27 +15,28 @@ def check_schedule(p: Pipeline, bad: set[str]) -> Iterable[Problem]:
         yield Problem("pipeline.schedule", p.schedule, rule, "Set pipeline.groups to 2 or more, or 1f1b.")
 
 
-def check_pipeline(run: RunConfig, layers: Arrangement, bad: set[str]) -> Iterable[Problem]:
+def check_pipeline(
+    model: Model, train: Train, optimizer: Optimizer, remat: Remat, layers: Arrangement, bad: set[str]
+) -> Iterable[Problem]:
     """Yield the problems of a pipeline.
 
     layers: the arrangement of layers on stages. bad: keys that have an invalid value.
     """
-    p, stages = run.pipeline, layers.stages
-    several = p.groups > 1 and p.schedule == "interleaved"
-    if several and "train.grad_accum" not in bad and run.train.grad_accum % stages:
+    stages = layers.stages
+    if layers.groups > 1 and "train.grad_accum" not in bad and train.grad_accum % stages:
         rule = f"microbatches go through the groups of a stage in runs of mesh.stage = {stages}, of which it is no multiple"
-        yield Problem("train.grad_accum", run.train.grad_accum, rule, f"{FIT}set pipeline.schedule to 1f1b.")
-    if run.train.accumulate == "layer":
+        yield Problem("train.grad_accum", train.grad_accum, rule, f"{FIT}set pipeline.schedule to 1f1b.")
+    if train.accumulate == "layer":
         rule = f"a pipeline (mesh.stage = {stages}) has its own accumulation of gradients"
         yield Problem("train.accumulate", "layer", rule, "Set auto.")
-    if run.optimizer.offload == "moments":
+    if optimizer.offload == "moments":
         rule = f"streams moments layer by layer, which mesh.stage = {stages} does not support"
         yield Problem("optimizer.offload", "moments", rule, "Set none; dtypes.m and dtypes.v make moments smaller.")
-    if run.remat.policy == "custom" and "offload" in parse_tensors(run.remat.tensors)[0].values():
+    if remat.policy == "custom" and "offload" in parse_tensors(remat.tensors)[0].values():
         rule = f"saved activations of a pipeline (mesh.stage = {stages}) stay on the device"
-        yield Problem("remat.tensors", run.remat.tensors, rule, "Write keep or recompute for offload.")
+        yield Problem("remat.tensors", remat.tensors, rule, "Write keep or recompute for offload.")
     if not bad & {"model.num_layers", "pipeline.schedule", "pipeline.groups"}:
-        yield from _layers(run.model, run.remat, layers, bad)
+        yield from _layers(model, remat, layers, bad)
 
 
 def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
