@@ -194,10 +194,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     pipe = make_pipeline(run.model, placement, definition)
 
     # The roles of parameters, and the optimizer.
-    trained, in_fp8 = (
-        trained_parameters(run.lora, run.train, definition),
-        fp8_weights(run.precision, run.fp8.exclude, definition),
-    )
+    trained = trained_parameters(run.lora, run.train, definition)
+    in_fp8 = fp8_weights(run.precision, run.fp8.exclude, definition)
     learnt = part(definition.axes, trained)
     check_groups(run.optimizer, learnt)
     check_offload(run.optimizer, run.model.family, learnt)
