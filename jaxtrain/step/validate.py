@@ -139,19 +139,18 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
     values = run.flat
     wrong = {p.key: p for p in check_keys(values)}
     if not wrong:
-        return _beside(run, values, devices, set())
+        return _beside(run, devices, set())
     keys = schema.declared()
     floats = {key for key in wrong if isinstance(values[key], float)}
     run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in wrong})
-    values = run.flat
-    not_read = {p.key: p for p in _beside(run, values, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
+    not_read = {p.key: p for p in _beside(run, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
     found = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in wrong.items()]
-    return found + [p for p in _beside(run, values, devices, set(wrong)) if p.key not in wrong]
+    return found + [p for p in _beside(run, devices, set(wrong)) if p.key not in wrong]
 
 
-def _beside(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: set[str]) -> list[Problem]:
+def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     o, d = run.optimizer, run.dtypes
-    problems = list(check_layout(run, values, devices, bad))
+    problems = list(check_layout(run, devices, bad))
     problems += check_schedule(run.pipeline, bad)
     problems += rules.check_model(run.model, bad)
     problems += _remat(run.remat, run.model.num_layers, bad)
@@ -177,7 +176,7 @@ def _beside(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: se
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
         problems += _mtp(run, bad)
     told = {p.key for p in problems}
-    return problems + [p for key, p in unread.problems(values, READ_WITH, bad).items() if key not in told]
+    return problems + [p for key, p in unread.problems(run.flat, READ_WITH, bad).items() if key not in told]
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:

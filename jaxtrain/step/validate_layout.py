@@ -56,10 +56,10 @@ def layer_matrices(m: Model) -> dict[str, dict[str, int]]:
     return {name: {"layers": m.num_layers} | lengths for name, lengths in found.items()}
 
 
-def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, bad: set[str]) -> Iterable[Problem]:
+def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
     """Yield all problems of mesh and sharding rules, of the pipeline, experts and 8-bit moments, and of the kernels.
 
-    values: the run's dotted keys. bad: keys that have an invalid value.
+    bad: keys that have an invalid value.
     """
     layout, wrong = find_layout(run, devices)
     yield from wrong
@@ -75,7 +75,7 @@ def check_layout(run: RunConfig, values: Mapping[str, Any], devices: Devices, ba
         rules = tuple((axis, () if rule_of(axis) in refused else onto) for axis, onto in layout.rules)
         allowed = dataclasses.replace(layout, rules=rules)
         context, split = _context(run, allowed, bad)
-        uneven = [*_divisions(values, allowed, bad), *_batch(run.train, allowed, bad)]
+        uneven = [*_divisions(run.flat, allowed, bad), *_batch(run.train, allowed, bad)]
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
         yield from wrong
