@@ -124,7 +124,7 @@ def test_functions_have_their_docstrings(site: tuple[Path, str]):
     from jaxtrain.commands import api
 
     text = (site[0] / "api.html").read_text()
-    assert re.findall(r'id="jaxtrain\.api\.(\w+)"', text) == [name for name in vars(api) if name in api.__all__]
+    assert re.findall(r'id="jaxtrain\.commands\.api\.(\w+)"', text) == [name for name in vars(api) if name in api.__all__]
     assert (api.load.__doc__ or "").splitlines()[0] in text
 
 
