@@ -47,10 +47,12 @@ def folder_with(module: str, requirements: str) -> str:
 
 def reference() -> str:
     """Return the Python that has transformers, PEFT and TRL. Skips the test where there is none and none is to be installed."""
-    python = os.environ.get("JAXTRAIN_REFERENCE_PYTHON") or str(REPO / ".reference" / "bin" / "python")
-    if not Path(python).exists():
+    if python := os.environ.get("JAXTRAIN_REFERENCE_PYTHON"):
+        return python
+    folder = REPO / ".reference"
+    if not (folder / ".installed").exists():  # its Python is there minutes before its packages are
         if not WANTED:
             pytest.skip("needs transformers: tests/reference/setup.sh installs it, or JAXTRAIN_REFERENCE_PYTHON names a Python")
         with one_at_a_time("reference"):
             subprocess.run(["bash", str(REPO / "tests" / "reference" / "setup.sh")], check=True)
-    return python
+    return str(folder / "bin" / "python")
