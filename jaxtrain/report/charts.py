@@ -1,9 +1,8 @@
 """Bars and line charts as inline SVG, and the data of their cursors.
 
-A line chart is drawn once for each x axis (step, tokens, time). If `LineChart.log` is set and all values are positive, the
-chart is drawn again with a logarithmic y axis. `controls` returns the inputs that select one of these views by CSS alone, for
-all charts of a page. page.js adds a cursor that shows values, and redraws curves and axes for a part of the x axis or without
-hidden curves. Positions are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
+A line chart is drawn over the first x axis (step). page.js adds a cursor that shows values, and redraws curves and axes over
+another x axis (tokens, time), with another scale, for a part of the x axis, or without hidden curves. `controls` returns its
+inputs. Positions are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
 
 A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
 Next to each chart, the page has the thinned curves as JSON with every digit.
@@ -72,7 +71,7 @@ class LineChart:
 
     Attributes:
         zero: whether the y axis starts at 0.
-        log: whether there is a view with a logarithmic y axis.
+        log: whether the y axis may be logarithmic.
         kind: CSS class: "first" for the full width of the page, else "".
         named: whether a single curve has a legend too.
     """
@@ -152,30 +151,32 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
         f'<form class="views" autocomplete="off"><span>x axis: {" ".join(f"<label>{each}</label>" for each in inputs)}</span>'
         f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>'
         '<label><input type="checkbox" id="smooth" checked> smoothed</label></form>'
+        "<noscript><style>.views { display: none }</style></noscript>"
     )
 
 
-def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
-    """Return a chart with its title and legend as HTML; "" if no curve has a value. axes: names of the x axes."""
+def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS, *, log: bool = False) -> str:
+    """Return a chart with its title and legend as HTML; "" if no curve has a value.
+
+    Args:
+        axes: names of the x axes.
+        log: whether the y axis is logarithmic, if the chart allows it and all values are positive.
+    """
     curves = sorted((thin(c, columns) for c in chart.curves), key=lambda c: c.kind == "limit")
     measured = [c for c in curves if c.kind != "limit"]
     if not any(is_number(v) for c in measured for v in c.y):
         return ""
     values = [v for c in curves for v in c.y if is_number(v)]
-    scales = [_y_scale(values, chart.zero, log) for log in ((False, True) if chart.log and min(values) > 0 else (False,))]
-    label, views = escape(describe(chart, axes[0])), []
-    for axis, name in enumerate(axes):
-        x = Scale(min(c.x[axis][0] for c in measured if c.y), max(c.x[axis][-1] for c in measured if c.y))
-        for y in scales:
-            views.append(
-                f'<svg role="img" aria-label="{label}" class="view x{axis} {"log" if y.log else "linear"}" '
-                f'data-axis="{axis}" data-x="{x.low!r} {x.high!r}" data-y="{y.low!r} {y.high!r}">'
-                f'<g class="axes">{_grid(x, y, name)}</g>'
-                '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
-                + "".join(_path(n, c, axis, x, y) for n, c in sorted(enumerate(curves), key=lambda each: each[1].kind != "raw"))
-                + f"</svg>{''.join(_dots(n, c, axis, x, y) for n, c in enumerate(measured))}"
-                '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
-            )
+    may_log = chart.log and min(values) > 0
+    x = Scale(min(c.x[0][0] for c in measured if c.y), max(c.x[0][-1] for c in measured if c.y))
+    y = _y_scale(values, chart.zero, log and may_log)
+    svg = (
+        f'<svg role="img" aria-label="{escape(describe(chart, axes[0]))}"><g class="axes">{_grid(x, y, axes[0])}</g>'
+        '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
+        + "".join(_path(n, c, x, y) for n, c in sorted(enumerate(curves), key=lambda each: each[1].kind != "raw"))
+        + f"</svg>{''.join(_dots(n, c, x, y) for n, c in enumerate(measured))}"
+        '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
+    )
     # In the JSON, null is a gap, and a string is NaN or an infinity.
     words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
     data: list[dict[str, Any]] = [
@@ -184,9 +185,10 @@ def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUM
     ]
     title = escape(chart.title)
     return (
-        f'<div class="{chart.kind}{" scales" if len(scales) > 1 else ""}"><h3>{title}</h3>{_legend(chart)}'
-        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">{"".join(views)}'
-        f'{cursor_data({"axes": list(axes), "zero": chart.zero, "curves": data})}<div class="tip"></div></div></div>'
+        f'<div class="{chart.kind}"><h3>{title}</h3>{_legend(chart)}'
+        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">{svg}'
+        f"{cursor_data({'axes': list(axes), 'zero': chart.zero, 'log': may_log, 'curves': data})}"
+        '<div class="tip"></div></div></div>'
     )
 
 
@@ -260,10 +262,10 @@ def _grid(x: Scale, y: Scale, name: str) -> str:
     return "".join(out)
 
 
-def _stretches(c: Curve, axis: int) -> list[list[tuple[int, float, float]]]:
+def _stretches(c: Curve) -> list[list[tuple[int, float, float]]]:
     """Return the points (index, x, y) of a curve, with a new list after each gap, NaN or infinity."""
     out: list[list[tuple[int, float, float]]] = [[]]
-    for i, (place, value) in enumerate(zip(c.x[axis], c.y, strict=True)):
+    for i, (place, value) in enumerate(zip(c.x[0], c.y, strict=True)):
         if is_number(value):
             out[-1].append((i, place, value))
         elif out[-1]:
@@ -271,27 +273,27 @@ def _stretches(c: Curve, axis: int) -> list[list[tuple[int, float, float]]]:
     return [stretch for stretch in out if stretch]
 
 
-def _path(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
+def _path(n: int, c: Curve, x: Scale, y: Scale) -> str:
     lines = "".join(
-        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for _, a, b in stretch) for stretch in _stretches(c, axis)
+        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for _, a, b in stretch) for stretch in _stretches(c)
     )
     of = f'data-limit="{c.y[0]!r}"' if c.kind == "limit" else f'data-curve="{n}"'
     return f'<path {of} class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
 
 
-def _dots(n: int, c: Curve, axis: int, x: Scale, y: Scale) -> str:
+def _dots(n: int, c: Curve, x: Scale, y: Scale) -> str:
     """Return dots for the points of short curves and points between gaps, and vertical lines for NaN and infinities."""
     few = len(c.y) <= DOTS and c.kind != "raw"
     out = [
         f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}" '
         f'data-curve="{n}" data-point="{i}"/>'
-        for stretch in _stretches(c, axis)
+        for stretch in _stretches(c)
         if few or len(stretch) == 1
         for i, a, b in stretch
     ]
     lost = [(i, v) for i, v in enumerate(c.y) if v is not None and not math.isfinite(v)]
     for i, value in lost[:MARKED]:
-        place = c.x[axis][i]
+        place = c.x[0][i]
         at, text = f"{100 * x(place):.2f}%", escape(f"{c.name}: {_word(value)} at {place:g}")
         of = f'data-curve="{n}" data-point="{i}"'
         out.append(f'<line {of} class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')

@@ -83,7 +83,9 @@ class Charts:
     def show(self, *charts: LineChart) -> Drawing:
         """Return HTML with charts next to each other. Charts without values are left out."""
         columns, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
-        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, columns) for chart in charts)
+        drawn = "".join(
+            draw(dataclasses.replace(chart, named=several), self.axes, columns, log=self.log_at_first()) for chart in charts
+        )
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
     def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:

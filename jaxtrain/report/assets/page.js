@@ -97,7 +97,6 @@ const axes = ([from, to], [low, high], log, name) => {
 
 // ---- Charts
 
-const numbers = (text) => text.split(" ").map(Number);
 const number = (value) => (typeof value === "number" ? String(Number(value.toPrecision(5))) : (value ?? "-"));
 const checked = (id) => document.getElementById(id)?.checked ?? false;
 const axisNow = () => Number(document.querySelector(".views [name=x]:checked")?.value ?? 0);
@@ -106,21 +105,22 @@ const hidden = new Set(); // names in legends
 
 // What a cursor needs of a chart whose stops have texts, and the values of its parts, "" for parts that are not there.
 const ofTexts = (chart, { texts, parts }) => ({
-  view: () => chart.querySelector("svg"),
+  svg: chart.querySelector("svg"),
   range: () => [0, texts.length - 1],
   stops: () => texts.map((_, i) => i),
   words: (i) => [texts[i], ...parts.flatMap(([name, values]) => (values[i] ? `${name} ${values[i]}` : []))].join("\n"),
 });
 
 // The same for a line chart, which has a stop wherever a shown curve has a value, and `draw`, which draws it again.
-const ofCurves = (chart, { axes: names, curves, zero }) => {
-  const views = [...chart.querySelectorAll(".view")];
-  const view = () => {
-    const found = views.filter((v) => Number(v.dataset.axis) === axisNow());
-    return found[checked("log") ? found.length - 1 : 0];
+const ofCurves = (chart, { axes: names, curves, zero, log: mayLog }) => {
+  const svg = chart.querySelector("svg");
+  const all = () => {
+    const known = curves.map((c) => c.x[axisNow()]).filter((at) => at.length);
+    return [Math.min(...known.map((at) => at[0])), Math.max(...known.map((at) => at.at(-1)))];
   };
-  const range = () => zoomed[axisNow()] ?? numbers(view().dataset.x);
+  const range = () => zoomed[axisNow()] ?? all();
   const shown = () => curves.filter((c) => !hidden.has(c.legend) && (c.kind !== "smooth" || checked("smooth")));
+  let levels; // the range of the y axis
 
   // All numbers of the curves in a range of x, also where a curve crosses an end of the range.
   const inside = (axis, [from, to]) => curves.filter((c) => !hidden.has(c.legend)).flatMap(({ x, y }) => {
@@ -134,12 +134,12 @@ const ofCurves = (chart, { axes: names, curves, zero }) => {
     });
   });
   const draw = () => {
-    const [svg, axis] = [view(), axisNow()];
-    const log = svg.classList.contains("log");
+    const [axis, log] = [axisNow(), mayLog && checked("log")];
     const limits = [...svg.querySelectorAll("[data-limit]")].map((path) => Number(path.dataset.limit));
     const visible = range();
     const values = inside(axis, visible);
-    const levels = values.length ? yRange([...values, ...limits], zero, log) : numbers(svg.dataset.y);
+    if (values.length) levels = yRange([...values, ...limits], zero, log);
+    if (!levels) return;
     const [x, y] = [scale(visible), scale(levels, log)];
     svg.querySelector(".axes").replaceChildren(...axes(visible, levels, log, names[axis]));
     svg.querySelector("svg").setAttribute("overflow", zoomed[axis] ? "hidden" : "visible");
@@ -172,7 +172,7 @@ const ofCurves = (chart, { axes: names, curves, zero }) => {
     return [`${curve.name} ${number(curve.y[last])}${earlier}`];
   };
   return {
-    view, range, draw,
+    svg, range, all, draw,
     legends: new Set(curves.map((c) => c.legend)),
     stops: () => [...new Set(shown().flatMap((c) => c.x[axisNow()]))].sort((a, b) => a - b),
     words: (stop) => [`${names[axisNow()]} ${number(stop)}`, ...shown().flatMap((c) => value(c, stop))].join("\n"),
@@ -180,7 +180,7 @@ const ofCurves = (chart, { axes: names, curves, zero }) => {
 };
 
 const lines = []; // line charts
-const all = [...document.querySelectorAll(".chart")].map((chart) => {
+const read = [...document.querySelectorAll(".chart")].map((chart) => {
   const data = JSON.parse(chart.querySelector("script").textContent);
   const made = data.texts ? ofTexts(chart, data) : ofCurves(chart, data);
   if (made.draw) lines.push(made);
@@ -189,10 +189,10 @@ const all = [...document.querySelectorAll(".chart")].map((chart) => {
 
 // Places are computed from the padding of a chart in page.css, since reading them would lay out the page for each chart.
 const [LEFT, RIGHT] = [52, 14];
-const cursor = ({ view, range, words, tip }, stop) => {
+const cursor = ({ svg, range, words, tip }, stop) => {
   const part = range()[1] > range()[0] ? scale(range())(stop) : 0.5;
   const visible = stop !== undefined && part >= 0 && part <= 1;
-  const line = view().querySelector(".cursor");
+  const line = svg.querySelector(".cursor");
   line.style.visibility = tip.style.visibility = visible ? "visible" : "hidden";
   if (!visible) return;
   for (const end of ["x1", "x2"]) line.setAttribute(end, `${100 * part}%`);
@@ -202,7 +202,7 @@ const cursor = ({ view, range, words, tip }, stop) => {
   tip.style.right = part > 0.5 ? away(1 - part, RIGHT) : "auto";
 };
 const hide = () => {
-  for (const { chart, tip } of all) {
+  for (const { chart, tip } of read) {
     for (const line of chart.querySelectorAll(".cursor")) line.style.visibility = "hidden";
     tip.style.visibility = "hidden";
   }
@@ -228,8 +228,8 @@ controls?.append(unzoom);
 controls?.addEventListener("change", redraw);
 controls?.addEventListener("submit", (event) => event.preventDefault());
 
-for (const made of all) {
-  const { chart, view, range, stops, tip, draw } = made;
+for (const made of read) {
+  const { chart, svg, range, all, stops, draw } = made;
   const shared = draw ? lines : [made];
   let at, dragged; // the stop of the cursor; of a drag, where it began, and its rectangle
 
@@ -241,11 +241,11 @@ for (const made of all) {
     }
   };
   const partOf = (event) => {
-    const box = view().getBoundingClientRect();
+    const box = svg.getBoundingClientRect();
     return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
   };
   const widen = (from, to) => {
-    const [first, last] = numbers(view().dataset.x);
+    const [first, last] = all();
     if (from <= first && last <= to) zoom();
     else zoom([Math.max(first, from), Math.min(last, to)]);
   };
@@ -287,14 +287,14 @@ for (const made of all) {
     if (event.button || event.pointerType === "touch") return;
     chart.setPointerCapture(event.pointerId);
     dragged = { from: partOf(event), box: make("rect", { class: "selected", y: 0, height: "100%", width: 0 }) };
-    view().append(dragged.box);
+    svg.append(dragged.box);
   });
   const end = (event) => {
     if (!dragged) return;
     const [from, to] = [dragged.from, partOf(event)].sort((a, b) => a - b);
     dragged.box.remove();
     dragged = undefined;
-    const far = (to - from) * view().clientWidth > 4 && range()[1] > range()[0];
+    const far = (to - from) * svg.clientWidth > 4 && range()[1] > range()[0];
     if (far && event.type === "pointerup") zoom([placeOf(from), placeOf(to)]);
   };
   chart.addEventListener("pointerup", end);
