@@ -1,4 +1,4 @@
-"""`python -m jaxtrain report RUN...`: write the HTML report of a run, or of several runs compared."""
+"""`python -m jaxtrain report RUN...`: write the HTML report of a run, or one of several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +13,13 @@ def parser() -> Parser:
     """Return the parser of the command line."""
     p = Parser(
         "report",
-        "Write one HTML page about a run that trains or has ended, or one that compares several runs. It needs "
-        "no GPU and changes "
-        "no file of a run.",
-        examples=("runs/tiny", "runs/first runs/second --html=compared.html"),
+        "Write one HTML page about a run that trains or has ended, or one with the curves of several runs in the same charts. It "
+        "needs no GPU and changes no file of a run.",
+        examples=("runs/tiny", "runs/first runs/second --html=both.html"),
         notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a "
         "folder no run.",
     )
-    p.argument("runs", "a run's folder; several, at most 8, are compared", "RUN", several=True, type=place)
+    p.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=place)
     p.option(
         "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", type=output_file
     )

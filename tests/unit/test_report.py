@@ -14,11 +14,11 @@ from pages import EVIL, Read, assert_self_contained, curves_of
 
 from jaxtrain.commands import report as command
 from jaxtrain.metrics import files, goodput
-from jaxtrain.metrics.receipt_format import ReceiptError
-from jaxtrain.report import run_charts, run_compare, run_page
+from jaxtrain.metrics.receipt import ReceiptError
+from jaxtrain.metrics.table import METRICS, Chart, Metric
+from jaxtrain.report import run_page
 from jaxtrain.report.charts import Curve, LineChart, draw, thin
-from jaxtrain.report.run import read, read_all
-from jaxtrain.report.run_files import RunError, verdict
+from jaxtrain.report.run import RunError, read, read_all, verdict
 
 # ---- Contents of a page
 
@@ -66,10 +66,10 @@ def test_a_curve_stands_where_its_values_are():
 
 
 def test_the_smoothed_loss_is_a_mean_of_neighbours():
-    found = run_charts.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two points on each side
+    found = run_page.smoothed([1.0, 2.0, 3.0, None, 5.0, math.nan, *[7.0] * 94])  # two points on each side
     assert found[:7] == [2.0, 2.0, 2.75, None, 5.0, None, 6.5]
-    assert run_charts.smoothed([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0], "a short run is shown as it is"
-    many = run_charts.smoothed([float(i) for i in range(1000)])
+    assert run_page.smoothed([1.0, 2.0, 4.0]) == [1.0, 2.0, 4.0], "a short run is shown as it is"
+    many = run_page.smoothed([float(i) for i in range(1000)])
     assert many[500] == pytest.approx(500.0) and many[0] == pytest.approx(10.0)
 
 
@@ -84,9 +84,9 @@ def test_time_is_drawn_as_it_was_spent():
     lines += [spent(165.0, 30, restore=5.0), {"kind": "back", "step": 20}, spent(200.0, 60, step=35.0)]
     lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
-    drawn = {cause: 0.0 for cause, colour in run_charts.COLOURS.items() if colour}
+    drawn = {cause: 0.0 for cause, colour in run_page.COLOURS.items() if colour}
     places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
-    rects = re.findall(places, run_charts.wall_time_strip(found))
+    rects = re.findall(places, run_page.wall_time_strip(found))
     for _, width, height, cause in rects:
         drawn[cause] += float(width) / 100 * float(height) / 60 * found.wall_s
     for cause, seconds in drawn.items():
@@ -107,7 +107,7 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     ledger = "".join(json.dumps(each) + "\n" for each in lines)
     run = read(fake(tmp_path / "run", [line(60, tokens=1_234_567)], receipt__json=told, goodput__jsonl=ledger))
     assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
-    table = run_charts.wall_time([run]).parts[1]
+    table = run_page.wall_time([run]).parts[1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
     found = dict(zip(table.columns[0].cells, shares.cells, strict=True))  # type: ignore[union-attr]
     assert found["step"] == "60.0%" and found["startup"] == "40.0%" and found["stopped"] == "-"
@@ -124,25 +124,13 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     other = [gpu(3, n, process=1, power_w=5.0) for n in range(4)]
     write_lines(folder / "metrics.1.jsonl", other)
     run = read(folder)
-    assert [(m[0], m[2], m[4]) for m in run_charts.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
+    assert [(m[0], m[2], m[4]) for m in run_page.moments(run, "power_w")] == [(2, 101.0, 402.0), (3, 5.0, 500.0)]
     assert "sw_power_cap+hw_slowdown" in run_page.html([run])
     rows = re.findall(r"<tr><th scope=\"row\">([01].[0-3])</th>(.*?)</tr>", run_page.html([run]))
     powers = {gpu: re.findall(r">([^<]+)</td>", row)[1:3] for gpu, row in rows}
     assert len(powers) == 8 and powers["0.3"] == ["403.0", "700.0"] and powers["1.3"] == ["5.0", "700.0"]
     alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
-    assert [(m[0], m[2], m[4]) for m in run_charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
-
-
-def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
-    """As in the receipt, values of an earlier attempt do not appear in place of missing ones."""
-    lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
-    told = json.loads(ended(None)) | {"resumed_from_step": 49}
-    run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
-    paths = ("speed.tokens_per_s_per_device", "speed.window.last_step", "memory.peak_gib")
-    assert [run.figure(path) for path in paths] == [None, None, 40.0]
-    told |= {"speed": {"tokens_per_s_per_device": 123.0, "window": {"first_step": 50, "last_step": 52}}}
-    run = read(fake(tmp_path / "done", lines, receipt__json=json.dumps(told | {"memory": {"peak_gib": 41.0}})))
-    assert [run.figure(path) for path in paths] == [123.0, 52, 41.0]
+    assert [(m[0], m[2], m[4]) for m in run_page.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
 
 
 def test_warnings_are_those_of_the_logs(tmp_path: Path):
@@ -181,77 +169,30 @@ def test_the_plan_of_a_run_is_drawn_beside_it(tmp_path: Path):
 # ---- Several runs
 
 
-def test_several_runs_and_the_best(tmp_path: Path):
+def test_several_runs_share_each_chart(tmp_path: Path):
+    """A chart has a curve for each run, over its own steps and tokens."""
     batch = [json.dumps({"train": {"global_batch": n}, "data": {"seq_len": 10}}) for n in (10, 20)]
     lines = [line(s, loss=5.0 - s / 10, tokens_per_s_per_device=100.0) for s in range(1, 31)]
-    slow = fake(tmp_path / "x" / "run", lines, config__json=batch[0])
+    slow = fake(tmp_path / "x" / "run", [*lines, held_out(30, 1.5)], config__json=batch[0])
     fast = [line(s, loss=4.0 - s / 10, tokens=200 * s, tokens_per_s_per_device=300.0) for s in range(1, 21)]
-    quick = fake(tmp_path / "y" / "run", fast, config__json=batch[1])
+    quick = fake(tmp_path / "y" / "run", [*fast, held_out(20, 2.5)], config__json=batch[1])
     shown = run_page.html(read_all([slow, quick]))
     assert {"x/run", "y/run"} <= set(Read(shown).words)  # if two runs have the same name, their folders are shown
-    (results,) = re.findall(r'<table class="sortable">(.*?)</table>', shown[: shown.index(">Training</h2>")])
-    losses = [float(v) for v in re.findall(r'data-value="([^"]+)">\d\.\d{4}<', results)]
-    assert losses == pytest.approx([3.45, 2.45]), "not the lower loss that more steps gave"
     drawn = [json.loads(s) for s in re.findall(r'<script type="application/json">(.*?)</script>', shown)]
     (losses,) = [c for c in drawn if any("smoothed" in x["name"] for x in c["curves"])]
     assert [axis[-1] for axis in losses["curves"][2]["x"]] == [20, 4000, 0]
-
-
-def test_a_finer_log_is_no_lower_loss(tmp_path: Path):
-    """Losses are compared over the same steps, even if one run wrote more lines."""
-    fall = [line(s, loss=10.0 - s / 100) for s in range(1, 501)]
-    fine, coarse = read(fake(tmp_path / "fine", fall)), read(fake(tmp_path / "coarse", fall[9::10]))
-    first = run_compare.window([fine, coarse], 500)
-    assert first == 401
-    losses = [run_compare.loss_over(run, first, 500) for run in (fine, coarse)]
-    assert losses == [pytest.approx(10 - 4.505), pytest.approx(10 - 4.55)]
-    assert run_compare.window([fine], 500) == 476  # a twentieth of the lines
-
-
-def test_held_out_loss_is_compared_where_all_were_evaluated(tmp_path: Path):
-    def evaluated(name: str, at: dict[int, float]) -> Path:
-        return fake(tmp_path / name, [line(1, loss=1.0), line(2, loss=1.0), *(held_out(s, v) for s, v in at.items())])
-
-    long, short = evaluated("long", {10: 4.0, 20: 3.0, 30: 1.5}), evaluated("short", {10: 5.0, 20: 2.0})
-    shown = run_page.html(read_all([long, short]))
-    assert "3.0000" in shown and "2.0000" in shown, "step 20"
-    shown = run_page.html(read_all([long, evaluated("never", {7: 0.5})]))
-    assert "1.5000" in shown and "0.5000" in shown, "the newest"
-    assert "cross entropy" not in shown
-    own = fake(tmp_path / "own", [line(1, loss=1.0), held_out(20, 1.25, cross_entropy=3.75)])
-    assert run_compare.held_out_at(read_all([long, own]), "", plain=True) == (20, [3.0, 3.75])
-    for compared in ([own], [long, own]):
-        assert "3.7500" in run_page.html(read_all(compared))
+    ends = {tuple((curve["name"], curve["y"][-1]) for curve in chart["curves"]) for chart in drawn}
+    assert (("x/run", 1.5), ("y/run", 2.5)) in ends and (("x/run", 100.0), ("y/run", 300.0)) in ends
     # The evaluation of a new run comes before its first train line, without tokens and without time.
     (begun,) = read_all([fake(tmp_path / "new", [held_out(0, 5.0), line(10), line(20, time_unix=1e9 + 9), held_out(20, 4.0)])])
     assert begun.positions([0, 5, 20]) == [[0, 5, 20], [0, 500, 2000], [0.0, 0.0, 9.0]]
 
 
-def test_losses_of_different_data_are_marked(tmp_path: Path):
-    def trained(name: str, train: str, held: str) -> Path:
-        data, held_out_data = ({"source": "x", "files": [{"content_sha256": sha, "weight": 1.0}]} for sha in (train, held))
-        lines = [line(1, loss=1.0), line(2, loss=1.0), held_out(2, 1.0)]
-        return fake(tmp_path / name, lines, receipt__json=ended(0, data=data, eval_data={"": held_out_data}))
-
-    one, same, other = trained("one", "a", "c"), trained("same", "a", "c"), trained("other", "b", "c")
-    bare = fake(tmp_path / "bare", [line(1, loss=1.0), line(2, loss=1.0)])
-
-    def marked(*folders: Path) -> set[str]:
-        read_runs = read_all(folders)
-        headings = [column.heading for column in run_compare.results(read_runs).parts[0].columns]  # type: ignore[union-attr]
-        return {"train" if "train" in h else "held-out" for h in headings if "different data" in h}
-
-    assert marked(one, same) == marked(one, bare) == set()
-    assert marked(one, other) == {"train"} and marked(one, trained("both", "b", "d")) == {"train", "held-out"}
-
-
-def test_rates_are_explained_only_in_a_table_with_rates(tmp_path: Path):
-    def note(**changes: Any) -> str:
-        folders = [fake(tmp_path / name, [line(s, **changes) for s in range(1, 30)]) for name in ("a", "b")]
-        return " ".join(part for part in run_compare.results(read_all(folders)).parts if isinstance(part, str))
-
-    absent: dict[str, Any] = {"tokens_per_s_per_device": None, "step_time_s": None, "mfu_causal": None}
-    assert "median" in note() and "median" not in note(**absent)
+def test_a_metric_of_the_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    chart = Chart("training", "Balance of a new kind, %")
+    monkeypatch.setitem(METRICS, "balance", Metric("fraction", "for this test", chart=chart, curve="balance", factor=100))
+    run = read(fake(tmp_path / "run", [line(step, balance=step / 10) for step in (1, 2, 3)]))
+    assert curves_of(run_page.html([run]))["balance"] == pytest.approx({1: 10.0, 2: 20.0, 3: 30.0})
 
 
 def test_each_run_links_to_its_own_page(tmp_path: Path):
