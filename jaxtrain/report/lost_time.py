@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtrain.report.profile_times import Op, StepTimes
 
 LEAST = 1e-3  # of a step; shorter causes are left out
+LISTED = 3  # longest collectives that are named
 # Mesh axis -> settings that change the communication over this axis.
 AXES = {
     "fsdp": "mesh.fsdp, sharding.zero, sharding.gather, parallel.scan_layers",
@@ -81,10 +82,12 @@ def _of_trace(profile: "StepTimes | None", clock_s: float) -> Iterator[Cause | s
         return
     for link, keys in (("communication", ""), ("host copies", "optimizer.offload, remat.tensors")):
         if most := _sums((op.collective or op.label, op.ms) for op in profile.ops if op.kind == link):
-            name, ms = most[0]
-            over = [keys for axis, keys in AXES.items() if axis in name.partition(" over ")[2]]
-            evidence = f"most of it {name}: {_ms(ms / 1e3)}; {_ms(profile.overlapped[link] / 1e3)} more are overlapped"
+            over = [keys for axis, keys in AXES.items() if axis in most[0][0].partition(" over ")[2]]
+            evidence = ", ".join(f"{name} {_ms(ms / 1e3)}" for name, ms in most[:LISTED])
+            evidence += f"; {_ms(profile.overlapped[link] / 1e3)} more are overlapped"
             seconds = profile.by_kind[f"exposed {link}"] / 1e3
+            if profile.planned:
+                evidence += f"; planned {_ms(profile.planned.by_kind.get(f'exposed {link}', 0.0) / 1e3)}"
             yield Cause(f"exposed {link}", seconds, evidence, keys or ", ".join((*over, "compiler.options")))
     slow = sorted((op for op in profile.ops if _slow_ms(op)), key=_slow_ms, reverse=True)
     if slow and profile.planned:
@@ -193,7 +196,7 @@ def section(found: LostTime) -> Section:
     rows = found.rows
     seconds = [row.seconds for row in rows]
     columns = [
-        Column("cause", [row.cause for row in rows], kind="whole"),
+        Column("cause", [row.cause for row in rows]),
         numbers("ms of a step", [1e3 * s for s in seconds], total=False),
         shares("of step", seconds, found.step_s),
         Column("evidence", [row.evidence for row in rows], kind="path"),

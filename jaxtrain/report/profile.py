@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from jaxtrain.report.sections import (
 )
 
 ROWS, PAGE_ROWS = 15, 40  # of a long table on the terminal, and on the page
+COMPUTATION = KINDS[:4]
 SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
 COLOURS = {
     "matmul": "--c1",
@@ -107,7 +108,6 @@ def verdict(found: Profile) -> str:
 
 def facts(found: Profile) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure of the step."""
-    exposed = sum(ms for kind, ms in found.by_kind.items() if kind.startswith("exposed"))
     low, high = map(rough, found.step_range_ms)
     untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
     if found.untraced_ms is not None:
@@ -120,9 +120,7 @@ def facts(found: Profile) -> list[tuple[str, str, str]]:
         ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}, {low} to {high} ms"),
         ("step, not traced", *untraced),
         ("step, planned", *planned),
-        ("exposed", percent(exposed / found.step_ms), f"{rough(sum(found.overlapped.values()))} ms more overlapped"),
-        ("idle", percent(found.by_kind["idle"] / found.step_ms), "nothing ran"),
-        ("devices", str(len(found.devices)), found.device_kind),
+        ("devices", str(len(found.by_device)), found.device_kind),
     ]
 
 
@@ -130,10 +128,10 @@ def make_sections(found: Profile) -> list[Section]:
     """Return the sections of a profile's report."""
     return [
         lost_time.section(found.lost),
-        Section("Time by kind", [_kinds(found), *_collectives(found)]),
+        Section("Time by kind", [_kinds(found)]),
         Section("Time by part", _parts(found)),
         Section("Operations", [_operations(found)]),
-        Section("Devices", _devices(found) if len(found.devices) > 1 else []),
+        Section("Devices", _devices(found)),
         Section("Notes", [Listing((timeline_note(Path(found.trace)), *NOTES, *found.notes))]),
     ]
 
@@ -160,46 +158,26 @@ def _kinds(found: Profile) -> Table:
     return Table("Mean of steps and devices", [*columns, bars(ms, found.step_ms)], style="sortable")
 
 
-def _collectives(found: Profile) -> list[Table]:
-    """Return a table of communication by kind of collective, overlapped and exposed; [] without communication."""
-    sums: dict[str, list[float]] = {}
-    for op in found.ops:
-        if op.kind == "communication":
-            each = sums.setdefault(op.collective or "other", [0.0, 0.0, 0.0])
-            for n, value in enumerate((op.count, op.ms, op.overlapped_ms)):
-                each[n] += value
-    if not sums:
-        return []
-    count, exposed, overlapped = zip(*sums.values(), strict=True)
-    columns = [
-        Column("collective", list(sums), total="all"),
-        Column("count", [f"{n:,.0f}" for n in count], count),
-        numbers("exposed ms", exposed),
-        numbers("overlapped ms", overlapped),
-        numbers("both", [a + b for a, b in zip(exposed, overlapped, strict=True)]),
-    ]
-    return [Table("Communication by kind of collective, mean of a step and device", columns, style="sortable")]
-
-
 def _parts(found: Profile) -> list[str | Table]:
-    kinds = [k for k in KINDS if any(spent.get(k) for spent in found.by_part.values())]
-    sums = {name: sum(spent.values()) for name, spent in found.by_part.items()}
-    ms = list(sums.values())
-    by_kind = [_sparse(SHORT.get(k, k), [spent.get(k, 0.0) for spent in found.by_part.values()]) for k in kinds]
+    planned = found.planned.by_part if found.planned else {}
+    spent = {name: found.by_part.get(name, {}) for name in dict.fromkeys((*found.by_part, *planned))}
+    ms = [sum(kinds.values()) for kinds in spent.values()]
     columns = [
-        Column("part, pass", list(sums), kind="whole"),
-        numbers("ms", ms, total=False),
+        Column("part, pass", list(spent), total="all", kind="whole"),
+        numbers("ms", ms),
         shares("of step", ms, found.step_ms),
     ]
+    if planned:
+        columns.append(numbers("planned", [planned.get(name, 0.0) for name in spent]))
+    columns += _of_kinds(list(spent.values()))
     named = f"{percent(found.named)} of the time in which something ran belongs to a part."
-    parts: list[str | Table] = [Table("By part and pass, ms", [*columns, *by_kind], style="sortable"), named]
-    if found.planned:
-        names = list(dict.fromkeys((*(name.partition(",")[0] for name in sums), *found.planned.by_part)))
-        measured = [sum(v for name, v in sums.items() if name.partition(",")[0] == part) for part in names]
-        planned = [found.planned.by_part.get(part, 0.0) for part in names]
-        beside = [Column("part", names, total="all"), numbers("measured", measured), numbers("planned", planned)]
-        parts.append(Table("Measured and planned, ms", beside, style="sortable"))
-    return parts
+    return [Table("By part and pass, ms", columns, style="sortable"), named]
+
+
+def _of_kinds(rows: Sequence[Mapping[str, float]]) -> list[Column]:
+    """Return a column for each kind of time that any row has. rows: kind -> ms."""
+    kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows)]
+    return [_sparse(SHORT.get(kind, kind), [row.get(kind, 0.0) for row in rows]) for kind in kinds]
 
 
 def _operations(found: Profile) -> Table:
@@ -232,16 +210,17 @@ def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
 
 
 def _devices(found: Profile) -> list[str | Table]:
-    low, *_, high = sorted(found.devices, key=lambda d: d.busy_ms)
-    above = high.busy_ms / statistics.fmean(d.busy_ms for d in found.devices) - 1 if high.busy_ms else 0.0
-    straggler = (
-        f"Computation takes {rough(low.busy_ms)} to {rough(high.busy_ms)} ms a step. Device {high.device} takes longest, "
-    )
+    """Return the table of devices, and a sentence on the one with the longest computation; [] for one device."""
+    if len(found.by_device) == 1:
+        return []
+    busy = {device: sum(ms for kind, ms in kinds.items() if kind in COMPUTATION) for device, kinds in found.by_device.items()}
+    last = max(busy, key=lambda device: busy[device])
+    above = busy[last] / statistics.fmean(busy.values()) - 1 if busy[last] else 0.0
+    straggler = f"Computation takes {rough(min(busy.values()))} to {rough(busy[last])} ms a step. Device {last} takes longest, "
     straggler += f"{percent(above)} more than the mean, and the others wait for it in communication."
-    fields = {"step": "step_ms", "busy": "busy_ms", "exposed": "exposed_ms", "idle": "idle_ms"}
-    columns = [numbers(name, [getattr(d, field) for d in found.devices], total=False) for name, field in fields.items()]
-    names = Column("device", [str(d.device) for d in found.devices])
-    return [Table("ms of a step", [names, *columns], ROWS, style="sortable"), straggler]
+    steps = numbers("step", [sum(kinds.values()) for kinds in found.by_device.values()], total=False)
+    columns = [Column("device", [str(device) for device in busy]), steps, *_of_kinds(list(found.by_device.values()))]
+    return [Table("ms of a step", columns, ROWS, style="sortable"), straggler]
 
 
 def print_profile(found: Profile, console: Console) -> None:

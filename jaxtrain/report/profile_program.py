@@ -53,6 +53,15 @@ class Operation:
     source: str  # file:line
     collective: str = ""  # "all-gather over fsdp"; "" for other operations, and for NCCL kernels without such a name
 
+    @property
+    def kind_of_time(self) -> str:
+        """Return the kind of KINDS in which the operation's share of the step counts."""
+        return f"exposed {self.kind}" if self.kind in LINKS else self.kind
+
+    @property
+    def part_and_phase(self) -> str:
+        return ", ".join(filter(None, (self.part, self.phase)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
@@ -60,7 +69,7 @@ class Planned:
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
-    by_part: dict[str, float]  # ms; sums to step_ms
+    by_part: dict[str, float]  # "part, pass" -> ms; sums to step_ms
     rates: str
 
 
@@ -178,7 +187,7 @@ def plan(program: Program, rates: Rates) -> Planned:
             kind = "copies"
         if waits or kind not in LINKS:
             by_kind[f"exposed {kind}" if waits else kind] += (end - start) * 1e3
-            by_part[operation.part] += (end - start) * 1e3
+            by_part[operation.part_and_phase] += (end - start) * 1e3
 
     timed = roofline.predict(program.module, rates, program.wires, record)
     return Planned(timed.step_ms, dict(by_kind), dict(by_part), rates.source)

@@ -47,17 +47,6 @@ class Op(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
-    """The mean times of a step on one device, in ms."""
-
-    device: int
-    step_ms: float
-    busy_ms: float  # computation, and copies inside the device
-    exposed_ms: float  # communication and host copies
-    idle_ms: float
-
-
-@dataclasses.dataclass(frozen=True)
 class StepTimes:
     """The time of a step from a trace."""
 
@@ -70,9 +59,9 @@ class StepTimes:
     by_kind: dict[str, float]  # ms of a step; sums to step_ms
     overlapped: dict[str, float]  # ms of LINKS that are not exposed
     by_part: dict[str, dict[str, float]]  # "part, pass" -> kind -> ms
+    by_device: dict[int, dict[str, float]]  # device -> kind -> ms of its step
     named: float  # fraction of the busy and exposed time in operations with a part
     ops: tuple[Op, ...]  # longest first
-    devices: tuple[Device, ...]
     untraced_ms: float | None  # median step of the same run without the profiler
     planned: Planned | None
     no_plan: str  # reason why `planned` is None
@@ -251,24 +240,22 @@ def measure(path: Path, run: Run | None) -> StepTimes:
         device: divide_time([(e, o) for e in trace.devices[device] if (o := operation_of(e, main, known))], found, work)
         for device, found in sorted(steps.items())
     }
-    lengths = [(w.end - w.start) / NS_PER_MS for found in steps.values() for w in found]
-    step_ms = statistics.fmean(lengths)
+    every = [w for found in steps.values() for w in found]
+    lengths = [(w.end - w.start) / NS_PER_MS for w in every]
     sums: Sums = defaultdict(lambda: np.zeros(7))
     for of_device in divided.values():
         for operation, row in of_device.items():
-            sums[operation] += row / len(lengths)
-    ops = sorted((_op(operation, row) for operation, row in sums.items()), key=lambda op: -(op.ms + op.overlapped_ms))
-    by_kind, overlapped = dict.fromkeys(KINDS, 0.0), dict.fromkeys(LINKS, 0.0)
+            sums[operation] += row
+    ops = sorted((_op(o, row / len(every)) for o, row in sums.items()), key=lambda op: -(op.ms + op.overlapped_ms))
+    by_kind, overlapped = _by_kind(sums, every), dict.fromkeys(LINKS, 0.0)
     by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for op in ops:
-        kind = f"exposed {op.kind}" if op.kind in LINKS else op.kind
-        by_kind[kind] += op.ms
         if op.ms:
-            by_part[", ".join(filter(None, (op.part, op.phase)))][kind] += op.ms
+            by_part[op.part_and_phase][op.kind_of_time] += op.ms
         if op.kind in LINKS:
             overlapped[op.kind] += op.overlapped_ms
-    ran = sum(by_kind.values())
-    by_kind["idle"] = step_ms - ran
+    step_ms = statistics.fmean(lengths)
+    ran = step_ms - by_kind["idle"]
     times = [t for t in run.train["step_time_s"] if t is not None] if run else []
     return StepTimes(
         name=run.name if run else path.name,
@@ -280,9 +267,9 @@ def measure(path: Path, run: Run | None) -> StepTimes:
         by_kind=by_kind,
         overlapped=overlapped,
         by_part={part: dict(kinds) for part, kinds in sorted(by_part.items(), key=lambda item: -sum(item[1].values()))},
+        by_device={device: _by_kind(sums, steps[device]) for device, sums in divided.items()},
         named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
         ops=tuple(ops),
-        devices=tuple(_device(device, sums, steps[device]) for device, sums in divided.items()),
         untraced_ms=statistics.median(times) * 1e3 if times else None,
         planned=planned,
         no_plan="" if planned else no_plan or no_program,
@@ -297,12 +284,12 @@ def _op(operation: Operation, row: np.ndarray) -> Op:
     return Op(*vars(operation).values(), *times, gflop, gb, planned_ms)
 
 
-def _device(device: int, sums: Sums, steps: Sequence[Window]) -> Device:
-    per = NS_PER_MS * len(steps)
-    step_ms = sum(w.end - w.start for w in steps) / per
-    exposed = float(sum(row[TIME] for o, row in sums.items() if o.kind in LINKS)) / per
-    busy = float(sum(row[TIME] for o, row in sums.items() if o.kind not in LINKS)) / per
-    return Device(device, step_ms, busy, exposed, step_ms - busy - exposed)
+def _by_kind(sums: Sums, steps: Sequence[Window]) -> dict[str, float]:
+    """Return kind -> ms of the mean of these steps, idle time included."""
+    found = dict.fromkeys(KINDS, 0.0)
+    for operation, row in sums.items():
+        found[operation.kind_of_time] += float(row[TIME]) / NS_PER_MS / len(steps)
+    return found | {"idle": sum(w.end - w.start for w in steps) / NS_PER_MS / len(steps) - sum(found.values())}
 
 
 def _caveats(platform: str, devices: int) -> list[str]:

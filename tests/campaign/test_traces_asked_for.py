@@ -33,6 +33,6 @@ def test_a_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
         assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
     found = profile_of(workdir)
     # Operations of a known part of the model have nearly all of the time.
-    assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
+    assert found.steps == (3, 4) and len(found.by_device) == 1 and found.named >= 0.95
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]
     assert op.count == 4 and abs(op.gflop / (2 * 16 * 128 * 384 * 128 * 4 / 1e9) - 1) < 1e-6

@@ -24,7 +24,7 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     """Three gathers of 100 MB in a loop run beside matmuls of 1 ms each. A gather's time beyond its matmul is exposed."""
     space, planned = gpu_space()
     found = read_gpu(tmp_path, monkeypatch, space)
-    assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.devices) == 2
+    assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.by_device) == 2
     assert found.step_ms == pytest.approx(planned.step_ms, abs=1e-3)
     assert found.by_kind["matmul"] == pytest.approx(planned.gemm_ms, abs=1e-3) and planned.gemm_ms == pytest.approx(4)
     assert found.by_kind["exposed communication"] == pytest.approx(planned.exposed_ms, abs=1e-3)
@@ -39,7 +39,7 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     for kind, ms in found.planned.by_kind.items():
         assert ms == pytest.approx(found.by_kind[kind], abs=1e-3), kind
     for part, ms in found.planned.by_part.items():
-        assert ms == pytest.approx(sum(sum(k.values()) for n, k in found.by_part.items() if n.split(",")[0] == part), abs=1e-3)
+        assert ms == pytest.approx(sum(found.by_part[part].values()), abs=1e-3)
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTD,DF->BTF"]
     assert (op.count, op.gflop, op.ran_ms, op.planned_ms) == (3, pytest.approx(300), pytest.approx(3), pytest.approx(3))
 
@@ -47,8 +47,10 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
 def test_a_gap_is_idle_and_a_straggler_is_named(tmp_path, monkeypatch):
     before = read_gpu(tmp_path / "a", monkeypatch, gpu_space()[0])
     found = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
-    assert [d.idle_ms for d in found.devices] == pytest.approx([0, 0.5], abs=1e-3)
-    assert [d.step_ms for d in found.devices] == pytest.approx([before.step_ms, before.step_ms + 0.5], abs=1e-3)
+    assert [kinds["idle"] for kinds in found.by_device.values()] == pytest.approx([0, 0.5], abs=1e-3)
+    assert [sum(kinds.values()) for kinds in found.by_device.values()] == pytest.approx(
+        [before.step_ms, before.step_ms + 0.5], abs=1e-3
+    )
     longer = {kind: ms - before.by_kind[kind] for kind, ms in found.by_kind.items()}
     assert longer == pytest.approx(dict.fromkeys(longer, 0.0) | {"idle": 0.25}, abs=1e-3), "the mean of two devices"
 
@@ -143,14 +145,10 @@ def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
     assert given == ["/bin/xprof", "--logdir", str(folder / "profile")]
 
 
-def test_communication_is_summed_by_collective(tmp_path, monkeypatch):
-    """Both sums are those of the kinds. Without the program's HLO, the collective is that of the kernel's name."""
-    found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    (section,) = [each for each in profile.make_sections(found) if each.title == "Time by kind"]
-    kinds, count, exposed, overlapped, _ = section.parts[1].columns  # type: ignore[union-attr]
-    assert (kinds.cells, count.cells) == (["all-gather over fsdp"], ["3"])
-    assert sum(exposed.values or ()) == pytest.approx(found.by_kind["exposed communication"])
-    assert sum(overlapped.values or ()) == pytest.approx(found.overlapped["communication"])
+def test_collectives_are_named_after_their_kind_and_axis(tmp_path, monkeypatch):
+    """Without the program's HLO, the collective is that of the kernel's name."""
+    (op,) = [op for op in read_gpu(tmp_path, monkeypatch, gpu_space()[0]).ops if op.kind == "communication"]
+    assert (op.collective, op.count) == ("all-gather over fsdp", 3)
     named = {"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)": "reduce-scatter", "ncclDevKernel_SendRecv(x)": "", "gemm": ""}
     assert {kernel: profile_program.by_kernel(kernel).collective for kernel in named} == named
 
