@@ -33,6 +33,7 @@ from jaxtrain.report.sections import (
 )
 
 ROWS, PAGE_ROWS = 15, 40  # of a long table on the terminal, and on the page
+WORST = 3  # causes of lost time in the verdict
 COMPUTATION = KINDS[:4]
 SHORT = {"exposed communication": "exposed comm.", "exposed host copies": "exposed host"}  # kinds as headings
 COLOURS = {
@@ -101,9 +102,9 @@ def profile(path: Path, run: Run | None) -> Profile:
 
 
 def verdict(found: Profile) -> str:
-    """Return a line with the step time, and the kind of time (matmul, idle, ...) with the largest share of it."""
-    kind, ms = max(found.by_kind.items(), key=lambda item: item[1])
-    return f"step {rough(found.step_ms)} ms, {percent(ms / found.step_ms)} of it {kind}"
+    """Return a line with the step time, and the longest causes of lost time."""
+    lost = [f"{row.cause} {percent(row.seconds / found.lost.step_s)}" for row in found.lost.rows[:WORST]]
+    return f"step {rough(found.step_ms)} ms; lost: {', '.join(lost) or 'nothing that was measured'}"
 
 
 def facts(found: Profile) -> list[tuple[str, str, str]]:
