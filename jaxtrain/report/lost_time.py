@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LEAST = 1e-3  # of a step; shorter causes are left out
 LISTED = 3  # longest collectives that are named
+CLOCKED = ("matmul", "attention")  # kinds whose speed is that of the SM clock
 # Mesh axis -> settings that change the communication over this axis.
 AXES = {
     "fsdp": "mesh.fsdp, sharding.zero, sharding.gather, parallel.scan_layers",
@@ -61,9 +62,9 @@ def lost_time(profile: "StepTimes | None", run: Run | None) -> LostTime:
     step_s = profile.step_ms / 1e3 if profile else statistics.median(known) if known else 0.0
     if not step_s:
         return LostTime(0.0, (), ("Nothing yet: metrics.jsonl has no time of a step.",))
-    clock = (
-        _clock(profile, run, step_s) if run else "Clocks, data, saves: this trace is in no run's folder. Fix: name that folder."
-    )
+    clock: Cause | str = "Clocks, data, saves: this trace is in no run's folder. Fix: name that folder."
+    if run:
+        clock = _clock(profile, run, step_s)
     found: list[Cause | str] = [clock, *_waits(profile, run)]
     found += _of_trace(profile, clock.seconds if isinstance(clock, Cause) else 0.0)
     found += _of_run(run, step_s) if run else ()
@@ -96,8 +97,9 @@ def _of_trace(profile: "StepTimes | None", clock_s: float) -> Iterator[Cause | s
             f"{plural(len(slow), 'operation')} slower than {profile.planned.rates}; the worst is {slow[0].label}: "
             f"{_ms(slow[0].ms / 1e3)}, planned {_ms((slow[0].planned_ms or 0.0) / 1e3)}"
         )
-        evidence += f"; {_ms(min(clock_s, seconds))} of it by the clocks is not counted here" if clock_s else ""
-        yield Cause("slow kernels", max(0.0, seconds - clock_s), evidence, "attention.impl, loss.chunk, compiler.options")
+        by_clock = min(clock_s, sum(_slow_ms(op) for op in slow if op.kind in CLOCKED) / 1e3)
+        evidence += f"; {_ms(by_clock)} of it by the clocks is not counted here" if by_clock else ""
+        yield Cause("slow kernels", seconds - by_clock, evidence, "attention.impl, loss.chunk, compiler.options")
     if profile.planned is None:
         yield f"Slow kernels: {profile.no_plan}."
     if again := _sums((op.part, op.ms) for op in profile.ops if op.phase == "recompute"):
@@ -135,9 +137,9 @@ def _clock(profile: "StepTimes | None", run: Run, step_s: float) -> Cause | str:
     gpus = (run.receipt.get("hardware") or {}).get("gpus") or ()
     most = max((gpu["max_sm_clock_mhz"] for gpu in gpus if gpu.get("max_sm_clock_mhz")), default=None)
     if most is None:
-        return "GPU clocks: the receipt has no highest clock of the GPUs."
+        return "GPU clocks: the receipt has no max_sm_clock_mhz, which NVML gives."
     if profile:
-        ops = (op for op in profile.ops if op.kind in ("matmul", "attention") and op.phase != "recompute")
+        ops = (op for op in profile.ops if op.kind in CLOCKED and op.phase != "recompute")
         busy_s, of = sum(op.ms for op in ops) / 1e3, "matmuls and attention"
     else:
         busy_s, of = step_s * statistics.fmean(line.get("utilization") or 0.0 for line in lines), "GPU time"
@@ -168,14 +170,14 @@ def _waits(profile: "StepTimes | None", run: Run | None) -> Iterator[Cause | str
         evidence = f"data_wait_s {_ms(wait)}, mean of {plural(len(known), 'line')}; {bound}"
         yield Cause("waiting for data", data, evidence, "data.source (token files on a local disk), data.packing")
     elif run:
-        yield "Waiting for data: metrics.jsonl has no data_wait_s."
+        yield "Waiting for data: no line has data_wait_s yet; the first steps, and those of saves and traces, do not count."
 
 
 def _of_run(run: Run, step_s: float) -> Iterator[Cause | str]:
     """Yield saves and evaluations from the goodput ledger, and the bubble of a pipeline by its formula."""
     spent = run.wall_time
     if spent is None or not spent.steps:
-        yield "Saves and evaluations: goodput.jsonl has no step."
+        yield "Saves and evaluations: goodput.jsonl has no step yet."
     else:
         for cause, name, keys in (
             ("save", "saves", "checkpoint.every_steps"),

@@ -185,19 +185,20 @@ def schedule_section(plan: Plan) -> Section:
     lettered = ", ".join(f"{letter} {phase or 'start'}" for phase, letter in letters.items())
     words = [f"Phases: {lettered}. Short stretches of a phase inside another have no letter.", note]
     if peak := peak_arrays(plan):
-        words.insert(1, f"Largest arrays at the peak of {size(m.peak_gib)}: {'; '.join(peak)}.")
+        arrays = "; ".join(f"{array} {size(each)}" for array, each in peak)
+        words.insert(1, f"Largest arrays at the peak of {size(m.peak_gib)}: {arrays}.")
     return Section(
         "Memory over the schedule", [Drawing(chart), *words, Table("Phases of the schedule", columns, style="small")]
     )
 
 
-def peak_arrays(plan: Plan) -> list[str]:
-    """Return the largest arrays at the peak, largest first. Arrays of one class and shape are one text."""
+def peak_arrays(plan: Plan) -> list[tuple[str, float]]:
+    """Return (name, GiB) of the largest arrays at the peak; arrays of one class and shape together."""
     sizes: dict[tuple[str, str], list[float]] = {}
     for b in plan.memory.largest:
         sizes.setdefault((b.kind, b.shape), []).append(b.gib)
     largest = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:LARGEST]
-    return [f"{len(each)} x {shape} {kind} {size(sum(each))}".removeprefix("1 x ") for (kind, shape), each in largest]
+    return [(f"{len(each)} x {shape} {kind}".removeprefix("1 x "), sum(each)) for (kind, shape), each in largest]
 
 
 def _letters(plan: Plan) -> dict[str, str]:
@@ -307,7 +308,7 @@ def memory_chart(plan: Plan) -> str:
     out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(held[highest]):.1f}" r="5"/>')
     above, anchor = y(held[highest]) - 11, "end" if right else "start"
     out.append(text(x(highest), above, anchor, "halo", f"peak {size(held[highest])}"))
-    for array in peak_arrays(plan)[:1]:
+    for array, _ in peak_arrays(plan)[:1]:
         out.append(text(x(highest), above - 16, anchor, "halo roomy", array))
     out.append(text("0", HEIGHT + 18, "start", "axis", "start of the step"))
     out.append(text("100%", HEIGHT + 18, "end", "axis", "end"))

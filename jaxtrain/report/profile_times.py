@@ -280,8 +280,8 @@ def measure(path: Path, run: Run | None) -> StepTimes:
 def _op(operation: Operation, row: np.ndarray) -> Op:
     time, overlapped, ran, count, flops, moved, seconds = row.tolist()
     gflop, gb, planned_ms = (None if math.isnan(v) else v for v in (flops / 1e9, moved / 1e9, seconds * 1e3))
-    times = (count, time / NS_PER_MS, ran / NS_PER_MS, overlapped / NS_PER_MS)
-    return Op(*vars(operation).values(), *times, gflop, gb, planned_ms)
+    ms = {"ms": time / NS_PER_MS, "ran_ms": ran / NS_PER_MS, "overlapped_ms": overlapped / NS_PER_MS}
+    return Op(**vars(operation), **ms, count=count, gflop=gflop, gb=gb, planned_ms=planned_ms)
 
 
 def _by_kind(sums: Sums, steps: Sequence[Window]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from jaxtrain.report import profile_times
 from jaxtrain.report.lost_time import LostTime, lost_time, section
 from jaxtrain.report.profile import Profile
 from jaxtrain.report.run import read
+from jaxtrain.report.sections import Table
 
 HARDWARE = {"gpus": [{"max_sm_clock_mhz": 1980, "power_limit_w": 700.0}] * 2}
 FULL = {"sm_clock_mhz": 1980.0, "power_w": 650.0}
@@ -69,6 +70,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
         {"clock": FULL | {"sm_clock_mhz": 990.0}, "longer": {"last": 5.0}},
         {"GPU clocks": 4.5, "slow kernels": 0.5},
     ),
+    # the clock explains no slow kernel of memory-bound work
+    "clock and memory": (
+        {"clock": FULL | {"sm_clock_mhz": 990.0}, "longer": {"update": 3.0}},
+        {"slow kernels": 3.0, "GPU clocks": 2.0},
+    ),
     "save": ({"ledger": spent(1000, save=5.0, eval=2.0)}, {"saves": 5.0, "evaluations": 2.0}),
 }
 
@@ -83,7 +89,7 @@ def test_a_planted_cause_comes_first_with_its_seconds(case: str, tmp_path, monke
     assert found.lost.rows[0].cause == next(iter(expected))
     seconds = [row.seconds for row in found.lost.rows]
     assert seconds == sorted(seconds, reverse=True)
-    (made,) = [part for part in section(found.lost).parts if not isinstance(part, str) and hasattr(part, "columns")]
+    (made,) = [part for part in section(found.lost).parts if isinstance(part, Table)]
     assert list(made.columns[0].cells) == list(ms_of(found.lost))
     assert list(found.to_pandas("lost")["cause"]) == list(ms_of(found.lost))
 

@@ -359,7 +359,7 @@ BUGS = (
         "idle, evidence",
         UNIT["lost_time"],
     ),
-    Bug("lost time: the clocks' part counts for slow kernels too", LOST, "seconds - clock_s)", "seconds)", UNIT["lost_time"]),
+    Bug("lost time: the clocks' part counts for slow kernels too", LOST, "seconds - by_clock,", "seconds,", UNIT["lost_time"]),
     Bug(
         "lost time: the start of the run counts in its clocks",
         LOST,
