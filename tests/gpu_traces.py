@@ -1,16 +1,19 @@
 """A trace of two GPUs, built from a small program whose plan is known."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 from hlo_text import BIG, COMPUTATIONS, ELEMENTS, RATES, gemm
+from made_runs import ended
 
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import roofline
-from jaxtrain.report import profile, profile_program, profile_trace
+from jaxtrain.report import profile, profile_program, profile_times, profile_trace
+from jaxtrain.report.run import read
 
 
 def named(op_name: str) -> str:
@@ -98,26 +101,33 @@ class Space:
         return path
 
 
-def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roofline]:
+def gpu_space(
+    steps: int = 2, late_ms: float = 0.0, longer: Mapping[str, float] | None = None, gap_ms: float = 0.0
+) -> tuple[Space, roofline.Roofline]:
     """Return a trace of PROGRAM on two GPUs as planned, and the plan.
 
     Device 1 starts step n (from 0) n times `late_ms` late, and is `late_ms` later still in the kernels `last` and `update`.
+
+    Args:
+        longer: instruction -> ms that each of its runs takes beyond the plan. What comes after it is later by as much.
+        gap_ms: idle time before the kernel `last`, on both devices.
     """
     read = profile_program.read(PROGRAM, MESH, 2)
     ran: list[tuple[str, str, float, float]] = []
     planned = roofline.predict(read.module, RATES, read.wires, lambda *event: ran.append(event))
+    ran = [(name, kind, start * 1e3, end * 1e3) for name, kind, start, end in ran if not kind.startswith(roofline.EXPOSED)]
+    later = {(name, end): ms for name, _, _, end in ran if (ms := (longer or {}).get(name))}
+    step_ms = planned.step_ms + sum(later.values()) + gap_ms
     space = Space()
     for device in range(2):
         compute, links = [], []
         for step in range(steps):
             for name, kind, start, end in ran:
-                if kind.startswith(roofline.EXPOSED):
-                    continue
-                late = late_ms * device * (step + (name in ("last", "update")))
-                at = step * planned.step_ms + late
+                late = late_ms * device * (step + (name in ("last", "update"))) + gap_ms * (name in ("last", "update"))
+                at = step * step_ms + late + sum(ms for (_, before), ms in later.items() if before <= start + 1e-9)
                 stats = {"hlo_op": name, "hlo_module": "jit_f", "program_id": NUMBER}
                 lane, kernel = (links, "ncclDevKernel") if kind == "communication" else (compute, f"kernel of {name}")
-                lane.append((kernel, at + start * 1e3, at + end * 1e3, stats))
+                lane.append((kernel, at + start, at + end + (longer or {}).get(name, 0.0), stats))
         space.line(f"/device:GPU:{device}", "Stream #13(Kernel)", compute)
         space.line(f"/device:GPU:{device}", "Stream #20(Kernel)", links)
         # a line that repeats the events: a reader must not count it again
@@ -126,17 +136,24 @@ def gpu_space(steps: int = 2, late_ms: float = 0.0) -> tuple[Space, roofline.Roo
     return space, planned
 
 
-def gpu_run(folder: Path, space: Space) -> Path:
-    """Write a run's folder that contains a trace, and return the folder."""
+def gpu_run(folder: Path, space: Space, **receipt: Any) -> Path:
+    """Write a run's folder that contains a trace, and return the folder. receipt: further fields of the receipt."""
     path = space.write(folder / "profile/plugins/profile/now/host.xplane.pb")
     path.with_name(HLO_TEXT).write_text(PROGRAM)
-    (folder / "config.json").write_text('{"precision": "bf16"}')
+    config = {"precision": "bf16", "train": {"grad_accum": 6}, "pipeline": {"groups": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
     devices = {"kind": ["NVIDIA H200"], "count": 2, "process_count": 1}
-    (folder / "receipt.json").write_text(json.dumps({"devices": devices, "mesh": MESH}))
+    (folder / "receipt.json").write_text(ended(0, **{"devices": devices, "mesh": MESH} | receipt))
     return folder
+
+
+def profile_of(target: Path) -> profile.Profile:
+    """Return the profile of the first trace of a folder, as the command makes it."""
+    run = profile_trace.run_folder(target)
+    return profile.profile(profile_trace.find(target)[0], read(run) if run else None)
 
 
 def read_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch, space: Space) -> profile.Profile:
     """Return the profile of a trace, with a plan at the rates RATES."""
-    monkeypatch.setattr(profile, "rates_for", lambda gpu, precision: RATES)
-    return profile.profile(profile_trace.find(gpu_run(folder, space))[0], profile.run_around(folder))
+    monkeypatch.setattr(profile_times, "rates_for", lambda gpu, precision: RATES)
+    return profile_of(gpu_run(folder, space))

@@ -16,15 +16,13 @@ def parser() -> Parser:
     """Return the parser of the command line."""
     p = Parser(
         "profile",
-        "Show the time of a step by kind, by part of the model, and by operation, from a trace. "
-        "--config.profile.start=STEP of a "
-        "run takes a trace, or SIGUSR2 to a running one (kill -USR2 PID).",
+        "Show what makes a step slow, and its time by kind, part of the model and operation, from a trace. "
+        "--config.profile.start=STEP of a run takes a trace, or SIGUSR2 to a running one (kill -USR2 PID). To see a trace as a "
+        "timeline, open the file .trace.json.gz beside it at https://ui.perfetto.dev, or give --xprof.",
         modes=("list", "xprof"),
         examples=(
             "runs/first",
             "runs/first --html=profile.html",
-            "runs/second --diff=runs/first",
-            "runs/first --perfetto=first.json.gz",
         ),
         notes="Exit codes: 0 done; 2 the command line is wrong, or the trace cannot be read; 1 a file was not "
         "written, or xprof "
@@ -33,10 +31,8 @@ def parser() -> Parser:
     p.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=place)
     p.option("list", "list the traces, and stop")
     p.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
-    p.option("diff", "also the changes since OTHER, a run or a trace", "OTHER", modes=("",))
     p.option("json", "write the profile as JSON", "FILE", type=output_file, modes=("",))
-    p.option("html", "write the report as a page, with a timeline", "FILE", type=output_file, modes=("",))
-    p.option("perfetto", "write the trace for https://ui.perfetto.dev, as FILE.json.gz", "FILE", type=output_file, modes=("",))
+    p.option("html", "write the report as a page", "FILE", type=output_file, modes=("",))
     p.option("xprof", "open the trace in xprof instead")
     return p
 
@@ -52,7 +48,8 @@ def act(args: Args) -> int:
     with quiet():  # jax's libraries print a warning about a missing driver when they are loaded
         import jax.profiler  # noqa: F401 - loads them
 
-        from jaxtrain.report import profile, profile_page, profile_trace
+        from jaxtrain.report import profile, profile_trace
+        from jaxtrain.report.run import read
 
     target = Path(args.run).expanduser()
     traces = profile_trace.find(target)
@@ -68,19 +65,10 @@ def act(args: Args) -> int:
     path = traces[number - 1]
     if args.mode == "xprof":
         return profile_trace.open_xprof(path)
-    run = profile.run_around(target)
-    found, diff = profile.profile(path, run), None
-    if args.diff:
-        other = Path(args.diff).expanduser()
-        diff = profile.diff(profile.profile(profile_trace.find(other)[-1], profile.run_around(other)), found)
-    _write(args.json, profile_page.to_json(found, diff))
-    _write(args.html, profile_page.make_html(found, diff) if args.html else "")
-    if args.perfetto:
-        profile.write_perfetto(profile_trace.read(path), run, Path(args.perfetto).expanduser())
-    profile_page.print_profile(found, diff, make_console(WIDTH))
+    folder = profile_trace.run_folder(target)
+    found = profile.profile(path, read(folder) if folder else None)
+    for file, make in ((args.json, profile.to_json), (args.html, profile.make_html)):
+        if file:
+            write_output(file, make(found))
+    profile.print_profile(found, make_console(WIDTH))
     return 0
-
-
-def _write(file: str, text: str) -> None:
-    if file:
-        write_output(file, text)

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, TypeGuard
 
 from jaxtrain.report.html import key
 
 COLUMNS = 480
+LANE = 46  # px: height of a lane with its name
 DOTS = 40  # a curve with at most this number of points has a dot at each point
 MARKED = 40  # largest number of NaN and infinite values of a curve that are marked
 SMOOTHED = ", smoothed"  # ends the name of a smoothed curve
@@ -112,8 +113,34 @@ def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, m
     return "".join([*out, "</svg>"])
 
 
+def lanes(label: str, rows: Mapping[str, Sequence[tuple[float, float, str, str]]], unit: str) -> str:
+    """Return lanes of events over one axis of time as SVG.
+
+    Args:
+        label: description of the lanes for screen readers.
+        rows: name of a lane -> (start, end, colour, tooltip) of its events.
+        unit: of the times.
+    """
+    longest = max(end for events in rows.values() for _, end, *_ in events)
+    bottom = LANE * len(rows)
+    out = [f'<svg class="lanes" style="height:{bottom + 20}px" role="img" aria-label="{escape(label)}">']
+    for tick in ticks(0, longest):
+        x, anchor = f"{100 * tick / longest:.2f}%", "end" if tick > 0.95 * longest else "middle" if tick else "start"
+        out.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
+        text = f"{tick:g}" if tick else f"0 {unit}"
+        out.append(f'<text class="axis" x="{x}" y="{bottom + 14}" text-anchor="{anchor}">{escape(text)}</text>')
+    for n, (name, events) in enumerate(rows.items()):
+        out.append(f'<text class="axis" x="0" y="{LANE * n + 12}">{escape(name)}</text>')
+        for start, end, colour, tip in events:
+            place = f'x="{100 * start / longest:.3f}%" width="{100 * (end - start) / longest:.3f}%" y="{LANE * n + 17}"'
+            # Only wide events have an edge, which would hide narrow ones.
+            edge = ";stroke:var(--ground)" if end - start > 0.01 * longest else ""
+            out.append(f'<rect {place} height="{LANE - 22}" style="fill:{colour}{edge}"><title>{escape(tip)}</title></rect>')
+    return "".join([*out, "</svg>"])
+
+
 def cursor_data(data: object) -> str:
-    """Return a script element with JSON, from which page.js or timeline.js shows the values at the cursor."""
+    """Return a script element with JSON, from which page.js shows the values at the cursor."""
     # "<" is escaped in the JSON, so no name can end the script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'

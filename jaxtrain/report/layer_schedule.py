@@ -2,14 +2,23 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxtrain.plan.program import collectives, roofline
 from jaxtrain.plan.program.hlo import Module
 from jaxtrain.plan.result import Rates
 from jaxtrain.plan.topology import Topology
-from jaxtrain.report.timeline import Stretch
 
 LINKS = ("communication", "host copies")
+
+
+class Stretch(NamedTuple):
+    """One event of a lane. Times are in ms since the start of the pass."""
+
+    start: float
+    end: float
+    kind: str
+    label: str
 
 
 def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates, layers: float) -> dict[str, list[Stretch]]:
@@ -32,7 +41,7 @@ def read(module: Module, mesh: dict[str, int], topology: Topology, rates: Rates,
     def record(name: str, work: str, start: float, end: float) -> None:
         if not work.startswith(roofline.EXPOSED):
             op_name = module.instruction(name).op_name
-            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], "", roofline.label(op_name) or name))
+            events.append(Stretch(start * 1e3, end * 1e3, roofline.KIND_OF_WORK[work], roofline.label(op_name) or name))
 
     roofline.predict(module, rates, collectives.read(module, mesh, topology.gpus), record)
     lanes: dict[str, list[Stretch]] = {}

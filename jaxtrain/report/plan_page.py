@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs no network. Without scripts, the page lacks only the timeline of a layer."""
+"""A plan as one HTML page that needs no network and is complete without scripts."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from html import escape
 
 from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, plural, rough, size
 from jaxtrain.plan.result import Plan
-from jaxtrain.report import timeline
-from jaxtrain.report.charts import cursor_data, ticks
+from jaxtrain.report.charts import cursor_data, lanes, ticks
 from jaxtrain.report.html import contents, document, heading, key, paragraph, tiles
+from jaxtrain.report.layer_schedule import Stretch
 from jaxtrain.report.plan_sections import (
     CLASS_COLOURS,
     OTHER_CLASS,
@@ -28,28 +28,29 @@ from jaxtrain.report.plan_sections import (
 from jaxtrain.report.sections import Column, Drawing, Section, Table, html_sections
 
 LANE_COLOURS = {
-    "matmul": "--c1",
-    "attention": "--c4",
-    "memory-bound": "--c2",
-    "communication": "--c5",
-    "host copies": "--c6",
+    "matmul": "var(--c1)",
+    "attention": "var(--c4)",
+    "memory-bound": "var(--c2)",
+    "communication": "var(--c5)",
+    "host copies": "var(--c6)",
 }
 HEIGHT = 280  # px of the chart of memory; page.css has the same
-LETTER = 7.5  # px: generous estimate of the average width of a letter
-NARROW, WIDE = 560, 900  # px: least width of the chart on a narrow page, and on a page that shows .roomy (page.css)
+SHORT = 0.015  # of the schedule: a shorter stretch inside another phase is drawn as part of it
+APART = 3.5  # least distance of the letters of two phases, in percent of the width
+LARGEST = 4  # groups of arrays that the peak is named by
 
 
 def html(
-    plan: Plan, *, steps: int | None = None, epochs: str = "", lanes: Mapping[str, Sequence[timeline.Stretch]] | None = None
+    plan: Plan, *, steps: int | None = None, epochs: str = "", layer: Mapping[str, Sequence[Stretch]] | None = None
 ) -> str:
     """Return the page of a plan as HTML.
 
     Args:
         steps, epochs: as in `summary`.
-        lanes: result of `layer_schedule.read`; None: no timeline of a layer.
+        layer: result of `layer_schedule.read`; None: no schedule of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
-    schedule = [schedule_of_layer(lanes)] if lanes and plan.fits else []
+    schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
     found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
     sections = html_sections([*notes(plan), *found])
     sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
@@ -99,15 +100,21 @@ def _tiles(plan: Plan) -> str:
     return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
 
 
-def schedule_of_layer(lanes: Mapping[str, Sequence[timeline.Stretch]]) -> Section:
-    """Return the section with the timeline of a layer's forward and backward pass."""
-    ends = {name.partition(":")[0]: 0.0 for name in lanes}
-    for name, lane in lanes.items():
+def schedule_of_layer(layer: Mapping[str, Sequence[Stretch]]) -> Section:
+    """Return the section with the events of a layer's forward and backward pass."""
+    ends: dict[str, float] = {}
+    for name, events in layer.items():
         phase = name.partition(":")[0]
-        ends[phase] = max(ends[phase], lane[-1].end)
+        ends[phase] = max(ends.get(phase, 0.0), events[-1].end)
     words = " and ".join(f"{phase} {rough(end)} ms" for phase, end in ends.items())
     note = f"One layer in the middle of each pass, by the roofline: {words}. Gaps of the computation are exposed communication."
-    return Section("Schedule of a layer", [Drawing(timeline.draw(lanes, LANE_COLOURS, note)), note])
+    rows = {
+        name: [(e.start, e.end, LANE_COLOURS[e.kind], f"{e.label}: {e.kind}, {rough(e.end - e.start)} ms") for e in events]
+        for name, events in layer.items()
+    }
+    shown = {e.kind for events in layer.values() for e in events}
+    legend = key([(kind, colour) for kind, colour in LANE_COLOURS.items() if kind in shown])
+    return Section("Schedule of a layer", [Drawing(legend + lanes(note, rows, "ms")), note])
 
 
 # ---- the mesh
@@ -160,7 +167,8 @@ def schedule_section(plan: Plan) -> Section:
     phases = list(dict.fromkeys(phase for _, phase in m.timeline))
     held = {p: [value for value, phase in m.timeline if phase == p] for p in phases}
     low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
-    columns = [Column("phase", [phase or "start" for phase in phases])]
+    letters = _letters(plan)
+    columns = [Column("phase", [f"{letters.get(phase, '')} {phase or 'start'}".strip() for phase in phases])]
     for name, values in (("lowest", low), ("highest", high)):
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
     places = decimals([value for value, _ in m.timeline])
@@ -174,17 +182,43 @@ def schedule_section(plan: Plan) -> Section:
         f"{key([(name, colour) for name, colour, _ in _layers(plan)])}"
     )
     note = "In the order of the compiler's schedule, each loop's body once: not to scale in time."
-    return Section("Memory over the schedule", [Drawing(chart), note, Table("Phases of the schedule", columns, style="small")])
+    lettered = ", ".join(f"{letter} {phase or 'start'}" for phase, letter in letters.items())
+    words = [f"Phases: {lettered}. Short stretches of a phase inside another have no letter.", note]
+    if peak := peak_arrays(plan):
+        arrays = "; ".join(f"{array} {size(each)}" for array, each in peak)
+        words.insert(1, f"Largest arrays at the peak of {size(m.peak_gib)}: {arrays}.")
+    return Section(
+        "Memory over the schedule", [Drawing(chart), *words, Table("Phases of the schedule", columns, style="small")]
+    )
 
 
-def runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Return (phase, first point, last point) of each range of consecutive points in one phase."""
-    out, first = [], 0
+def peak_arrays(plan: Plan) -> list[tuple[str, float]]:
+    """Return (name, GiB) of the largest arrays at the peak; arrays of one class and shape together."""
+    sizes: dict[tuple[str, str], list[float]] = {}
+    for b in plan.memory.largest:
+        sizes.setdefault((b.kind, b.shape), []).append(b.gib)
+    largest = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:LARGEST]
+    return [(f"{len(each)} x {shape} {kind}".removeprefix("1 x "), sum(each)) for (kind, shape), each in largest]
+
+
+def _letters(plan: Plan) -> dict[str, str]:
+    """Return phase -> its letter in the chart, for each phase with a band."""
+    drawn = bands([phase for _, phase in plan.memory.timeline])
+    return {phase: chr(ord("A") + n) for n, phase in enumerate(dict.fromkeys(phase for phase, *_ in drawn))}
+
+
+def bands(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return (phase, first point, last point) of each range of consecutive points in one phase.
+
+    XLA schedules some operations of one phase inside another. A range below SHORT inside another phase belongs to that phase.
+    """
+    found: list[tuple[str, int]] = []  # phase, number of points
     for phase, points in itertools.groupby(phases):
-        n = len(list(points))
-        out.append((phase, first, first + n - 1))
-        first += n
-    return out
+        found.append((phase, len(list(points))))
+        if len(found) > 2 and found[-3][0] == phase and found[-2][1] <= SHORT * len(phases):
+            found[-3:] = [(phase, sum(n for _, n in found[-3:]))]
+    ends = list(itertools.accumulate(n for _, n in found))
+    return [(phase, end - n, end - 1) for (phase, n), end in zip(found, ends, strict=True)]
 
 
 def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
@@ -196,6 +230,17 @@ def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
     layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
     rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
     return [*layers, ("others", OTHER_CLASS, rest)]
+
+
+def _apart(centres: Sequence[float]) -> list[float]:
+    """Return positions in percent, in the same order, that are at least APART from each other."""
+    out: list[float] = []
+    for centre in reversed(centres):  # from the right, where phases are shortest
+        out.append(min(centre, out[-1] - APART) if out else centre)
+    out.reverse()
+    for n, centre in enumerate(out):  # those that left the chart on the left
+        out[n] = max(centre, out[n - 1] + APART if n else 0.0)
+    return out
 
 
 def memory_chart(plan: Plan) -> str:
@@ -227,15 +272,16 @@ def memory_chart(plan: Plan) -> str:
         f"phase {m.timeline[highest][1] or 'start'}; {size(m.usable_gib)} usable."
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
-    for n, (phase, first, end) in enumerate(runs([phase for _, phase in m.timeline])):
+    letters, centres = _letters(plan), []
+    drawn = bands([phase for _, phase in m.timeline])
+    for n, (_, first, end) in enumerate(drawn):
         # A point covers the range up to the next point, so that bands of phases touch.
         begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
         if n % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
-        needs = LETTER * len(phase)
-        if phase and needs <= (finish - begin) / 100 * WIDE:
-            kind = "axis" if needs <= (finish - begin) / 100 * NARROW else "axis roomy"
-            out.append(text(f"{(begin + finish) / 2:.2f}%", -10, "middle", kind, phase))
+        centres.append((begin + finish) / 2)
+    for centre, (phase, *_) in zip(_apart(centres), drawn, strict=True):
+        out.append(text(f"{centre:.2f}%", -10, "middle", "axis", letters[phase]))
     for tick in ticks(0, top, 7):
         out.append(f'<line class="grid" x1="0" x2="100%" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
@@ -260,8 +306,10 @@ def memory_chart(plan: Plan) -> str:
     edge, anchor = ("6", "start") if right else ("99.5%", "end")
     out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))
     out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(held[highest]):.1f}" r="5"/>')
-    above = y(held[highest]) - 11
-    out.append(text(x(highest), above, "end" if right else "start", "halo", f"peak {size(held[highest])}"))
+    above, anchor = y(held[highest]) - 11, "end" if right else "start"
+    out.append(text(x(highest), above, anchor, "halo", f"peak {size(held[highest])}"))
+    for array, _ in peak_arrays(plan)[:1]:
+        out.append(text(x(highest), above - 16, anchor, "halo roomy", array))
     out.append(text("0", HEIGHT + 18, "start", "axis", "start of the step"))
     out.append(text("100%", HEIGHT + 18, "end", "axis", "end"))
     out.append(f'<line class="cursor" x1="0" x2="0" y1="0" y2="{HEIGHT}"/></svg>')

@@ -102,7 +102,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
     moved = traffic.parts(compiled.program, planned.kernels) if args.traffic else ()
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
-    lanes = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
+    layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
     del compiled
     epochs = pipeline.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
     words = "" if epochs is None else f"{pipeline.epochs_in_words(epochs)} of {run.data.source}"
@@ -127,7 +127,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
         console.print("\n--why needs a plan that fits. This one does not.")
     job.write_json(result.to_json(planned))
     if args.html:
-        write_output(args.html, plan_page.html(planned, **length, lanes=lanes))
+        write_output(args.html, plan_page.html(planned, **length, layer=layer))
     if written := [*filter(None, (args.json, args.html, args.hlo))]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if interrupted else 0

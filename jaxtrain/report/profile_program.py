@@ -9,7 +9,6 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.program.collectives import Found, is_collective
@@ -17,7 +16,6 @@ from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module
 from jaxtrain.plan.program.op_cost import FREE, FUSIONS, Work, work
 from jaxtrain.plan.program.roofline import part_of, phase_of
 from jaxtrain.plan.result import Rates
-from jaxtrain.report.timeline import Stretch
 
 # Kinds of time. Their sum is the step time.
 KINDS: tuple[str, ...] = (
@@ -44,7 +42,8 @@ _KERNELS = (
 )
 
 
-class Operation(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Operation:
     """Kind, part, pass, label and source of an operation."""
 
     kind: str  # one of KINDS without "exposed", or of LINKS
@@ -52,7 +51,16 @@ class Operation(NamedTuple):
     phase: str  # forward | backward | recompute | "" (once a step)
     label: str  # named scopes and operation
     source: str  # file:line
-    collective: str = ""  # all-gather | reduce-scatter | ...; "" for other operations, and for NCCL kernels without such a name
+    collective: str = ""  # "all-gather over fsdp"; "" for other operations, and for NCCL kernels without such a name
+
+    @property
+    def kind_of_time(self) -> str:
+        """Return the kind of KINDS in which the operation's share of the step counts."""
+        return f"exposed {self.kind}" if self.kind in LINKS else self.kind
+
+    @property
+    def part_and_phase(self) -> str:
+        return ", ".join(filter(None, (self.part, self.phase)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +69,8 @@ class Planned:
 
     step_ms: float
     by_kind: dict[str, float]  # ms; sums to step_ms
-    by_part: dict[str, float]  # ms; sums to step_ms
+    by_part: dict[str, float]  # "part, pass" -> ms; sums to step_ms
     rates: str
-    lanes: dict[str, tuple[Stretch, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +123,8 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
             label = roofline.label(name) or re.sub(r"[.\d]+$", "", i.name)
             kind = _kind(module, i, program.work.get(i.name))
             wire = program.wires.get(i.name)
-            program.operations[i.name] = Operation(kind, part, phase, label, i.source or source, wire.kind if wire else "")
+            collective = " over ".join(filter(None, (wire.kind, wire.axis))) if wire else ""
+            program.operations[i.name] = Operation(kind, part, phase, label, i.source or source, collective)
     return dataclasses.replace(program, unknown=tuple(unknown))
 
 
@@ -168,7 +176,6 @@ def plan(program: Program, rates: Rates) -> Planned:
     Raises:
         HloError: an operation cannot be timed.
     """
-    lanes: dict[str, list[Stretch]] = {"planned: computation": [], "planned: links": []}
     by_kind: dict[str, float] = defaultdict(float)
     by_part: dict[str, float] = defaultdict(float)
 
@@ -180,11 +187,7 @@ def plan(program: Program, rates: Rates) -> Planned:
             kind = "copies"
         if waits or kind not in LINKS:
             by_kind[f"exposed {kind}" if waits else kind] += (end - start) * 1e3
-            by_part[operation.part] += (end - start) * 1e3
-        if not waits:
-            lane = lanes["planned: links" if kind in LINKS else "planned: computation"]
-            lane.append(Stretch(start * 1e3, end * 1e3, kind, operation.part, operation.label))
+            by_part[operation.part_and_phase] += (end - start) * 1e3
 
     timed = roofline.predict(program.module, rates, program.wires, record)
-    drawn = {name: tuple(lane) for name, lane in lanes.items() if lane}
-    return Planned(timed.step_ms, dict(by_kind), dict(by_part), rates.source, drawn)
+    return Planned(timed.step_ms, dict(by_kind), dict(by_part), rates.source)

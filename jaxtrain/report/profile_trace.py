@@ -36,7 +36,6 @@ class Event(NamedTuple):
 
     start: float
     end: float
-    stream: str  # CUDA stream; "" on CPUs
     op: str  # name of the instruction in the program; "" if the trace has none
     kernel: str  # name of the kernel on a GPU, of the operation on a CPU
     program: int  # id of the program; -1 if the trace has none
@@ -110,7 +109,7 @@ def _gpu_events(plane: Any) -> tuple[Event, ...]:
             for event in line.events:
                 stats = dict(event.stats)
                 op, program = str(stats.get("hlo_op", "")), int(stats.get("program_id", -1))
-                found.append(Event(event.start_ns, event.end_ns, line.name, op, event.name, program, -1))
+                found.append(Event(event.start_ns, event.end_ns, op, event.name, program, -1))
     return tuple(sorted(found))
 
 
@@ -123,13 +122,27 @@ def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
             ends[event.name.removeprefix(END), stats.get("_c")].append(event.start_ns)
         elif op := str(stats.get("hlo_op", "")):
             program, run = int(stats.get("program_id", -1)), int(stats.get("run_id", -1))
-            made = Event(event.start_ns, event.end_ns, "", op, op, program, run)
+            made = Event(event.start_ns, event.end_ns, op, op, program, run)
             ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), made))
     devices: dict[int, list[Event]] = defaultdict(list)
     for device, number, event in ran:
         later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
         devices[device].append(event._replace(end=min(later)) if later else event)
     return {device: tuple(sorted(events)) for device, events in sorted(devices.items())}
+
+
+def run_folder(target: Path) -> Path | None:
+    """Return the nearest folder, from `target` upwards, that has a run's config and receipt; None without such a folder."""
+    start = target.resolve()
+    both = (folder for folder in (start, *start.parents) if (folder / "config.json").is_file())
+    return next((folder for folder in both if (folder / "receipt.json").is_file()), None)
+
+
+def timeline_note(path: Path) -> str:
+    """Return how the events of a trace are shown as a timeline: JAX writes them for Perfetto beside the trace."""
+    beside = path.with_name(path.name.replace(".xplane.pb", ".trace.json.gz"))
+    perfetto = f"open {beside} at ui.perfetto.dev, or " if beside.is_file() else ""
+    return f"This trace as a timeline: {perfetto}give --xprof to open it in xprof."
 
 
 def open_xprof(path: Path) -> int:

@@ -16,11 +16,10 @@ class Run(run_files.Run):
     """A run as the Python API returns it: its files, its report, and the profile of its newest trace."""
 
     def profile(self) -> Any:
-        """Return the jaxtrain.report.profile_page.Profile of the run's newest trace. Raises TraceError if there is no trace."""
-        from jaxtrain.report import profile as measure
-        from jaxtrain.report import profile_trace
+        """Return the jaxtrain.report.profile.Profile of the run's newest trace. Raises TraceError if there is no trace."""
+        from jaxtrain.report import profile, profile_trace
 
-        return measure.profile(profile_trace.find(self.folder)[-1], measure.run_around(self.folder))
+        return profile.profile(profile_trace.find(self.folder)[-1], self)
 
     def write_report(self, html: str | Path = "") -> Path:
         """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""

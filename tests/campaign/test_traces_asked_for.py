@@ -5,8 +5,9 @@ import signal
 from pathlib import Path
 
 import runs
+from gpu_traces import profile_of
 
-from jaxtrain.report import profile, profile_trace
+from jaxtrain.report import profile_trace
 
 TINY = runs.REPO / "configs" / "tiny.py"
 
@@ -30,8 +31,8 @@ def test_a_signal_takes_a_trace_and_changes_nothing_else(tmp_path: Path):
     for first, last in windows:
         # A line counts finished steps: after step 3 it has 4.
         assert [rates[step] for step in range(first + 1, last + 3)] == [None, None, None]
-    found = profile.profile(profile_trace.find(workdir)[0], profile.run_around(workdir))
+    found = profile_of(workdir)
     # Operations of a known part of the model have nearly all of the time.
-    assert found.steps == (3, 4) and len(found.devices) == 1 and found.named >= 0.95
+    assert found.steps == (3, 4) and len(found.by_device) == 1 and found.named >= 0.95
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTF,DF->BTD"]
     assert op.count == 4 and abs(op.gflop / (2 * 16 * 128 * 384 * 128 * 4 / 1e9) - 1) < 1e-6

@@ -1,18 +1,19 @@
 """Traces of a real run on the devices of this process, and their profiles."""
 
-import itertools
+import gzip
 import json
 import math
 from pathlib import Path
 
 import pytest
 import runs
+from gpu_traces import profile_of
 from pages import assert_self_contained
 
 from jaxtrain.commands import profile as command
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
-from jaxtrain.report import profile, profile_page, profile_program, profile_trace
+from jaxtrain.report import profile, profile_program
 from jaxtrain.report.profile import Profile
 from jaxtrain.report.profile_program import KINDS, NO_SCOPE
 
@@ -33,7 +34,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def split(traced: Path) -> Profile:
-    return profile.profile(profile_trace.find(traced)[0], profile.run_around(traced))
+    return profile_of(traced)
 
 
 def test_steps_asked_for_are_traced_and_in_no_rate(traced: Path, split: Profile):
@@ -60,26 +61,35 @@ def test_every_millisecond_of_a_step_is_counted_once(split: Profile):
     ran = sum(ms for kinds in split.by_part.values() for ms in kinds.values())
     assert ran == pytest.approx(split.step_ms - split.by_kind["idle"])
     assert sum(op.ms for op in split.ops) == pytest.approx(ran)
-    assert [d.device for d in split.devices] == list(range(8)) and split.by_kind["exposed communication"] > 0
-    for d in split.devices:
-        assert d.busy_ms + d.exposed_ms + d.idle_ms == pytest.approx(d.step_ms)
+    assert list(split.by_device) == list(range(8)) and split.by_kind["exposed communication"] > 0
+    for kind, ms in split.by_kind.items():
+        assert ms == pytest.approx(sum(kinds[kind] for kinds in split.by_device.values()) / 8)
     assert split.step_range_ms[0] <= split.step_ms <= split.step_range_ms[1]
-    for lane in split.lanes.values():
-        assert all(a.end <= b.start for a, b in itertools.pairwise(lane)), "operations of a lane do not overlap"
-        assert lane[0].start >= 0 and lane[-1].end <= split.step_range_ms[1] * (1 + 1e-9)
 
 
-def test_work_is_that_of_the_program(split: Profile):
+def test_work_is_that_of_the_program(traced: Path, split: Profile):
     """FLOPs of the trace's operations equal those of the compiled step, which has no instruction of unknown cost."""
     text = Path(split.trace).with_name(HLO_TEXT).read_text()
-    run = profile.run_around(Path(split.trace))
-    compiled = profile_program.read(text, run.mesh, run.gpus)
+    compiled = profile_program.read(text, runs.receipt(traced)["mesh"], 8)
     assert compiled.unknown == ()
     flops = sum(compiled.work[i.name].flops * n for i, _, n, _ in hlo.walk(compiled.module) if i.name in compiled.work)
     assert math.fsum(op.gflop or 0 for op in split.ops) == pytest.approx(flops / 1e9)
     (op,) = [op for op in split.ops if op.label == "forward mlp/BTF,DF->BTD"]
     assert op.gflop == pytest.approx(2 * 64 * 64 * 32 / 1e9), "a layer, and a sequence of 64 tokens on each device"
     assert op.count == 1 and op.source.startswith("jaxtrain/models/layers.py:") and op.kind == "matmul"
+
+
+def test_lost_time_is_that_of_the_kinds(split: Profile):
+    """remat.policy=full recomputes. A CPU has no plan and no clocks, and this run neither saved nor evaluated."""
+    rows = {row.cause: 1e3 * row.seconds for row in split.lost.rows}
+    assert rows["exposed communication"] == pytest.approx(split.by_kind["exposed communication"])
+    assert (
+        rows["recomputation"] == pytest.approx(sum(op.ms for op in split.ops if op.phase == "recompute"))
+        and rows["recomputation"]
+    )
+    idle = rows.get("waiting for the host", 0.0) + rows.get("waiting for data", 0.0)
+    assert idle == pytest.approx(split.by_kind["idle"], abs=2e-3 * split.step_ms)
+    assert "slow kernels" not in rows and "GPU clocks" not in rows and len(split.lost.missing) == 2
 
 
 def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
@@ -89,13 +99,18 @@ def test_reports_of_a_cpu(traced: Path, split: Profile, tmp_path, capsys):
     workdir = str(traced)
     assert command.main([workdir, "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
-    files = [f"--{kind}={tmp_path / f'p.{kind}'}" for kind in ("json", "html", "perfetto")]
-    assert command.main([workdir, "--trace=1", f"--diff={workdir}", *files]) == 0
-    tree = json.loads((tmp_path / "p.json").read_text())
-    diff = tree.pop("diff")
-    assert tree == json.loads(profile_page.to_json(split))
-    assert diff["changes"]["step"][0]["after_ms"] == tree["step_ms"]
+    files = [f"--{kind}={tmp_path / f'p.{kind}'}" for kind in ("json", "html")]
+    assert command.main([workdir, "--trace=1", *files]) == 0
+    assert (tmp_path / "p.json").read_text() == profile.to_json(split)
     text = (tmp_path / "p.html").read_text()
-    assert text == profile_page.make_html(split, profile.diff(split, split))
+    assert text == profile.make_html(split)
     assert_self_contained(text)
-    assert {e["pid"] for e in json.loads((tmp_path / "p.perfetto").read_text())["traceEvents"]} == set(range(8))
+
+
+def test_jax_writes_the_timeline_beside_the_trace(split: Profile):
+    """Perfetto opens this file. It has the steps and their operations."""
+    trace = Path(split.trace)
+    beside = trace.with_name(trace.name.replace(".xplane.pb", ".trace.json.gz"))
+    assert str(beside) in profile.make_html(split)
+    names = {event.get("name", "") for event in json.loads(gzip.decompress(beside.read_bytes()))["traceEvents"]}
+    assert "train" in names and any(name.startswith("all-reduce") for name in names)

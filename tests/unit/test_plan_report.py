@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -108,6 +109,34 @@ def test_the_page_shows_every_number_of_the_plan():
         draw = random.Random(0)
         new = changed(plan, lambda p, v, path=path, draw=draw: other(v, draw) if p == path else v)
         assert plan_page.html(new) != shown, f"{path} = {value!r} changes nothing that is shown"
+
+
+def test_bands_are_the_phases_without_short_stretches_inside_another():
+    """A short stretch between two different phases stays, and a long one inside a phase too."""
+    lengths = [
+        ("forward", 40),
+        ("loss", 1),
+        ("backward", 20),
+        ("forward", 1),
+        ("backward", 20),
+        ("forward", 10),
+        ("backward", 20),
+    ]
+    phases = [phase for phase, n in lengths for _ in range(n)]
+    found = plan_page.bands(phases)
+    assert [phase for phase, *_ in found] == ["forward", "loss", "backward", "forward", "backward"]
+    assert [last - first + 1 for _, first, last in found] == [40, 1, 41, 10, 20]
+    assert found[0][1] == 0 and all(a[2] + 1 == b[1] for a, b in itertools.pairwise(found)) and found[-1][2] == len(phases) - 1
+
+
+def test_the_peak_is_named_by_its_largest_arrays():
+    """Arrays of one class and shape are one text."""
+    plan = sample()
+    first = plan.memory.largest[2]
+    memory = dataclasses.replace(plan.memory, largest=(*plan.memory.largest, *[first] * 9))
+    named = plan_page.peak_arrays(dataclasses.replace(plan, memory=memory))
+    assert named[0] == (f"10 x {first.shape} {first.kind}", pytest.approx(10 * first.gib)) and len(named) == 3
+    assert all(array in plan_page.html(dataclasses.replace(plan, memory=memory)) for array, _ in named)
 
 
 @pytest.mark.parametrize("render", [lambda plan, steps: written(plan, steps=steps), page_words], ids=["text", "page"])

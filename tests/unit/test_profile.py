@@ -4,13 +4,11 @@ The plan gives each operation a time. The profile of the trace must return those
 """
 
 import dataclasses
-import gzip
-import json
-import re
 import sys
+from pathlib import Path
 
 import pytest
-from gpu_traces import MESH, PROGRAM, gpu_run, gpu_space, read_gpu
+from gpu_traces import MESH, PROGRAM, gpu_run, gpu_space, profile_of, read_gpu
 from pages import EVIL, assert_self_contained
 from sample_plan import sample
 
@@ -18,7 +16,7 @@ from jaxtrain.commands import profile as command
 from jaxtrain.metrics.profiling import HLO_TEXT
 from jaxtrain.plan.program import hlo
 from jaxtrain.plan.topology import parse
-from jaxtrain.report import layer_schedule, profile, profile_page, profile_program, profile_trace
+from jaxtrain.report import layer_schedule, profile, profile_program, profile_times, profile_trace
 from jaxtrain.report.profile_program import Operation
 
 
@@ -26,7 +24,7 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     """Three gathers of 100 MB in a loop run beside matmuls of 1 ms each. A gather's time beyond its matmul is exposed."""
     space, planned = gpu_space()
     found = read_gpu(tmp_path, monkeypatch, space)
-    assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.devices) == 2
+    assert found.steps == (40, 41) and found.device_kind == "NVIDIA H200" and len(found.by_device) == 2
     assert found.step_ms == pytest.approx(planned.step_ms, abs=1e-3)
     assert found.by_kind["matmul"] == pytest.approx(planned.gemm_ms, abs=1e-3) and planned.gemm_ms == pytest.approx(4)
     assert found.by_kind["exposed communication"] == pytest.approx(planned.exposed_ms, abs=1e-3)
@@ -41,27 +39,20 @@ def test_a_trace_of_the_plan_is_the_plan(tmp_path, monkeypatch):
     for kind, ms in found.planned.by_kind.items():
         assert ms == pytest.approx(found.by_kind[kind], abs=1e-3), kind
     for part, ms in found.planned.by_part.items():
-        assert ms == pytest.approx(sum(sum(k.values()) for n, k in found.by_part.items() if n.split(",")[0] == part), abs=1e-3)
+        assert ms == pytest.approx(sum(found.by_part[part].values()), abs=1e-3)
     (op,) = [op for op in found.ops if op.label == "forward mlp/BTD,DF->BTF"]
     assert (op.count, op.gflop, op.ran_ms, op.planned_ms) == (3, pytest.approx(300), pytest.approx(3), pytest.approx(3))
-    assert list(found.planned.lanes) == ["planned: computation", "planned: links"]
-    streams = found.lanes["step 40, device 0: Stream #13(Kernel)"], found.lanes["step 40, device 0: Stream #20(Kernel)"]
-    for planned_lane, stream in zip(found.planned.lanes.values(), streams, strict=True):
-        assert [s[2:] for s in planned_lane] == [s[2:] for s in stream]
-        assert [t for s in planned_lane for t in s[:2]] == pytest.approx([t for s in stream for t in s[:2]], abs=1e-3)
 
 
 def test_a_gap_is_idle_and_a_straggler_is_named(tmp_path, monkeypatch):
-    """The diff with the trace without a gap finds the slower kind, and no other change."""
     before = read_gpu(tmp_path / "a", monkeypatch, gpu_space()[0])
     found = read_gpu(tmp_path / "b", monkeypatch, gpu_space(late_ms=0.5)[0])
-    assert [d.idle_ms for d in found.devices] == pytest.approx([0, 0.5], abs=1e-3)
-    assert [d.step_ms for d in found.devices] == pytest.approx([before.step_ms, before.step_ms + 0.5], abs=1e-3)
-    changes = profile.diff(before, found)["changes"]
-    longer = {what: [(c["name"], c["after_ms"] - c["before_ms"]) for c in cs] for what, cs in changes.items()}
-    quarter = pytest.approx(0.25, abs=1e-3)  # the mean of two devices
-    assert longer["step"] == [("step", quarter)] and longer["kind"][0] == ("idle", quarter)
-    assert all(abs(ms) < 1e-3 for _, ms in (*longer["kind"][1:], *longer["part"], *longer["operation"]))
+    assert [kinds["idle"] for kinds in found.by_device.values()] == pytest.approx([0, 0.5], abs=1e-3)
+    assert [sum(kinds.values()) for kinds in found.by_device.values()] == pytest.approx(
+        [before.step_ms, before.step_ms + 0.5], abs=1e-3
+    )
+    longer = {kind: ms - before.by_kind[kind] for kind, ms in found.by_kind.items()}
+    assert longer == pytest.approx(dict.fromkeys(longer, 0.0) | {"idle": 0.25}, abs=1e-3), "the mean of two devices"
 
 
 def test_kernels_without_an_operation_are_sorted_by_name(tmp_path, monkeypatch):
@@ -82,15 +73,14 @@ def test_what_is_missing_beside_a_trace_is_missing_in_its_profile_alone(tmp_path
     folder = gpu_run(tmp_path, gpu_space()[0])
     path = folder / "receipt.json"
     path.write_text(path.read_text().replace("NVIDIA H200", "Riva 128"))
-    (whole,) = profile_trace.find(folder)
-    found = profile.profile(whole, profile.run_around(folder))
+    found = profile_of(folder)
     assert found.planned is None and "Riva 128" in found.no_plan
     path.unlink()
-    found = profile.profile(whole, profile.run_around(folder))
+    found = profile_of(folder)
     assert found.no_plan and found.by_kind["matmul"] == pytest.approx(4, abs=1e-3) and found.notes
     step_ms = found.step_ms
-    whole.with_name(HLO_TEXT).unlink()
-    found = profile.profile(whole, profile.run_around(folder))
+    Path(found.trace).with_name(HLO_TEXT).unlink()
+    found = profile_of(folder)
     assert found.named == 0 and HLO_TEXT in found.notes[0]
     assert found.step_ms == pytest.approx(step_ms) and found.overlapped["communication"] > 0
 
@@ -102,8 +92,10 @@ def test_time_at_once_is_divided():
     kinds = {"a": "matmul", "b": "matmul", "c": "communication"}
     operations = {name: Operation(kind, "mlp", "forward", name, "") for name, kind in kinds.items()}
     ran = [(0.0, 10.0, "a"), (6.0, 10.0, "b"), (8.0, 14.0, "c"), (12.0, 12.0, "a")]
-    events = [(profile_trace.Event(start, end, "", op, op, 0, -1), operations[op]) for start, end, op in ran]
-    sums = profile.divide_time(events, [profile.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds})
+    events = [(profile_trace.Event(start, end, op, op, 0, -1), operations[op]) for start, end, op in ran]
+    sums = profile_times.divide_time(
+        events, [profile_times.Window(0, 0.0, 20.0)], {(0, name): (1.0, 2.0, 3.0) for name in kinds}
+    )
     rows = {o.label: list(row) for o, row in sums.items()}
     assert rows["a"] == [8, 0, 10, 2, 2, 4, 6] and rows["b"] == [2, 0, 4, 1, 1, 2, 3] and rows["c"] == [4, 2, 6, 1, 1, 2, 3]
 
@@ -127,19 +119,6 @@ def test_parts_by_name(name: str):
 
 
 # ---- Reports and the command
-
-
-def test_perfetto_gets_every_event(tmp_path, monkeypatch):
-    found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    assert command.main([str(tmp_path), f"--perfetto={tmp_path / 'p.json.gz'}"]) == 0
-    events = json.loads(gzip.decompress((tmp_path / "p.json.gz").read_bytes()))["traceEvents"]
-    names = {(e["name"], e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
-    assert {("process_name", 1, "gpu 1"), ("thread_name", 0, "Stream #20(Kernel)")} <= names
-    matmuls = [e for e in events if e["name"] == "forward mlp/BTD,DF->BTF"]
-    assert len(matmuls) == 3 * 2 * 2 and {e["cat"] for e in matmuls} == {"matmul"}
-    (op,) = [op for op in found.ops if op.label == "forward mlp/BTD,DF->BTF"]
-    assert sum(e["dur"] for e in matmuls) == pytest.approx(op.ran_ms * 1e3 * 4), "us, of four steps of devices"
-    assert matmuls[0]["args"]["part"] == "mlp" and matmuls[0]["args"]["kernel"] == "kernel of inside"
 
 
 @pytest.mark.parametrize(
@@ -166,24 +145,19 @@ def test_xprof_gets_the_same_trace(tmp_path, monkeypatch):
     assert given == ["/bin/xprof", "--logdir", str(folder / "profile")]
 
 
-def test_communication_is_summed_by_collective(tmp_path, monkeypatch):
-    """Both sums are those of the kinds. Without the program's HLO, the collective is that of the kernel's name."""
-    found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    (section,) = [each for each in profile_page.make_sections(found) if each.title == "Time by kind"]
-    kinds, count, exposed, overlapped, _ = section.parts[1].columns  # type: ignore[union-attr]
-    assert (kinds.cells, count.cells) == (["all-gather"], ["3"])
-    assert sum(exposed.values or ()) == pytest.approx(found.by_kind["exposed communication"])
-    assert sum(overlapped.values or ()) == pytest.approx(found.overlapped["communication"])
+def test_collectives_are_named_after_their_kind_and_axis(tmp_path, monkeypatch):
+    """Without the program's HLO, the collective is that of the kernel's name."""
+    (op,) = [op for op in read_gpu(tmp_path, monkeypatch, gpu_space()[0]).ops if op.kind == "communication"]
+    assert (op.collective, op.count) == ("all-gather over fsdp", 3)
     named = {"ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)": "reduce-scatter", "ncclDevKernel_SendRecv(x)": "", "gemm": ""}
     assert {kernel: profile_program.by_kernel(kernel).collective for kernel in named} == named
-    assert "step 40, device 0" in re.sub("<script.*?</script>", "", profile_page.make_html(found), flags=re.DOTALL)
 
 
 def test_the_page_fetches_nothing(tmp_path, monkeypatch):
     found = read_gpu(tmp_path, monkeypatch, gpu_space()[0])
-    assert_self_contained(profile_page.make_html(found, profile.diff(found, found)))
-    evil = found.lanes | {EVIL: found.lanes["step 40, device 0: Stream #13(Kernel)"]}
-    assert '<script>alert("1' not in profile_page.make_html(dataclasses.replace(found, name=EVIL, lanes=evil))
+    assert_self_contained(profile.make_html(found))
+    ops = tuple(dataclasses.replace(op, label=EVIL) for op in found.ops)
+    assert '<script>alert("1' not in profile.make_html(dataclasses.replace(found, name=EVIL, ops=ops))
 
 
 # ---- The schedule of one layer, in a plan

@@ -7,9 +7,10 @@ LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
 MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
-LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile.py", "jaxtrain/metrics/profiling.py"
+LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile_times.py", "jaxtrain/metrics/profiling.py"
+LOST = "jaxtrain/report/lost_time.py"
 SCRIPT, SHARED = "jaxtrain/report/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"
-UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile")}
+UNIT = {name: f"unit/test_{name}.py" for name in ("metrics", "goodput", "monitor", "receipt", "report", "profile", "lost_time")}
 
 BUGS = (
     Bug(
@@ -352,26 +353,42 @@ BUGS = (
         UNIT["profile"],
     ),
     Bug(
-        "profile: overlapped time of collectives is lost",
-        "jaxtrain/report/profile_page.py",
-        "enumerate((op.count, op.ms, op.overlapped_ms))",
-        "enumerate((op.count, op.ms, op.ms))",
-        UNIT["profile"],
+        "lost time: the wait for data counts for the host too",
+        LOST,
+        "idle - data, evidence",
+        "idle, evidence",
+        UNIT["lost_time"],
+    ),
+    Bug("lost time: the clocks' part counts for slow kernels too", LOST, "seconds - by_clock,", "seconds,", UNIT["lost_time"]),
+    Bug(
+        "lost time: the start of the run counts in its clocks",
+        LOST,
+        "[line] if gpu in seen else []",
+        "[line]",
+        UNIT["lost_time"],
+    ),
+    Bug(
+        "lost time: saves are those of the whole run",
+        LOST,
+        "spent.parts[cause] / spent.steps,",
+        "spent.parts[cause],",
+        UNIT["lost_time"],
+    ),
+    Bug("lost time: shortest first", LOST, "key=lambda row: -row.seconds", "key=lambda row: row.seconds", UNIT["lost_time"]),
+    Bug(
+        "plan's report: a phase inside another loses its letter",
+        "jaxtrain/report/plan_page.py",
+        "found[-2][1] <= SHORT * len(phases)",
+        "found[-2][1] >= 0",
+        "unit/test_plan_report.py",
     ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
-    Bug("profile: times are not divided by the steps", MEASURE, "+= row / len(lengths)", "+= row", UNIT["profile"]),
+    Bug("profile: times are not divided by the steps", MEASURE, "row / len(every)", "row", UNIT["profile"]),
     Bug(
         "profile: recompute is called backward",
         "jaxtrain/plan/program/roofline.py",
         'return "recompute"',
         'return "backward"',
-        UNIT["profile"],
-    ),
-    Bug(
-        "profile's diff: before and after swapped",
-        MEASURE,
-        "old.get(name, 0.0), new.get(name, 0.0)",
-        "new.get(name, 0.0), old.get(name, 0.0)",
         UNIT["profile"],
     ),
     # The documentation site
