@@ -197,6 +197,14 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
 
 
+def with_times(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """Return each line with its time in seconds since 1970. A line of a kind without times has the time of the line before it,
+    and in front of the first time that one."""
+    lines = list(lines)
+    wall_time = next((line["time_unix"] for line in lines if line.get("time_unix")), time.time())
+    return [(line, wall_time := line.get("time_unix") or wall_time) for line in lines]
+
+
 class Tracker(Protocol):
     """A copy of a run's metrics in another tool, made by process 0. `rewind` is called first. A failure never ends the run."""
 

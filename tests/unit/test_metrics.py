@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_runs import gpu_line, train_line
+from made_runs import gpu_line, line, train_line
 from runs import events
 
 from jaxtrain.config.schema import Profile
@@ -101,6 +101,14 @@ def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
             writers.train(**train_line(step))
     assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [step for step, *_ in events(tmp_path / "other" / "tb")[0]] == [1, 2]
+
+
+def test_a_full_disk_ends_tensorboard_and_holds_nothing_up(tmp_path):
+    tracker = TensorBoard(tmp_path)
+    with files_up_to(2000), pytest.raises(OSError):
+        for step in range(200):
+            tracker.line(line(step), 1.0)
+        tracker.close(None)
 
 
 def test_a_log_that_cannot_be_written_moves_to_the_terminal(tmp_path, capsys):

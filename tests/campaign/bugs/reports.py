@@ -4,6 +4,7 @@ from bugs import Bug
 
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
 LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
+TENSORBOARD = "jaxtrain/metrics/tensorboard.py"
 MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
@@ -56,9 +57,23 @@ BUGS = (
     ),
     Bug(
         "tensorboard: events lost in a kill stay lost",
-        "jaxtrain/metrics/tensorboard.py",
-        "self._add(line, wall)",
-        "pass",
+        TENSORBOARD,
+        "            self.line(line, wall_time)",
+        "            pass",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "tensorboard: a resume shows steps twice",
+        TENSORBOARD,
+        "purge_step=0 if stale else None",
+        "purge_step=None",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "tensorboard: a full disk ends its thread",
+        TENSORBOARD,
+        "self._error = self._error or error",
+        "raise",
         UNIT["metrics"],
     ),
     Bug(
