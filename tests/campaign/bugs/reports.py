@@ -4,7 +4,7 @@ from bugs import Bug
 
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
 LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
-TENSORBOARD = "jaxtrain/metrics/tensorboard.py"
+TENSORBOARD, TABLE = "jaxtrain/metrics/tensorboard.py", "jaxtrain/metrics/table.py"
 MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
@@ -74,6 +74,13 @@ BUGS = (
         TENSORBOARD,
         "self._error = self._error or error",
         "raise",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "table: a metric is in no column of the log",
+        TABLE,
+        '"GiB", "its peak", "{:.1f} GiB"',
+        '"GiB", "its peak", ""',
         UNIT["metrics"],
     ),
     Bug(
