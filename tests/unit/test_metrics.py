@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import resource
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -108,8 +109,12 @@ def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
 def test_a_full_disk_ends_tensorboard_and_holds_nothing_up(tmp_path):
     tracker = TensorBoard(tmp_path)
     with files_up_to(2000), pytest.raises(OSError):
-        for step in range(200):
+        for step in range(20):
             tracker.line(line(step), 1.0)
+        for _ in range(100):  # until the thread that writes has tried to
+            tracker.line({"kind": "eval", "step": 20, "loss": 1.0}, 1.0)
+            time.sleep(0.05)
+    with pytest.raises(OSError):
         tracker.close(None)
 
 
