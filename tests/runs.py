@@ -189,14 +189,15 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
     """Read TensorBoard's events in a folder.
 
     Returns:
-        (step, wall time, {tag: number or text}) of every event with a summary, and the number of events that mark a restart.
+        (step, wall time, {tag: number or text}) of every line of metrics and every text, and the number of events that mark a
+        restart.
     """
     from tensorboardX.proto import event_pb2
 
     def value(v: Any) -> Any:
         return v.tensor.string_val[0].decode() if v.HasField("tensor") else v.simple_value
 
-    found, restarts = [], 0
+    found, restarts, last = [], 0, None
     for path in sorted(folder.glob("events.out.tfevents.*")):
         data = path.read_bytes()
         while data:
@@ -204,6 +205,10 @@ def events(folder: Path) -> tuple[list[tuple[int, float, dict[str, Any]]], int]:
             event = event_pb2.Event.FromString(data[12 : 12 + size])  # pyright: ignore[reportAttributeAccessIssue]
             data = data[16 + size :]
             restarts += event.HasField("session_log")
-            if event.HasField("summary"):
-                found.append((event.step, event.wall_time, {v.tag: value(v) for v in event.summary.value}))
+            for v in event.summary.value:
+                line = event.step, event.wall_time, v.tag.rpartition("/")[0]
+                if line != last:
+                    found.append((event.step, event.wall_time, {}))
+                found[-1][2][v.tag] = value(v)
+                last = line
     return found, restarts

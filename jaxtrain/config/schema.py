@@ -639,6 +639,8 @@ class Log:
     every_steps: int = key(10, "a line in the log and in metrics.jsonl", at_least=1)
     tensorboard: bool = key(True, "write tb/")
     wandb: str = key("", "Weights & Biases: PROJECT or ENTITY/PROJECT; '': off. WANDB_MODE and other variables of wandb apply")
+    trackio: str = key("", "Trackio: PROJECT; '': off. TRACKIO_SPACE_ID and other variables of trackio apply")
+    mlflow: str = key("", "MLflow: EXPERIMENT; '': off. MLFLOW_TRACKING_URI and other variables of mlflow apply")
     peak_tflops: float = key(
         0.0, "dense peak of one device for MFU, for a device that is not in hardware.py; 0: from the table", at_least=0
     )

@@ -59,7 +59,7 @@ class GpuAlerts:
         self._outside: dict[int, list[float]] = {}  # GPU -> GiB outside the pool, in its first lines
 
     def look(self, line: Mapping[str, Any], default_limit_w: float | None) -> None:
-        """Check a line with metrics.GPU_KEYS. default_limit_w: the board's default power limit in W; None if unknown."""
+        """Check a line about a GPU. default_limit_w: the board's default power limit in W; None if unknown."""
         gpu = line["gpu"]
         self._throttling(gpu, line)
         self._power(gpu, line["power_limit_w"], default_limit_w)

@@ -22,29 +22,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from jaxtrain.config.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
+from jaxtrain.config.shapes import REWARD_METRICS
 from jaxtrain.metrics.samples import Sample
 from jaxtrain.metrics.samples import read as read_samples
 from jaxtrain.metrics.samples import write as written
+from jaxtrain.metrics.table import GPU, METRICS, required
 
 LOGGER = logging.getLogger("jaxtrain")
-TRAIN_KEYS = (
-    "kind", "step", "loss", "grad_norm", "lr", "tokens", "epoch",
-    "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "tflops_per_device",
-    "mfu_causal", "mfu_full", "hfu", "data_wait_s",
-    "memory_gib", "peak_memory_gib", "skipped_steps", "time_unix",
-)  # fmt: skip
 EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
 NAMED_EVAL_KEYS = ("kind", "step", "set", *EVAL_KEYS[2:])  # where data.eval_source names its sets
 # One source of a mixture: tokens and epochs read so far, and its weight at this step.
 SOURCE_KEYS = ("kind", "step", "source", "tokens", "epoch", "weight")
-# One GPU over the last seconds (gpu_monitor.py): means, and the highest temperature. `gpu` is its index on its node.
-GPU_KEYS = (
-    "kind", "step", "gpu", "process",
-    "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",
-    "power_w", "power_limit_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz",
-    "throttled", "throttle_reasons", "nvlink_tx_gb_s", "nvlink_rx_gb_s", "ecc_uncorrected", "time_unix",
-)  # fmt: skip
 
 
 class MetricsError(ValueError):
@@ -197,6 +185,14 @@ def tagged(line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
 
 
+def with_times(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """Return each line with its time in seconds since 1970. A line of a kind without times has the time of the line before it,
+    and in front of the first time that one."""
+    lines = list(lines)
+    wall_time = next((line["time_unix"] for line in lines if line.get("time_unix")), time.time())
+    return [(line, wall_time := line.get("time_unix") or wall_time) for line in lines]
+
+
 class Tracker(Protocol):
     """A copy of a run's metrics in another tool, made by process 0. `rewind` is called first. A failure never ends the run."""
 
@@ -243,20 +239,23 @@ class Writers:
     def train(self, **line: Any) -> None:
         """Write one train line.
 
-        Takes all of TRAIN_KEYS except `kind` and `time_unix`; for a model with experts, also EXPERT_METRICS; with multi-token
-        prediction, also MTP_METRICS; for a loss of pairs, also REWARD_METRICS. Raises TypeError, which names missing and
-        unknown keys.
+        Takes `step`, all required METRICS, and any optional ones. Raises TypeError, which names missing and unknown keys.
         """
-        more = [name for names in (REWARD_METRICS, MTP_METRICS, EXPERT_METRICS) if names[0] in line for name in names]
-        self._write({"kind": "train", **line, "time_unix": time.time()}, (*TRAIN_KEYS[:-1], *more, TRAIN_KEYS[-1]))
+        needed = required()
+        metrics = (name for name in METRICS if name in needed or name in line)
+        self._write({"kind": "train", **line, "time_unix": time.time()}, ("kind", "step", *metrics, "time_unix"))
 
     def source(self, **line: Any) -> None:
         """Write one line on a source of a mixture. Takes all of SOURCE_KEYS except `kind`."""
         self._write({"kind": "source", **line}, SOURCE_KEYS)
 
     def gpu(self, **line: Any) -> None:
-        """Write one line about a GPU. Any process may call this. Takes all of GPU_KEYS except `kind` and `time_unix`."""
-        self._write({"kind": "gpu", **line, "time_unix": time.time()}, GPU_KEYS)
+        """Write one line about a GPU. Any process may call this.
+
+        Takes `step`, `gpu` (its index on its node), `process`, `throttle_reasons`, and all of table.GPU.
+        """
+        keys = "kind", "step", "gpu", "process", *GPU, "throttle_reasons", "time_unix"
+        self._write({"kind": "gpu", **line, "time_unix": time.time()}, keys)
 
     def eval(self, *, step: int, name: str = "", **line: Any) -> dict[str, Any]:
         """Write one eval line, and return it.

@@ -165,7 +165,7 @@ class Monitor:
     # ---- The loop's side
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """Return a line for each GPU from the samples since its last line: metrics.GPU_KEYS without `kind` and `time_unix`.
+        """Return a line for each GPU from the samples since its last line, for `Writers.gpu`.
 
         Call it after every step. Until LINES_S seconds have passed since the last lines, the result is []. A GPU without
         samples has no line.
@@ -196,8 +196,6 @@ class Monitor:
             "memory_used_gib": over_time("memory_used_gib"),
             "pool_gib": gib(stats, "pool_bytes"),
             "in_use_gib": gib(stats, "bytes_in_use"),
-            # XLA's allocator on GPUs (BFC) does not count this figure and reports 0.
-            "largest_free_gib": gib(stats, "largest_free_block_bytes") or None,
             "power_w": over_time("power_w"),
             "power_limit_w": samples[-1].power_limit_w,
             "temperature_c": max(temperatures, default=None),

@@ -19,26 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.metrics.files import naming
+from jaxtrain.metrics.table import METRICS
 from jaxtrain.runtime import streams
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 LOGGER = logging.getLogger("jaxtrain")
-# The columns of a progress line, by metric. A metric without a value, or of 0 dropped tokens, is left out.
-COLUMNS = {
-    "loss": "loss {:.4f}",
-    "mtp_loss": "mtp {:.4f}",
-    "rewards/accuracies": "accuracy {:.0%}",  # of pairs
-    "rewards/margins": "margin {:.3f}",
-    "grad_norm": "grad {:.2f}",
-    "lr": "lr {:.1e}",
-    "tokens_per_s": "{:,.0f} tok/s",
-    "mfu_causal": "MFU {:.1%}",
-    "peak_memory_gib": "{:.1f} GiB",
-    "expert_load_max": "load {:.2f}x",  # load of the fullest expert over an even load
-    "dropped_tokens": "dropped {:.2%}",
-}
 WIDE = 118  # least columns for the bar next to the numbers; a narrower line loses its end
 REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 
@@ -102,7 +89,7 @@ class Console:
             self._draw(step)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show a train line of metrics.jsonl (see `metrics.TRAIN_KEYS`), and write it to log.txt."""
+        """Show a train line of metrics.jsonl, and write it to log.txt."""
         done, now = line["step"], time.monotonic()
         self._numbers = numbers(line, self._seconds_left(done, now, line["step_time_s"]), self.of_fp8)
         text = f"step {done}/{self._total}  {self._numbers}"
@@ -232,11 +219,11 @@ class _TerminalHandler(logging.Handler):
 def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
     """Return the columns of a progress line, without the step. seconds_left: until the last step. of_fp8: `Console.of_fp8`."""
     parts = []
-    for name, form in COLUMNS.items():
+    for name, metric in METRICS.items():
         value = line.get(name)
-        if value is None or (name == "dropped_tokens" and not value):
+        if not metric.column or value is None or (metric.hide_zero and not value):
             continue
-        parts.append(form.format(value))
+        parts.append(metric.column.format(value))
         if name == "mfu_causal" and of_fp8 is not None:
             parts[-1] += f" ({value * of_fp8:.1%} of the FP8 peak)"
     if seconds_left is not None:

@@ -3,19 +3,23 @@
 A resumed run writes the event files again from metrics.jsonl and samples.txt. TensorFlow is not needed.
 """
 
-import importlib
 import json
+import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.metrics.files import tagged
+from jaxtrain.metrics.files import tagged, with_times
 from jaxtrain.metrics.samples import Sample
 
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+
 SUFFIX = ".jaxtrain."  # in the name of every event file written here; no other event file is removed
-FLUSH_S = 5.0  # a flush waits for the disk; lines lost in a kill are restored from metrics.jsonl
+FLUSH_S = 5  # lines lost in a kill are restored from metrics.jsonl
 
 
 class TensorBoard:
@@ -23,7 +27,8 @@ class TensorBoard:
 
     def __init__(self, workdir: str | Path):
         self.folder = Path(workdir) / "tb"
-        self._events: _EventFile | None = None
+        self._writer: SummaryWriter | None = None
+        self._error: OSError | None = None  # the first one of a file
         self._step = 0  # of the newest line, for facts
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
@@ -32,18 +37,12 @@ class TensorBoard:
         The old event files are emptied now, and deleted at the next rewind. Event files of other programs are unchanged.
         """
         stale = sorted(self.folder.glob(f"*{SUFFIX}*"))
-        lines = list(lines)
-        # Eval lines have no time: the previous line's is used, and before the first step that of the next.
-        wall = next((line["time_unix"] for line in lines if line.get("time_unix")), time.time())
-        for line in lines:
-            if self._events is None:
-                # A restart event at step 0 makes an open TensorBoard drop the data of the stale files.
-                self._events = _EventFile(self.folder, restart_at=0 if stale else None)
-            wall = line.get("time_unix") or wall
-            self._add(line, wall)
-        if self._events is not None:
+        for line, wall_time in with_times(lines):
+            # A restart event at step 0 makes an open TensorBoard drop the data of the stale files.
+            self._open(purge_step=0 if stale else None)
+            self.line(line, wall_time)
+        if self._writer:
             self.samples(list(samples))
-            self._events.flush()
         for path in stale:
             # Emptied now and removed next time: a TensorBoard that has the file open continues to read only while it exists.
             if path.stat().st_size:
@@ -52,69 +51,66 @@ class TensorBoard:
                 path.unlink()
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:
-        self._add(line, wall_time)
-        self._open().flush_now_and_then()
-
-    def _add(self, line: Mapping[str, Any], wall_time: float) -> None:
         self._step = line["step"]
-        self._open().scalars(line["step"], wall_time, tagged(line))
+        for tag, value in tagged(line).items():
+            self._open().add_scalar(tag, value, line["step"], wall_time)
 
     def samples(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self._open().text(sample.step, f"sample/{sample.prompt}" if sample.prompt else "sample", sample.text)
+            self._text(f"sample/{sample.prompt}" if sample.prompt else "sample", sample.text, sample.step)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        events = self._open()
-        events.text(self._step, name, json.dumps(facts, indent=1))
-        events.flush()
+        self._text(name, json.dumps(facts, indent=1), self._step)
 
     def close(self, exit_code: int | None) -> None:
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        if self._writer:
+            writer, self._writer = self._writer, None
+            writer.close()
+            self._check()
 
-    def _open(self) -> "_EventFile":
-        if self._events is None:
-            self._events = _EventFile(self.folder)
-        return self._events
-
-
-class _EventFile:
-    """A TensorBoard event file, written in the caller's thread. A line of metrics.jsonl is one record, and so is a text."""
-
-    def __init__(self, folder: Path, restart_at: int | None = None):
-        from tensorboardX.event_file_writer import EventsWriter
-
-        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")  # generated code without types
-        summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
-        folder.mkdir(parents=True, exist_ok=True)
-        # The library names files by the second and overwrites; nanoseconds keep two starts within one second apart.
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f"{SUFFIX}{time.time_ns()}")
-        self._event = event_pb2.Event
-        self._summary = summary_pb2.Summary
-        if restart_at is not None:
-            log = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.write_event(self._event(step=restart_at, wall_time=time.time(), session_log=log))
-        self._flushed = time.monotonic()
-
-    def scalars(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-        self._writer.write_event(self._event(step=step, wall_time=wall_time, summary=summary))
-
-    def text(self, step: int, tag: str, text: str) -> None:
+    def _text(self, tag: str, text: str, step: int) -> None:
         """Write a text indented by four spaces, since TensorBoard renders Markdown: indented text is a code block."""
-        from tensorboardX import summary
+        self._open().add_text(tag, "".join(f"    {line}" for line in text.splitlines(keepends=True)), step)
 
-        indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
-        self._writer.write_event(self._event(step=step, wall_time=time.time(), summary=summary.text(tag, indented)))
+    def _open(self, purge_step: int | None = None) -> "SummaryWriter":
+        self._check()
+        if self._writer is None:
+            from tensorboardX import SummaryWriter
+            from tensorboardX.record_writer import register_writer_factory
 
-    def flush_now_and_then(self) -> None:
-        if time.monotonic() - self._flushed >= FLUSH_S:
-            self.flush()
+            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # warns of each NaN
+            self.folder.mkdir(parents=True, exist_ok=True)
+            scheme = f"jaxtrain-{id(self)}"  # of the paths that this tracker opens
+            register_writer_factory(scheme, SimpleNamespace(open=self._file, directory_check=str))
+            self._writer = SummaryWriter(
+                f"{scheme}:{self.folder}",
+                purge_step=purge_step,
+                max_queue=0,  # no limit: the loop never waits for the disk
+                flush_secs=FLUSH_S,
+                # The library names files by the second and overwrites; nanoseconds keep two starts within one second apart.
+                filename_suffix=f"{SUFFIX}{time.time_ns()}",
+            )
+        return self._writer
 
-    def flush(self) -> None:
-        self._writer.flush()
-        self._flushed = time.monotonic()
+    def _check(self) -> None:
+        """Raise the first error of a file."""
+        if self._error:
+            raise self._error
 
-    def close(self) -> None:
-        self._writer.close()
+    def _file(self, path: str) -> SimpleNamespace:
+        """Open a file for the SummaryWriter, and keep its first error.
+
+        An error would end the thread of the SummaryWriter, and all later calls would wait for that thread.
+        """
+        file = Path(path.partition(":")[2]).open("wb")  # noqa: SIM115 - the SummaryWriter closes it
+
+        def kept(method: Callable[..., object]) -> Callable[..., None]:
+            def call(*data: bytes) -> None:
+                try:
+                    method(*data)
+                except OSError as error:
+                    self._error = self._error or error
+
+            return call
+
+        return SimpleNamespace(write=kept(file.write), flush=kept(file.flush), close=kept(file.close))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from jaxtrain.metrics.files import TRAIN_KEYS
+from jaxtrain.metrics.table import required
 
 
 class Throughput:
@@ -77,9 +77,8 @@ class Throughput:
         """Return the rate fields of a train line, over the steps since the last call."""
         times, waits = self._times, self._waits
         self._times, self._waits = [], []
-        out: dict[str, float | None] = dict.fromkeys(
-            TRAIN_KEYS[TRAIN_KEYS.index("step_time_s") : TRAIN_KEYS.index("memory_gib")]
-        )
+        names = required()
+        out: dict[str, float | None] = dict.fromkeys(names[names.index("step_time_s") : names.index("data_wait_s") + 1])
         if not times:
             return out
         out["step_time_s"] = sum(times) / len(times)

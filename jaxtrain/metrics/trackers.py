@@ -1,12 +1,16 @@
-"""Copies of a run's metrics in TensorBoard and W&B. Each module has the `metrics.Tracker` of one tool."""
+"""Copies of a run's metrics in TensorBoard, W&B, Trackio and MLflow. Each module has the `metrics.Tracker` of one tool."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtrain.config.schema import Log
 from jaxtrain.metrics.files import Tracker
+from jaxtrain.metrics.mlflow import MLflow
+from jaxtrain.metrics.remote import TrackerError
 from jaxtrain.metrics.tensorboard import TensorBoard
-from jaxtrain.metrics.wandb import TrackerError, WandB
+from jaxtrain.metrics.trackio import Trackio
+from jaxtrain.metrics.wandb import WandB
 
 __all__ = ["TrackerError", "Trackers", "open_trackers"]
 
@@ -18,12 +22,18 @@ class Trackers(NamedTuple):
     facts: dict[str, Any]
 
 
-def open_trackers(workdir: Path, log: Log, *, resumed: bool, process_index: int = 0) -> Trackers:
+def open_trackers(workdir: Path, log: Log, config: Mapping[str, Any], *, resumed: bool, process_index: int = 0) -> Trackers:
     """Return the trackers that the config names; only process 0 has any. Raises TrackerError if a tracker cannot start."""
     if process_index:
         return Trackers((), {})
+    remotes = []
+    try:
+        for kind in (WandB, Trackio, MLflow):
+            if where := getattr(log, kind.key):
+                remotes.append(kind(workdir, where, config, resumed=resumed))
+    except TrackerError:
+        for started in remotes:
+            started.close(1)
+        raise
     board = (TensorBoard(workdir),) if log.tensorboard else ()
-    if not log.wandb:
-        return Trackers(board, {})
-    wandb = WandB(workdir, log.wandb, resumed=resumed)
-    return Trackers((*board, wandb), {"wandb": wandb.facts})
+    return Trackers((*board, *remotes), {each.key: each.facts for each in remotes})

@@ -281,7 +281,7 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     import jax
 
     from jaxtrain.config import schema
-    from jaxtrain.metrics import files, profiling
+    from jaxtrain.metrics import files, profiling, table
     from jaxtrain.metrics.receipt_machine import device_facts
     from jaxtrain.train.receipt import Receipt
 
@@ -289,9 +289,8 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     receipt = Receipt(folder)
     receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
     files.write_atomic(folder / "config.json", json.dumps(schema.to_dict(program.run), indent=1) + "\n")
-    known = {name for name in files.TRAIN_KEYS if name not in ("kind", "time_unix")}
     with files.Writers(folder) as writers:
-        writers.train(**dict.fromkeys(known) | {"step": 1, "step_time_s": step_s})
+        writers.train(**dict.fromkeys(table.required()) | {"step": 1, "step_time_s": step_s})
     tracer = profiling.Tracer(
         dataclasses.replace(program.run.profile, start=1, steps=TRACED_STEPS), folder, print, program=train
     )

@@ -35,7 +35,7 @@ OTHER_CODE = (
     *("config.command_line", "config.explain", "runtime.signals", "runtime.timelimit", "runtime.watchdog"),
     *("metrics.alerts", "metrics.goodput", "metrics.gpu_monitor", "metrics.ledger", "metrics.profiling", "metrics.progress"),
     *("metrics.receipt_collect", "metrics.receipt_figures", "metrics.receipt_format", "metrics.receipt_machine"),
-    *("metrics.tensorboard", "metrics.trackers", "metrics.wandb"),
+    *("metrics.mlflow", "metrics.remote", "metrics.tensorboard", "metrics.trackers", "metrics.trackio", "metrics.wandb"),
     *("plan.expect", "plan.program.traffic", "plan.search", "plan.search_bound", "plan.search_cache", "plan.search_parallel"),
     *("plan.search_space", "plan.shardings", "step.resume", "step.stored_form", "step.validate", "step.validate_experts"),
     *("step.validate_layout", "step.validate_pipeline", "step.validate_places"),

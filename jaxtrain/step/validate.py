@@ -26,6 +26,7 @@ from jaxtrain.config.schema import (
     Data,
     Dtypes,
     Init,
+    Log,
     Loss,
     Optimizer,
     Problem,
@@ -85,6 +86,13 @@ READ_WITH = (
     ("loss.mtp_weight", "model.mtp_layers", None),
 )
 
+# Tracker, and the form of its key of log: a pattern, and in words.
+TRACKERS = (
+    ("wandb", r"([^\s/\\#?%:]+/)?[^\s/\\#?%:]+", "PROJECT or ENTITY/PROJECT"),
+    ("trackio", r"[\w\-]+", "a name of letters, digits, _ and -"),
+    ("mlflow", r"\S(.*\S)?", "a name without spaces around it"),
+)
+
 
 def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     """Return all problems of a resolved config on these devices. Reads the file system, writes nothing."""
@@ -96,7 +104,7 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += [] if "train.memory_fraction" in bad else overlay(run, devices, os.environ)[1]
     reported = {p.key for p in problems}
     problems += [p for p in check_places(run, workdir) if p.key not in reported]
-    problems += _shown(run.sample, run.log.wandb)
+    problems += _shown(run.sample, run.log)
     problems += _host_memory(run, devices, bad)
     # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
     from jaxtrain.data import pipeline
@@ -339,16 +347,15 @@ def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem(key, m.mtp_layers, rule, "Set 1.")
 
 
-def _shown(sample: Sample, where: str) -> Iterable[Problem]:
-    """Yield a problem for samples that would never be written, for an invalid log.wandb, and if wandb is not installed.
-
-    where: log.wandb.
-    """
+def _shown(sample: Sample, log: Log) -> Iterable[Problem]:
+    """Yield a problem for samples that would never be written, and for a tracker with a wrong value or without its package."""
     if sample.every_steps > 0 and sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
         yield Problem("sample.every_steps", sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")
-    if where and not re.fullmatch(r"([^\s/\\#?%:]+/)?[^\s/\\#?%:]+", where):
-        yield Problem("log.wandb", where, "must be PROJECT or ENTITY/PROJECT", "For example --config.log.wandb=pretraining.")
-    elif where and importlib.util.find_spec("wandb") is None:
-        remedy = f"Set log.wandb to '', or install it. {installed.remedy('wandb')}"
-        yield Problem("log.wandb", where, "the package wandb is not installed", remedy)
+    for name, form, words in TRACKERS:
+        where = getattr(log, name)
+        if where and not re.fullmatch(form, where):
+            yield Problem(f"log.{name}", where, f"must be {words}", f"For example --config.log.{name}=pretraining.")
+        elif where and importlib.util.find_spec(name) is None:
+            remedy = f"Set log.{name} to '', or install it. {installed.remedy(name)}"
+            yield Problem(f"log.{name}", where, f"the package {name} is not installed", remedy)

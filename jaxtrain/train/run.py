@@ -430,9 +430,10 @@ def open_services(
     workdir, process, peers = setup.workdir, jax.process_index(), ending.peers
     receipt = Receipt(workdir, process_index=process)
     try:
-        trackers = open_trackers(workdir, setup.run.log, resumed=setup.start.resumed, process_index=process)
+        given = to_dict(setup.asked)
+        trackers = open_trackers(workdir, setup.run.log, given, resumed=setup.start.resumed, process_index=process)
     except TrackerError as error:
-        raise ConfigError([Problem("log.wandb", setup.run.log.wandb, str(error).rstrip("."), "")]) from error
+        raise ConfigError([Problem(error.key, setup.run.flat[error.key], error.reason, error.remedy)]) from error
     writers = metrics.Writers(workdir, trackers.all, process_index=process)
     try:
         receipt.start(first_facts(setup, overlay) | trackers.facts, setup.launch.config_file)

@@ -10,10 +10,10 @@ import jax
 
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.config.shapes import EXPERT_METRICS, MTP_METRICS, REWARD_METRICS
 from jaxtrain.metrics import throughput
 from jaxtrain.metrics.gpu_monitor import MfuAlert, Monitor
 from jaxtrain.metrics.progress import Console
+from jaxtrain.metrics.table import METRICS
 from jaxtrain.plan.expect import Watch
 from jaxtrain.step import guard
 from jaxtrain.step import train_step as step
@@ -32,7 +32,7 @@ class StepMetrics:
     grad_norm: float
     lr: float
     verdict: int  # guard.TAKEN, or the reason why the step was skipped
-    more: dict[str, float]  # EXPERT_METRICS, MTP_METRICS and REWARD_METRICS, as far as the run has them
+    more: dict[str, float]  # the optional METRICS that the step returned
     batch: HostBatch  # the rows of this process
 
     @property
@@ -66,7 +66,7 @@ class PendingMetrics:
             return None
         (done, metrics, batch), self._pending = self._pending, None
         found = jax.device_get(metrics)
-        more = {name: float(found[name]) for name in (*REWARD_METRICS, *MTP_METRICS, *EXPERT_METRICS) if name in found}
+        more = {name: float(found[name]) for name, metric in METRICS.items() if metric.optional and name in found}
         loss, norm, lr = (float(found[name]) for name in ("loss", "grad_norm", "lr"))
         return StepMetrics(done, loss, norm, lr, int(found["verdict"]), more, batch)
 

@@ -58,8 +58,8 @@ def test_live_line_on_a_terminal(tmp_path):
     """On a real pseudo-terminal one line is redrawn, messages are above it, and a kill leaves the cursor visible."""
     script = f"""
 import os
-from jaxtrain.metrics import files, progress
-line = dict.fromkeys(files.TRAIN_KEYS[1:-1], 0.5)
+from jaxtrain.metrics import progress, table
+line = dict.fromkeys(("step", *table.required()), 0.5)
 with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     console.say("compiling")
     for step in range(1, 21):

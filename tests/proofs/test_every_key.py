@@ -414,6 +414,8 @@ ELSEWHERE = {
     "data.eval_source",  # tests/proofs/test_watching.py
     "log.wandb",
     "log.peak_tflops",
+    "log.trackio",  # tests/proofs/test_trackers.py
+    "log.mlflow",
     "paths.cache",  # tests/unit/test_startup.py
     "data.source_schedule",  # tests/unit/test_data_mix.py
     "data.tokenizer",  # tests/unit/test_data.py

@@ -24,8 +24,9 @@ from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.metrics import files, samples
 from jaxtrain.metrics.gpu_monitor import Monitor
 from jaxtrain.metrics.receipt_collect import own_files, source
+from jaxtrain.metrics.remote import TrackerError
 from jaxtrain.metrics.samples import Sample
-from jaxtrain.metrics.wandb import TrackerError, WandB
+from jaxtrain.metrics.wandb import WandB
 from jaxtrain.report import run_page
 from jaxtrain.report.run import read
 from jaxtrain.step import validate
@@ -262,7 +263,7 @@ def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path, monkeypatch: 
     line = {"kind": "eval", "step": 2, "loss": 1.5, "bits_per_byte": None, "perplexity": 4.5}
     told = record_wandb(monkeypatch)
     for project in ("one", "two"):
-        tracker = WandB(tmp_path, project, resumed=True)
+        tracker = WandB(tmp_path, project, {}, resumed=True)
         tracker.rewind(2, [line], [Sample(2, 0, "x")], 0)
         tracker.close(0)
     assert [row["step"] for _, row in told] == [2] * 4
@@ -270,12 +271,12 @@ def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path, monkeypatch: 
     assert len({run for run, _ in told}) == 2
     (tmp_path / "wandb.json").write_text('{"format": 9, "where": "two", "id": "x", "attempt": 1}')
     with pytest.raises(TrackerError):
-        WandB(tmp_path, "two", resumed=True)
+        WandB(tmp_path, "two", {}, resumed=True)
 
 
 def test_a_tracker_that_fails_stops_no_run(tmp_path, caplog, monkeypatch):
     record_wandb(monkeypatch)
-    tracker = WandB(tmp_path, "one", resumed=False)
+    tracker = WandB(tmp_path, "one", {}, resumed=False)
 
     def fails(*args: Any, **more: Any) -> None:
         raise BrokenPipeError("the service is gone\nand more")
@@ -310,11 +311,14 @@ def test_wrong_settings_of_outputs_are_refused(tmp_path: Path, monkeypatch: pyte
         run = helpers.tiny({key.replace("__", "."): value for key, value in changes.items()})
         return [p.key for p in validate.validate(run, Devices("cpu", "CPU", 1, 8.0, "described"), tmp_path / "run")]
 
-    assert problems(log__wandb="project") == problems(log__wandb="team/project") == []
+    assert problems(log__wandb="project", log__trackio="my-project", log__mlflow="an experiment") == []
+    assert problems(log__wandb="team/project") == []
     for wrong in ("a/b/c", "a b", "/a", "a/"):
         assert problems(log__wandb=wrong) == ["log.wandb"]
+    assert problems(log__trackio="a.b") == ["log.trackio"] and problems(log__mlflow=" a") == ["log.mlflow"]
     monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
-    assert problems(log__wandb="project") == ["log.wandb"]
+    for name in ("wandb", "trackio", "mlflow"):
+        assert problems(**{f"log__{name}": "project"}) == [f"log.{name}"]
     assert problems(sample__every_steps=5, sample__max_tokens=0) == ["sample.every_steps"]
 
 

@@ -29,7 +29,7 @@ from jaxtrain.config.command_line import Parser
 from jaxtrain.config.hardware import Devices
 from jaxtrain.data import loading
 from jaxtrain.kernels.attention import cudnn
-from jaxtrain.metrics import alerts
+from jaxtrain.metrics import alerts, table
 from jaxtrain.models import flops
 from jaxtrain.models.activations import ACTIVATIONS, POLICIES
 from jaxtrain.node import boards, train_step
@@ -179,6 +179,11 @@ def test_the_pages_of_users_are_short():
 
 def test_the_table_of_resumes_is_up_to_date():
     assert resume_table() in (REPO / "docs" / "checkpoints.md").read_text(), "paste jaxtrain.step.resume.markdown()"
+
+
+def test_the_tables_of_metrics_are_up_to_date():
+    page = (REPO / "docs" / "observing.md").read_text()
+    assert all(text in page for text in table.markdown()), "paste jaxtrain.metrics.table.markdown()"
 
 
 def test_the_site_lists_every_page_once():

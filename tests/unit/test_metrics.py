@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import resource
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_runs import gpu_line, train_line
+from made_runs import gpu_line, line, train_line
 from runs import events
 
+from jaxtrain.config import shapes
 from jaxtrain.config.schema import Profile
-from jaxtrain.metrics import files, profiling, progress, samples
+from jaxtrain.metrics import files, profiling, progress, samples, table
 from jaxtrain.metrics.samples import Sample
 from jaxtrain.metrics.tensorboard import TensorBoard
 from jaxtrain.metrics.throughput import Throughput, memory
+from jaxtrain.train.step_log import PendingMetrics
 
 # ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
 
@@ -35,7 +38,7 @@ def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
         writers.eval(step=1, loss=2.0, bits_per_byte=None, perplexity=12.25, cross_entropy=2.5)
         # before the file is closed: each line is flushed
         train, evaluation, own = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert tuple(train) == files.TRAIN_KEYS
+    assert tuple(train) == ("kind", "step", *table.required(), "time_unix")
     assert train["loss"] == train["grad_norm"] == float(loss) != 0.1 and np.float32(train["loss"]) == loss
     assert train["lr"] == 1 / 3 and train["mfu_full"] is None
     assert train["tokens"] == 7 and isinstance(train["tokens"], int)
@@ -103,6 +106,53 @@ def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
     assert [step for step, *_ in events(tmp_path / "other" / "tb")[0]] == [1, 2]
 
 
+def test_a_full_disk_ends_tensorboard_and_holds_nothing_up(tmp_path):
+    tracker = TensorBoard(tmp_path)
+    with files_up_to(2000), pytest.raises(OSError):
+        for step in range(20):
+            tracker.line(line(step), 1.0)
+        for _ in range(100):  # until the thread that writes has tried to
+            tracker.line({"kind": "eval", "step": 20, "loss": 1.0}, 1.0)
+            time.sleep(0.05)
+    with pytest.raises(OSError):
+        tracker.close(None)
+
+
+def test_a_new_metric_is_one_entry_of_the_table(tmp_path, monkeypatch):
+    """The step returns it; it is in metrics.jsonl, the log's line, TensorBoard and the docs."""
+    metric = table.Metric("nats", "a metric of the test", "own {:.2f}", optional=True)
+    monkeypatch.setitem(table.METRICS, "own/metric", metric)
+    pending = PendingMetrics()
+    returned = dict.fromkeys(("loss", "grad_norm", "lr", "own/metric", "not_a_metric"), jnp.float32(0.5))
+    pending.put(1, returned | {"verdict": jnp.int32(0)}, {})
+    found = pending.read()
+    assert found and found.more == {"own/metric": 0.5}
+    out = io.StringIO()
+    with files.Writers(tmp_path, [TensorBoard(tmp_path)]) as writers, progress.Console(tmp_path, 0, 9, stream=out) as console:
+        line = train_line(1, **found.more)
+        writers.train(**line)
+        console.step(line)
+    assert [x["own/metric"] for x in files.read(tmp_path / "metrics.jsonl")] == [0.5]
+    assert "own 0.50" in out.getvalue() and "own 0.50" in (tmp_path / "log.txt").read_text()
+    assert [values["train/own/metric"] for _, _, values in events(tmp_path / "tb")[0] if "train/own/metric" in values] == [0.5]
+    assert "| `own/metric` | a metric of the test (nats) |" in table.markdown()[0]
+
+
+def test_the_metrics_of_the_step_are_optional_entries_of_the_table():
+    optional = {name for name, metric in table.METRICS.items() if metric.optional}
+    assert {*shapes.EXPERT_METRICS, *shapes.MTP_METRICS, *shapes.REWARD_METRICS} == optional
+
+
+def test_a_line_with_a_missing_or_an_unknown_number_is_refused(tmp_path):
+    writers = files.Writers(tmp_path)
+    for changed in (train_line(1, unknown=1.0), {k: v for k, v in train_line(1).items() if k != "hfu"}):
+        with pytest.raises(TypeError):
+            writers.train(**changed)
+    with pytest.raises(TypeError):
+        writers.gpu(**gpu_line(1), unknown=1.0)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_a_log_that_cannot_be_written_moves_to_the_terminal(tmp_path, capsys):
     out = io.StringIO()
     with files_up_to(200), progress.Console(tmp_path, 0, 10, stream=out) as console:
@@ -165,7 +215,7 @@ def test_gpu_lines_are_kept_and_shown(tmp_path):
         for gpu in (0, 1):
             writers.gpu(**gpu_line(1, gpu, power_w=600.0 + gpu, throttle_reasons="sw_thermal", ecc_uncorrected=None))
     text = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert tuple(json.loads(text[1])) == files.GPU_KEYS and json.loads(text[2])["power_w"] == 601.0
+    assert {*table.GPU, "throttle_reasons"} < set(json.loads(text[1])) and json.loads(text[2])["power_w"] == 601.0
     shown: dict[str, Any] = {}
     for _, _, values in events(tmp_path / "tb")[0]:
         shown |= values
@@ -243,7 +293,7 @@ def test_throughput_is_that_of_the_device():
         "step_time_s": 0.5, "data_wait_s": 0.125, "tokens_per_s": 16000.0, "tokens_per_s_per_device": 4000.0,
         "tflops_per_device": 20.0, "mfu_causal": 0.2, "mfu_full": 0.24, "hfu": 0.28,
     }  # fmt: skip
-    assert tuple(line) == files.TRAIN_KEYS[7:15]
+    assert set(line) < set(table.required())
     assert set(throughput.line().values()) == {None}  # no step since the last line
     now[0] += 2.0
     throughput.start_step()

@@ -4,6 +4,8 @@ from bugs import Bug
 
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
 LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
+TENSORBOARD, TABLE = "jaxtrain/metrics/tensorboard.py", "jaxtrain/metrics/table.py"
+REMOTE, MLFLOW, TRACKERS = "jaxtrain/metrics/remote.py", "jaxtrain/metrics/mlflow.py", "proofs/test_trackers.py"
 MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
 RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
@@ -57,17 +59,59 @@ BUGS = (
     ),
     Bug(
         "tensorboard: events lost in a kill stay lost",
-        "jaxtrain/metrics/tensorboard.py",
-        "self._add(line, wall)",
-        "pass",
+        TENSORBOARD,
+        "            self.line(line, wall_time)",
+        "            pass",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "tensorboard: a resume shows steps twice",
+        TENSORBOARD,
+        "purge_step=0 if stale else None",
+        "purge_step=None",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "tensorboard: a full disk ends its thread",
+        TENSORBOARD,
+        "self._error = self._error or error",
+        "raise",
+        UNIT["metrics"],
+    ),
+    Bug(
+        "table: a metric is in no column of the log",
+        TABLE,
+        '"GiB", "its peak", "{:.1f} GiB"',
+        '"GiB", "its peak", ""',
         UNIT["metrics"],
     ),
     Bug(
         "wandb: the second attempt is told as the first",
-        "jaxtrain/metrics/wandb.py",
+        REMOTE,
         'known["attempt"] + 1 if known',
         'known["attempt"] if known',
         "proofs/test_watching.py -k wandb",
+    ),
+    Bug(
+        "trackers: a new run there lacks the lines so far",
+        REMOTE,
+        "self.attempted(self.send, with_times(lines))",
+        "pass",
+        TRACKERS,
+    ),
+    Bug(
+        "mlflow: a deleted run is continued",
+        MLFLOW,
+        'return run if run.info.lifecycle_stage == "active" else None',
+        "return run",
+        TRACKERS,
+    ),
+    Bug(
+        "trackio: a resume starts another run",
+        "jaxtrain/metrics/trackio.py",
+        'self._run = run(known, "must")',
+        "raise ValueError",
+        TRACKERS,
     ),
     Bug(
         "console: time left counts from step 0", "jaxtrain/metrics/progress.py", "/ (done - before)", "/ done", UNIT["metrics"]

@@ -1,0 +1,109 @@
+"""MLflow: a run's lines of metrics.jsonl, samples, config and receipt, on a tracking server or in a local store.
+
+mlflow's own variables select the place: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN, ... Without them it is mlflow's default,
+`mlflow.db` and `mlruns/` of the current folder. MLflow keeps both values of a step that a resumed run repeats. mlflow's client
+waits for the server at each call, up to minutes; so calls are made in a thread of their own.
+"""
+
+import importlib
+import itertools
+import logging
+import posixpath
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxtrain.config.schema import flatten
+from jaxtrain.metrics import samples as texts
+from jaxtrain.metrics.files import tagged
+from jaxtrain.metrics.remote import Remote, Started
+
+FINISH_S = 300.0  # longest wait for data that is not sent when the run ends
+METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000  # MLflow's limits
+LOGGER = logging.getLogger("jaxtrain")
+
+
+class MLflow(Remote):
+    """A `metrics.Tracker` for MLflow. log.mlflow is the name of an experiment, which is made if there is none."""
+
+    key, program = "mlflow", "MLflow"
+    remedy = "Correct mlflow's variables (MLFLOW_TRACKING_URI, ...)"
+
+    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+        mlflow: Any = importlib.import_module("mlflow")
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        self._client: Any = mlflow.MlflowClient()
+        experiment = self._client.get_experiment_by_name(where)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(where)
+        found = self._find(mlflow, known) if known else None
+        run = found or self._client.create_run(place, run_name=workdir.absolute().name)
+        self._id = run.info.run_id
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
+        # A param cannot change: a key that a resume changes has its first value there, and the newest one in config.json.
+        new = [(name, str(value)[:PARAM_LENGTH]) for name, value in flatten(config) if name not in run.data.params]
+        for some in itertools.batched(new, PARAMS_PER_CALL):
+            self._client.log_batch(self._id, params=[self._entities.Param(*param) for param in some], synchronous=True)
+        self._client.log_dict(self._id, dict(config), "config.json")
+        self._calls: queue.SimpleQueue[tuple[Callable[..., None], Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+        server = urlsplit(self._client.tracking_uri)
+        address = f"{server.scheme}://{server.netloc.rpartition('@')[2]}{server.path.rstrip('/')}"
+        page = f"{address}/#/experiments/{run.info.experiment_id}/runs/{self._id}"
+        return Started(self._id, page if server.scheme in ("http", "https") else None, continued=found is not None)
+
+    def _find(self, mlflow: Any, known: str) -> Any:
+        """Return the run with this id; None if it was deleted, or is on another server."""
+        try:
+            run = self._client.get_run(known)
+        except mlflow.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+        return run if run.info.lifecycle_stage == "active" else None
+
+    def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
+        metrics = (
+            self._entities.Metric(_allowed(tag), value, int(1000 * wall_time), line["step"])
+            for line, wall_time in lines
+            for tag, value in tagged(line).items()
+        )
+        for some in itertools.batched(metrics, METRICS_PER_CALL):
+            self._client.log_batch(self._id, metrics=some, synchronous=True)
+
+    def send_samples(self, samples: Sequence[texts.Sample]) -> None:
+        self._client.log_text(self._id, texts.write(samples), f"samples/step_{samples[0].step:08}.txt")
+
+    def send_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._client.log_dict(self._id, facts, f"{name}.json")
+
+    def finish(self, exit_code: int) -> None:
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+
+    def attempted(self, method: Callable[..., None], *args: Any) -> None:
+        self._calls.put((method, args))
+
+    def close(self, exit_code: int | None) -> None:
+        if exit_code is None:
+            return
+        self.attempted(self.finish, exit_code)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            LOGGER.warning("%s", f"MLflow did not take all within {FINISH_S:g} s. metrics.jsonl is complete.")
+
+    def _work(self) -> None:
+        """Make the calls, in order, until `finish` has returned."""
+        method = None
+        while method != self.finish:
+            method, args = self._calls.get()
+            super().attempted(method, *args)
+
+
+def _allowed(tag: str) -> str:
+    """Return a tag as MLflow allows it: the name of a metric has the form of a relative path, with few further characters."""
+    return posixpath.normpath(re.sub(r"[^\w.\- :/]", "_", tag)).lstrip("./")

@@ -1,0 +1,148 @@
+"""Copies of a run on a server or in a store of another program: all that W&B, Trackio and MLflow share.
+
+A run of the trainer is one run there across resumes; its id is in a file of the run's folder, such as `wandb.json`. These
+programs cannot delete logged data. So a step that a resumed run repeats appears twice; in metrics.jsonl each step appears once.
+A new run there gets all lines of metrics.jsonl.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from jaxtrain.metrics.files import with_times, write_atomic
+from jaxtrain.metrics.samples import Sample
+
+FORMAT = 1
+LOGGER = logging.getLogger("jaxtrain")
+
+
+class TrackerError(ValueError):
+    """An error: a tracker cannot be started as configured. Has its key of the config, the reason and a remedy."""
+
+    def __init__(self, key: str, reason: str, remedy: str):
+        super().__init__(reason)
+        self.key, self.reason, self.remedy = key, reason, remedy
+
+
+class Started(NamedTuple):
+    """A run in another program: its id and address, and whether it continues the run whose id was asked for."""
+
+    id: str
+    url: str | None
+    continued: bool
+
+
+class Remote:
+    """A `metrics.Tracker` for another program. The constructor starts or continues the run there. Raises TrackerError.
+
+    After that no error reaches the trainer: the first one is logged, and ends logging there. A subclass has the methods that
+    raise NotImplementedError here.
+    """
+
+    key: ClassVar[str]  # log.KEY of the config, and KEY.json of the run's folder
+    program: ClassVar[str]
+    remedy: ClassVar[str]  # for a start that fails, before "or set log.KEY to ''"
+
+    def __init__(self, workdir: Path, where: str, config: Mapping[str, Any], *, resumed: bool):
+        """Args:
+        where: the value of log.KEY.
+        config: of the run, nested.
+        resumed: whether the trainer's run resumes from a checkpoint. Then the run there continues if `where` is unchanged.
+        """
+        self.broken = False
+        path = workdir / f"{self.key}.json"
+        known = self._load(path) if resumed and path.exists() else None
+        known = known if known and known["where"] == where else None
+        self.attempt = known["attempt"] + 1 if known else 1  # number of starts of the run there
+        try:
+            started = self.start(workdir, where, config, known["id"] if known else None)
+        except Exception as error:  # no login, no network, a variable with a wrong value: the programs document no exceptions
+            reason = f"{self.program} did not start: {_first_line(error).rstrip('.')}"
+            raise TrackerError(f"log.{self.key}", reason, f"{self.remedy}, or set log.{self.key} to ''.") from error
+        if not started.continued:
+            self.attempt = 1
+        self._new = not started.continued  # the run there does not have the lines that the trainer has written so far
+        self.facts = {"where": where, "id": started.id, "attempt": self.attempt, "url": started.url}
+        write_atomic(path, json.dumps({"format": FORMAT, **self.facts}, indent=1) + "\n")
+
+    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+        """Start a run, or continue the one with the id `known`, and send it the config. May raise any error."""
+        raise NotImplementedError
+
+    def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
+        """Send lines of metrics.jsonl with their times, in seconds since 1970. May raise any error, as the next methods."""
+        raise NotImplementedError
+
+    def send_samples(self, samples: Sequence[Sample]) -> None:
+        """Send the texts of one step."""
+        raise NotImplementedError
+
+    def send_facts(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Send the contents of a JSON file of the run's folder, as `receipt`."""
+        raise NotImplementedError
+
+    def finish(self, exit_code: int) -> None:
+        """End the run."""
+        raise NotImplementedError
+
+    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
+        """Send all lines and samples so far to a new run. A continued run already has them, so send nothing to it."""
+        if self._new:
+            self._new = False
+            self.attempted(self.send, with_times(lines))
+            by_step: dict[int, list[Sample]] = {}
+            for sample in samples:
+                by_step.setdefault(sample.step, []).append(sample)
+            for several in by_step.values():
+                self.attempted(self.send_samples, several)
+        elif dropped:
+            LOGGER.info(
+                "%s",
+                f"{self.program} takes nothing back: {dropped} lines of steps after {step} stay there, beside those of the "
+                f"steps taken anew (attempt {self.attempt})",
+            )
+
+    def line(self, line: Mapping[str, Any], wall_time: float) -> None:
+        self.attempted(self.send, [(line, wall_time)])
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        self.attempted(self.send_samples, samples)
+
+    def note(self, name: str, facts: Mapping[str, Any]) -> None:
+        if name != "config":  # `start` has sent it
+            self.attempted(self.send_facts, name, dict(facts))
+
+    def close(self, exit_code: int | None) -> None:
+        if exit_code is not None:
+            self.attempted(self.finish, exit_code)
+            self.broken = True  # no call may follow
+
+    def attempted(self, method: Callable[..., None], *args: Any) -> None:
+        """Call a method with its errors caught. The first error is logged, and no call follows."""
+        if self.broken:
+            return
+        try:
+            method(*args)
+        except Exception as error:
+            self.broken = True
+            said = f"{self.program} failed ({_first_line(error)}): logging to it ends. The run continues"
+            LOGGER.warning("%s", f"{said}; metrics.jsonl is complete.")
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        """Return the contents of the file with the id. Raises TrackerError if it is not valid, or has another FORMAT."""
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{path}: not written by a run ({error!r})"
+            raise TrackerError(f"log.{self.key}", reason, f"Move it away to start a new run in {self.program}.") from error
+        if version != FORMAT:
+            reason = f"{path}: format {version!r}, this jaxtrain reads {FORMAT}"
+            raise TrackerError(f"log.{self.key}", reason, "Use the version that wrote it, or move it away.")
+        return known
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
