@@ -86,8 +86,8 @@ METRICS: dict[str, Metric] = {
     "data_wait_s": Metric(
         "s", "waiting for a batch", "", Chart("throughput", "Waiting for data, s per step"), "waiting for data"
     ),
-    "memory_gib": Metric("GiB", "in use on the fullest device of process 0", "", MEMORY, "in use"),
-    "peak_memory_gib": Metric("GiB", "its peak", "{:.1f} GiB", MEMORY, "peak"),
+    "peak_memory_gib": Metric("GiB", "peak of the fullest device of process 0", "{:.1f} GiB", MEMORY, "peak"),
+    "memory_gib": Metric("GiB", "in use there", "", MEMORY, "in use"),
     "skipped_steps": Metric("steps", "skipped so far: loss or gradient not finite"),
     "balance_loss": Metric("", "experts: 1 for even loads", optional=True),
     "sequence_balance_loss": Metric("", "experts: the same of each sequence", optional=True),
