@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.metrics import files as metrics
-from jaxtrain.metrics.receipt_format import FORMAT
+from jaxtrain.metrics.receipt import FORMAT
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def train_line(step: int, **changes: Any) -> dict[str, Any]:
 
 def gpu_line(step: int, gpu: int = 0, process: int = 0, **changes: Any) -> dict[str, Any]:
     """Return every field of a GPU's line that a caller of `Writers.gpu` passes."""
-    sample = {"utilization": 0.9, "memory_used_gib": 100.0, "pool_gib": 120.0, "in_use_gib": 80.0, "largest_free_gib": 30.0}
+    sample = {"utilization": 0.9, "memory_used_gib": 100.0, "pool_gib": 120.0, "in_use_gib": 80.0}
     sample |= {"power_w": 500.0, "power_limit_w": 700.0, "temperature_c": 60.0, "sm_clock_mhz": 1900, "memory_clock_mhz": 3200}
     sample |= {"throttled": 0.0, "throttle_reasons": "", "nvlink_tx_gb_s": None, "nvlink_rx_gb_s": None, "ecc_uncorrected": 0}
     return {"step": step, "gpu": gpu, "process": process, **sample, **changes}

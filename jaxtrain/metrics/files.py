@@ -41,7 +41,7 @@ SOURCE_KEYS = ("kind", "step", "source", "tokens", "epoch", "weight")
 # One GPU over the last seconds (gpu_monitor.py): means, and the highest temperature. `gpu` is its index on its node.
 GPU_KEYS = (
     "kind", "step", "gpu", "process",
-    "utilization", "memory_used_gib", "pool_gib", "in_use_gib", "largest_free_gib",
+    "utilization", "memory_used_gib", "pool_gib", "in_use_gib",
     "power_w", "power_limit_w", "temperature_c", "sm_clock_mhz", "memory_clock_mhz",
     "throttled", "throttle_reasons", "nvlink_tx_gb_s", "nvlink_rx_gb_s", "ecc_uncorrected", "time_unix",
 )  # fmt: skip

@@ -25,7 +25,7 @@ import pynvml
 from jaxtrain.config.durations import duration
 from jaxtrain.config.hardware import InvisibleGpu, visible_handles
 from jaxtrain.metrics.alerts import Episodes, GpuAlerts, MfuAlert
-from jaxtrain.metrics.card import Card, Lost, Sample, mean, rate_gb_s
+from jaxtrain.metrics.nvml import Card, Lost, Sample, mean, rate_gb_s
 
 __all__ = ["MfuAlert", "Monitor"]
 
@@ -196,8 +196,6 @@ class Monitor:
             "memory_used_gib": over_time("memory_used_gib"),
             "pool_gib": gib(stats, "pool_bytes"),
             "in_use_gib": gib(stats, "bytes_in_use"),
-            # XLA's allocator on GPUs (BFC) does not count this figure and reports 0.
-            "largest_free_gib": gib(stats, "largest_free_block_bytes") or None,
             "power_w": over_time("power_w"),
             "power_limit_w": samples[-1].power_limit_w,
             "temperature_c": max(temperatures, default=None),

@@ -6,10 +6,12 @@ The provenance is read before the run starts, because files may change during th
 import collections
 import glob
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.runtime.messages import End, say
 from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, HOST_CLASS
@@ -68,10 +70,29 @@ def host_class(names: list[str]) -> str:
     """Return the class of this node, such as "8 NVIDIA H200" or "2 CPUs, AMD EPYC". names: the models of its GPUs."""
     if names:
         return "+".join(f"{count} {name}" for name, count in collections.Counter(names).items())
+    model = cpu_model()
+    return f"{os.cpu_count()} CPUs" + (f", {model}" if model else "")
+
+
+def cpu_model() -> str | None:
+    """Return the model of the CPU; None if it is unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     facts = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     model = re.search(r"^model name[^:]*: *(.+)$", facts, re.MULTILINE)
-    return f"{os.cpu_count()} CPUs" + (f", {model[1]}" if model else "")
+    return model[1] if model else platform.processor() or None
+
+
+def host_facts() -> dict[str, Any]:
+    """Return the model of the CPU, and the number of logical processors that this process may use."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()  # macOS does not have the call
+    return {"cpu": cpu_model(), "cpus": len(usable) or os.cpu_count()}
+
+
+def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
+    """Return platforms, kinds and number of the devices, and the number of their processes. devices: `jax.devices()`."""
+    devices = list(devices)
+    kinds = {"platform": sorted({d.platform for d in devices}), "kind": sorted({d.device_kind for d in devices})}
+    return kinds | {"count": len(devices), "process_count": len({d.process_index for d in devices})}
 
 
 def checkout(root: Path) -> tuple[str, str, str]:

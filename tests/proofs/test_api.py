@@ -198,7 +198,7 @@ def test_all_that_is_wrong_is_raised_and_nothing_written(tmp_path: Path) -> None
         train.run(dataclasses.replace(run, loss=dataclasses.replace(run.loss, name="helpers:hlaf_loss")), tmp_path / "run")
     assert not list(tmp_path.iterdir())
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "receipt.json").write_text("{")
+    (tmp_path / "run" / "wandb.json").write_text("{")
     for _ in range(2):  # the first error unlocks the folder
-        with pytest.raises(ConfigError, match=r"receipt.json"):
-            train.run(run, tmp_path / "run")
+        with pytest.raises(ConfigError, match=r"wandb.json"):
+            train.run(config(log__wandb="project"), tmp_path / "run")

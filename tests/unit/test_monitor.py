@@ -12,13 +12,13 @@ import pytest
 from played_nvml import AT_ITS_CAP, GIB, HW_THERMAL, IDLE, SW_THERMAL, Gpu, Nvml
 
 from jaxtrain.config.hardware import visible_handles
-from jaxtrain.metrics import alerts, card, files
+from jaxtrain.metrics import alerts, files, nvml
 from jaxtrain.metrics.gpu_monitor import MfuAlert, Monitor
 
 
-def stats(in_use: float, largest: float = 0.0) -> dict[str, int]:
-    """Return memory_stats of a GPU. XLA's allocator for GPUs reports 0 for the largest free block."""
-    gib = {"bytes_in_use": in_use, "pool_bytes": 120.0, "largest_free_block_bytes": largest, "bytes_limit": 120.0}
+def stats(in_use: float) -> dict[str, int]:
+    """Return memory_stats of a GPU."""
+    gib = {"bytes_in_use": in_use, "pool_bytes": 120.0, "bytes_limit": 120.0}
     return {name: int(value * GIB) for name, value in gib.items()}
 
 
@@ -74,7 +74,7 @@ def test_a_line_has_every_key_and_its_unit():
         assert set(line) | {"kind", "time_unix"} == set(files.GPU_KEYS)
         assert line == {
             "step": 7, "gpu": 0, "process": 0, "utilization": 1.0, "memory_used_gib": 130.0, "pool_gib": 120.0,
-            "in_use_gib": 80.0, "largest_free_gib": None, "power_w": 650.0, "power_limit_w": 700.0, "temperature_c": 60.0,
+            "in_use_gib": 80.0, "power_w": 650.0, "power_limit_w": 700.0, "temperature_c": 60.0,
             "sm_clock_mhz": 1800.0, "memory_clock_mhz": 3201.0, "throttled": 0.0, "throttle_reasons": "",
             "nvlink_tx_gb_s": pytest.approx(4.0), "nvlink_rx_gb_s": 0.0, "ecc_uncorrected": 0,
         }  # fmt: skip
@@ -104,15 +104,15 @@ def test_a_gpu_that_does_not_tell_has_nulls():
     silent = {"nvmlDeviceGetPowerUsage", "nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetFieldValues",
               "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetPowerManagementDefaultLimit"}  # fmt: skip
     with Watched(Gpu(0, limit_mw=300_000, broken=frozenset(silent))) as watched:
-        watched.memory[0] = stats(80.0, largest=40.0) | {"pool_bytes": -1}  # jaxlib's value for what it does not know
+        watched.memory[0] = stats(80.0) | {"pool_bytes": -1}  # jaxlib's value for what it does not know
         (line,) = watched.lines()
-        assert line["pool_gib"] is None and line["largest_free_gib"] == 40.0
+        assert line["pool_gib"] is None
         watched.memory[0] = None
         (line,) = watched.lines()
         assert watched.monitor.alerts() == []
     unknown = {key for key, value in line.items() if value is None}
     assert unknown == {"power_w", "throttled", "nvlink_tx_gb_s", "nvlink_rx_gb_s", "ecc_uncorrected", "pool_gib",
-                       "in_use_gib", "largest_free_gib"}  # fmt: skip
+                       "in_use_gib"}  # fmt: skip
     assert line["throttle_reasons"] == ""
 
 
@@ -229,11 +229,11 @@ def test_a_word_is_said_when_something_begins_and_when_it_is_over(gpu, lines):
 
 
 def test_every_reason_says_what_to_look_at():
-    assert set(alerts.LOOK) == set(card.THROTTLING.values())
+    assert set(alerts.LOOK) == set(nvml.THROTTLING.values())
     named = {"HwSlowdown": "hw_slowdown", "SyncBoost": "sync_boost", "SwThermalSlowdown": "sw_thermal",
              "HwThermalSlowdown": "hw_thermal", "HwPowerBrakeSlowdown": "hw_power_brake", "BoardLimit": "board_limit",
              "Reliability": "reliability"}  # fmt: skip
-    assert {getattr(pynvml, f"nvmlClocksThrottleReason{theirs}"): ours for theirs, ours in named.items()} == card.THROTTLING
+    assert {getattr(pynvml, f"nvmlClocksThrottleReason{theirs}"): ours for theirs, ours in named.items()} == nvml.THROTTLING
 
 
 def test_memory_that_grows_outside_the_pool():

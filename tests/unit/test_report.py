@@ -14,7 +14,7 @@ from pages import EVIL, Read, assert_self_contained, curves_of
 
 from jaxtrain.commands import report as command
 from jaxtrain.metrics import files, goodput
-from jaxtrain.metrics.receipt_format import ReceiptError
+from jaxtrain.metrics.receipt import ReceiptError
 from jaxtrain.report import run_charts, run_compare, run_page
 from jaxtrain.report.charts import Curve, LineChart, draw, thin
 from jaxtrain.report.run import read, read_all
@@ -103,9 +103,10 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     end = {"kind": "end", "time": 110.0, "exit_code": 130, "reason": "SIGINT"}
     again = [{"kind": "begin", "time": 210.0, "seen": None}, {**spent, "until": 220.0, "step": 60}]
     lines = [{"kind": "begin", "time": 100.0, "seen": None}, spent, end, *again, {**end, "time": 220.0, "exit_code": 0}]
-    told = ended(0, speed={"tokens_per_s_per_device": 250.0}, devices={"count": 4, "kind": ["x"], "processes": []})
+    told = ended(0, devices={"count": 4, "kind": ["x"]})
     ledger = "".join(json.dumps(each) + "\n" for each in lines)
-    run = read(fake(tmp_path / "run", [line(60, tokens=1_234_567)], receipt__json=told, goodput__jsonl=ledger))
+    trained = [line(step, tokens=1_234_567, tokens_per_s_per_device=250.0) for step in range(51, 61)]
+    run = read(fake(tmp_path / "run", trained, receipt__json=told, goodput__jsonl=ledger))
     assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
     table = run_charts.wall_time([run]).parts[1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
@@ -133,16 +134,14 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     assert [(m[0], m[2], m[4]) for m in run_charts.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
 
 
-def test_rates_and_memory_are_the_newest_attempts_or_not_measured(tmp_path: Path):
-    """As in the receipt, values of an earlier attempt do not appear in place of missing ones."""
-    lines = [line(s, tokens_per_s_per_device=900.0, peak_memory_gib=99.0 if s < 50 else 40.0) for s in range(1, 53)]
-    told = json.loads(ended(None)) | {"resumed_from_step": 49}
-    run = read(fake(tmp_path / "run", lines, receipt__json=json.dumps(told)))
-    paths = ("speed.tokens_per_s_per_device", "speed.window.last_step", "memory.peak_gib")
-    assert [run.figure(path) for path in paths] == [None, None, 40.0]
-    told |= {"speed": {"tokens_per_s_per_device": 123.0, "window": {"first_step": 50, "last_step": 52}}}
-    run = read(fake(tmp_path / "done", lines, receipt__json=json.dumps(told | {"memory": {"peak_gib": 41.0}})))
-    assert [run.figure(path) for path in paths] == [123.0, 52, 41.0]
+def test_rates_and_memory_are_those_of_the_lines_or_not_measured(tmp_path: Path):
+    names = ("tokens_per_s_per_device", "peak_memory_gib", "goodput")
+    few = read(fake(tmp_path / "few", [line(s, peak_memory_gib=30.0 + s) for s in range(1, 6)]))
+    assert [few.figure(name) for name in names] == [None, 35.0, None]
+    many = read(
+        fake(tmp_path / "many", [line(s, tokens_per_s_per_device=float(s), peak_memory_gib=None) for s in range(1, 11)])
+    )
+    assert [many.figure(name) for name in names] == [6.5, None, None]
 
 
 def test_warnings_are_those_of_the_logs(tmp_path: Path):
