@@ -115,30 +115,35 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> Goodput:
     """Sum up the lines of a ledger. The last activity of a killed or a live attempt counts until it was last seen."""
     spans: list[Span] = []
     attempts = at = repeated = 0
-    began = until = 0.0
+    end = began = 0.0  # of the last span; of the first attempt
     doing: str | None = None  # in the present attempt; None between attempts
     away = "down"
     last_seen: float | None = None
+
+    def add(attempt: int, seconds: dict[str, float], last: int | None) -> float:
+        spans.append(Span(attempt, end, end + sum(seconds.values()), seconds, at, last))
+        return spans[-1].end
+
+    def unwritten(seen: float | None) -> float:
+        """Return the seconds from the last line to `seen`. A file with a far later modification time was copied."""
+        return min(max(0.0, (seen or end) - end), 2 * LINE_S)
+
     for line in lines:
         kind = line["kind"]
         if kind == "begin":
             if doing is not None:  # the attempt was killed
-                until = _tail(spans, attempts, until, line["seen"], doing, at)
-                away = "down"
+                end, away = add(attempts, {doing: unwritten(line["seen"])}, None), "down"
                 for span in _without_progress(spans, attempts):
                     span.last = None  # during unfinished steps
             if attempts:
-                gap = max(0.0, line["time"] - until)
-                spans.append(Span(0, until, until + gap, {away: gap}, at, at))
-                until += gap
+                end = add(0, {away: max(0.0, line["time"] - end)}, at)
             else:
-                began = until = line["time"]
+                end = began = line["time"]
             attempts, doing, last_seen = attempts + 1, "startup", None
         elif kind == "spent":
-            length = sum(line["seconds"].values())
             done = at if line["step"] is None else line["step"]
-            spans.append(Span(attempts, until, until + length, dict(line["seconds"]), at, done))
-            until, at, doing = until + length, done, line["doing"]
+            end = add(attempts, dict(line["seconds"]), done)
+            at, doing = done, line["doing"]
         elif kind == "back":
             repeated += max(0, at - line["step"])
             at = line["step"]
@@ -150,21 +155,9 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> Goodput:
                     span.seconds = {"hang": sum(span.seconds.values())}
         last_seen = line.get("seen_last", last_seen)
     if doing is not None:
-        until = _tail(spans, attempts, until, last_seen, doing, at)
+        end = add(attempts, {doing: unwritten(last_seen)}, None)
     parts = {cause: math.fsum(span.seconds.get(cause, 0.0) for span in spans) for cause in CAUSES}
-    return Goodput(until - began, parts, attempts, at, repeated, spans)
-
-
-def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """Add a span from an attempt's last line to the moment when the attempt was last seen. Return the end of the span.
-
-    `seen` is the modification time of the ledger's file. Lines come every LINE_S seconds, so the span has at most 2 LINE_S: a
-    file with a later modification time was copied.
-    """
-    length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
-    if length:
-        spans.append(Span(attempt, until, until + length, {doing: length}, at, None))
-    return until + length
+    return Goodput(end - began, parts, attempts, at, repeated, spans)
 
 
 def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
@@ -185,8 +178,7 @@ def _repeat(spans: list[Span], step: int) -> None:
             if lost:
                 span.seconds[cause] -= lost
                 span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
-        # The rest belongs to steps that count; a later `back` may reduce it too.
-        span.last = step if not whole else span.first
+        span.last = span.first if whole else step  # a later `back` may go further
 
 
 def words(found: Goodput) -> str:

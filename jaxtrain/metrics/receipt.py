@@ -38,6 +38,7 @@ FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
 # Fields that stay of an earlier attempt.
 SUMMARY = ("id", "attempt", "started", "ended", "exit_code", "reason", "command", "resumed_from_step", "origin", "changed")
 VARIABLES = (*environment.PREFIXES, "FI_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "SLURM_JOB_ID")
+VARIABLES += ("JAXTRAIN_IMAGE",)  # of the container
 # Facts that explain no difference between two runs, or follow from others: places, whose contents are compared, and the limits
 # of memory.
 UNRELATED = (*environment.HARMLESS, "NCCL_DEBUG*", "SLURM_JOB_ID", "CUDA_DEVICE_ORDER", "XLA_CLIENT_MEM_FRACTION", HOST_LIMIT)
@@ -89,7 +90,12 @@ class Receipt:
             "reason": None,
             "command": shlex.join(sys.orig_argv),
             "host": platform.node(),
-            "code": {"commit": commit, "dirty": dirty == "yes", "digest": installed.code(), "own": own_code(fields)},
+            "code": {
+                "commit": commit or None,
+                "dirty": {"yes": True, "no": False}.get(dirty),
+                "digest": installed.code(),
+                "own": own_code(fields.get("resolved")),
+            },
             "versions": versions | installed.versions(installed.OF_A_RUN) | driver,
             "environment": select_environment(os.environ),
             "hardware": provenance.host_facts() | {"memory_gib": round(host_gib()), "gpus": gpus},
@@ -143,9 +149,9 @@ def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def own_code(config: Any) -> dict[str, str]:
     """Return module -> SHA-256 of its file, of the imported modules that a config names as package.module:name."""
     values = " ".join(str(value) for _, value in flatten(config))
-    modules = {name: sys.modules.get(name) for name in re.findall(r"(?<![\w./])([A-Za-z_][\w.]*):[A-Za-z_]\w*", values)}
-    paths = {name: Path(module.__file__) for name, module in modules.items() if getattr(module, "__file__", None)}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    names = re.findall(r"(?<![\w./])([A-Za-z_][\w.]*):[A-Za-z_]\w*", values)
+    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in found.items() if file}
 
 
 # ---- Compare
@@ -173,7 +179,7 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "versions": receipt.get("versions"),
         "environment": {**receipt.get("environment", {}), **env.get("inherited", {}), **env.get("set", {})},
         "hardware": {**(receipt.get("hardware") or {}), "devices": receipt.get("devices")},
-        "data": {**_contents(data, config.get("data.source")), **sets, "origin": receipt.get("origin")},
+        "data": {**_contents(data, config.get("data.source")), "held_out": sets, "origin": receipt.get("origin")},
     }
     return {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
 

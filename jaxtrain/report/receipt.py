@@ -28,13 +28,17 @@ def compare(a: Run, b: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]
         found.append({"group": group, "name": name, "a": _text(x), "b": _text(y)})
     both = sorted(a.losses.keys() & b.losses.keys())
     first = next((step for step in both if repr(a.losses[step]) != repr(b.losses[step])), None)  # repr: NaN equals NaN
-    same = f"the same, bit for bit, to step {both[-1]}" if both else "no step whose loss both have"
-    values = ("", "", same) if first is None else (a.losses[first], b.losses[first], f"the first that differs, at step {first}")
-    results = [dict(zip(("name", "a", "b", "ratio"), ("loss", *map(str, values)), strict=True))]
+    if first is None:
+        told = f"the same, bit for bit, to step {both[-1]}" if both else "no step whose loss both have"
+        results = [{"name": "loss", "a": "", "b": "", "ratio": told}]
+    else:
+        x, y = str(a.losses[first]), str(b.losses[first])
+        results = [{"name": "loss", "a": x, "b": y, "ratio": f"the first that differs, at step {first}"}]
     for name, form in FORMATS.items():
         x, y = a.rates.get(name), b.rates.get(name)
-        if x and y:
-            results.append({"name": name, "a": f"{x:{form}}", "b": f"{y:{form}}", "ratio": f"{y / x:.3f} times"})
+        if x or y:
+            shown = [f"{v:{form}}" if v else "not measured" for v in (x, y)]
+            results.append({"name": name, "a": shown[0], "b": shown[1], "ratio": f"{y / x:.3f} times" if x and y else ""})
     return found, results
 
 
@@ -60,7 +64,8 @@ def show_diff(a: Run, b: Run, found: Sequence[dict[str, str]], results: Sequence
         say("\nno difference that can explain other results or another speed")
     say("\nresults", "bold")
     for one in results:
-        say(f"  {one['name']}: " + (f"{one['a']} -> {one['b']} ({one['ratio']})" if one["a"] else one["ratio"]))
+        values = f"{one['a']} -> {one['b']}" if one["a"] else ""
+        say(f"  {one['name']}: {values}{f' ({one["ratio"]})' if values and one['ratio'] else one['ratio']}")
 
 
 def rows(run: Run) -> Iterator[tuple[str, str]]:
