@@ -1,7 +1,4 @@
-"""The provenance of a run: commit, changes since the commit, class of the host.
-
-The provenance is read before the run starts, because files may change during the run.
-"""
+"""The provenance of a run: commit, changes since the commit, host and devices. It is read when a run starts."""
 
 import collections
 import glob
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.runtime.messages import End, say
-from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, HOST_CLASS
+from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED
 
 NODE_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "JAXTRAIN_PROCESS_ID", "JOB_COMPLETION_INDEX")
 NODE_RANKS += ("JAX_PROCESS_ID", "PMI_RANK", "FLUX_TASK_RANK", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "NODE_RANK")
@@ -128,7 +125,7 @@ def prints_common_messages(environ: Mapping[str, str]) -> bool:
 
 
 def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with the provenance of a run, and print the provenance in a line.
+    """Return the environment variables with commit and changes, and print the provenance in a line.
 
     Args:
         root: the repository.
@@ -146,7 +143,6 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
             f"this node has commit {commit or 'none'} (changed: {dirty or 'unknown'}), and the node that started the run has "
             f"{theirs or 'none'} (changed: {changed or 'unknown'}). Fix: bring {root} to the same state on all nodes.",
         )
-    kind = host_class(names)
     if prints_common_messages(environ):
-        say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {kind}")
-    return {COMMIT: commit, DIRTY: dirty, HOST_CLASS: kind}
+        say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {host_class(names)}")
+    return {COMMIT: commit, DIRTY: dirty}

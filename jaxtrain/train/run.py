@@ -512,8 +512,8 @@ def keep_preflight(workdir: Path) -> dict[str, Any] | None:
     if not found:
         return None
     metrics.write_atomic(workdir / "preflight.json", json.dumps(found, indent=1) + "\n")
-    checks = [{"host": node["host"], **check} for node in found["nodes"] for check in node["checks"] if check["state"] != "ok"]
-    return {"verdict": found["verdict"], "checks": checks}
+    checks = [{"host": node["host"], **check} for node in found["nodes"] for check in node["checks"]]
+    return {"verdict": found["verdict"], "checks": [check for check in checks if check["state"] != "ok"]}
 
 
 def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
