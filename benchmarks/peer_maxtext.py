@@ -36,7 +36,7 @@ from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import number, percent
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import loading
-from jaxtrain.metrics.receipt_format import now
+from jaxtrain.metrics.receipt import now
 from jaxtrain.models import flops
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse

@@ -25,7 +25,7 @@ from types import FrameType
 
 HUNG_S = 120
 NAMES = "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"
-VARIABLES = "RESTART", "LAUNCHED", "HOST_CLASS", "PREFLIGHT"
+VARIABLES = "RESTART", "LAUNCHED", "COMMIT", "PREFLIGHT"
 
 asked: list[int] = []
 traced: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import table
-from jaxtrain.metrics.receipt_format import FORMAT
+from jaxtrain.metrics.receipt import FORMAT
 
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class Nvml:
     SystemGetDriverVersion, SystemGetCudaDriverVersion = "580.65.06", 13000
     DeviceGetName, DeviceGetEccMode = b"NVIDIA H200", [1, 1]
     DeviceGetPowerManagementDefaultLimit, DeviceGetMaxClockInfo = 700_000, 1980
-    DeviceGetTopologyCommonAncestor = 30
 
     def __init__(self, *gpus: Gpu, driver: bool = True):
         self.gpus, self.driver = gpus, driver
@@ -102,8 +101,6 @@ class Nvml:
     def DeviceGetEnforcedPowerLimit(self, gpu: Gpu) -> int:
         return gpu.limit_mw
 
-    DeviceGetPowerManagementLimit = DeviceGetEnforcedPowerLimit
-
     def DeviceGetTemperature(self, gpu: Gpu, sensor: int) -> int:
         assert sensor == pynvml.NVML_TEMPERATURE_GPU
         return gpu.temperature
@@ -120,9 +117,6 @@ class Nvml:
 
     def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
         return int(link < 16)
-
-    def DeviceGetP2PStatus(self, one: Gpu, other: Gpu, what: int) -> int:
-        return int(self.gpus[-1] is other)  # 0 means linked; the last GPU is not linked
 
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
         """Return the fields as pynvml's array of c_nvmlFieldValue_t."""

@@ -1,14 +1,12 @@
 """`python -m jaxtrain receipt show|list|diff`: receipts of runs, and the differences between two runs. Uses no device."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, place
-from jaxtrain.metrics.receipt_format import ReceiptError, find_runs, open_run
-from jaxtrain.report.receipt import show, show_diff, show_list
-from jaxtrain.train.receipt_diff import compare
+from jaxtrain.metrics.receipt import ReceiptError, open_run
+from jaxtrain.report.receipt import compare, find_runs, show, show_diff, show_list
 
 
 def parser() -> Parser:
@@ -37,12 +35,13 @@ def act(args: Args) -> int:
     if args.command == "show":
         show(open_run(args.run), console)
         return 0
-    found = compare(open_run(args.a), open_run(args.b))
+    a, b = open_run(args.a), open_run(args.b)
+    differences, outcomes = compare(a, b)
     if args.json:
-        print(json.dumps({"same": not found.differences, **dataclasses.asdict(found)}, indent=1))
+        print(json.dumps({"same": not differences, "differences": differences, "outcomes": outcomes}, indent=1))
     else:
-        show_diff(found, console)
-    return 1 if found.differences else 0
+        show_diff(a, b, differences, outcomes, console)
+    return 1 if differences else 0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import Args, Parser, output_file, place
 from jaxtrain.metrics.files import MetricsError, write_atomic
-from jaxtrain.metrics.receipt_format import ReceiptError
+from jaxtrain.metrics.receipt import ReceiptError
 
 
 def parser() -> Parser:

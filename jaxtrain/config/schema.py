@@ -11,7 +11,9 @@ override could change its length. "Not set" is "" for strings and 0 for numbers;
 import dataclasses
 import difflib
 import functools
+import hashlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -948,6 +950,11 @@ def to_dict(run: Any) -> dict[str, Any]:
         return out
 
     return plain(run)
+
+
+def config_sha256(resolved: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a resolved config (`to_dict`), which does not depend on the order of the keys."""
+    return hashlib.sha256(json.dumps(resolved, sort_keys=True).encode()).hexdigest()
 
 
 def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:

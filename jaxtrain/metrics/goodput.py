@@ -1,17 +1,31 @@
-"""The wall time of a run by cause, over all attempts, summed from its ledger. Imports no jax.
+"""The wall time of a run by cause, over all attempts: its ledger goodput.jsonl, and the sum over its lines. Imports no jax.
 
 Goodput is the fraction of the wall time spent on steps that are not repeated later. It does not count "stopped" as wall time:
-the time between a planned end (exit code 0, or 130 for Ctrl-C) and the next attempt. ledger.py writes the ledger.
+the time between a planned end (exit code 0, or 130 for Ctrl-C) and the next attempt.
+
+Process 0 appends to the ledger. A line of kind `begin` opens an attempt. `spent` has the seconds since the previous line, by
+cause. `back` is a rollback to a step: the steps after it are repeated. `end` has the end of the attempt. The file's
+modification time is set once a second, and so shows when a killed attempt was last alive.
 """
 
+import contextlib
 import dataclasses
+import errno
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.durations import duration
+from jaxtrain.metrics.files import naming
+
+LOGGER = logging.getLogger("jaxtrain")
 
 # Cause -> its meaning. "other" is the end of the process, after the last step.
 MEANING = {
@@ -34,6 +48,8 @@ HUNG = 124  # the watchdog's exit code
 WANTED = (0, 130)  # exit codes of a planned end
 FILE = "goodput.jsonl"
 LINE_S = 30.0  # longest time between two lines of the ledger
+BEAT_S = 1.0
+PATIENCE_S = 2.0  # longest wait for another thread that may hang in a write
 
 
 @dataclasses.dataclass
@@ -82,93 +98,72 @@ class Goodput:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ledger. The last line also has `seen_last`: the file's modification time, as the run set it last.
 
-    Raises ValueError for a line of another format. A last line cut short by a kill is left out. A missing ledger has no lines.
+    A line cut short, by a kill or a full disk, is left out. A missing ledger has no lines. Raises ValueError for another file.
     """
-    try:
-        raw, seen = path.read_bytes(), path.stat().st_mtime
-    except FileNotFoundError:
-        return []
     lines = []
-    for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), start=1):
-        try:
-            line = json.loads(text)
-            line["kind"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a line of a goodput ledger ({error!r})") from error
-        lines.append(line)
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    if not all(isinstance(line, dict) and "kind" in line for line in lines):
+        raise ValueError(f"{path}: not a goodput ledger")
     if lines:
-        lines[-1] = lines[-1] | {"seen_last": seen}
+        lines[-1]["seen_last"] = path.stat().st_mtime
     return lines
 
 
-def summarise(lines: Iterable[Mapping[str, Any]], now: float | None = None) -> Goodput:
-    """Sum up the lines of a ledger. now: the present time, for a live run; None: use the last line's `seen_last`."""
+def summarise(lines: Iterable[Mapping[str, Any]]) -> Goodput:
+    """Sum up the lines of a ledger. The last activity of a killed or a live attempt counts until it was last seen."""
     spans: list[Span] = []
     attempts = at = repeated = 0
-    began = until = 0.0
+    end = began = 0.0  # of the last span; of the first attempt
     doing: str | None = None  # in the present attempt; None between attempts
     away = "down"
     last_seen: float | None = None
+
+    def add(attempt: int, seconds: dict[str, float], last: int | None) -> float:
+        spans.append(Span(attempt, end, end + sum(seconds.values()), seconds, at, last))
+        return spans[-1].end
+
+    def unwritten(seen: float | None) -> float:
+        """Return the seconds from the last line to `seen`. A file with a far later modification time was copied."""
+        return min(max(0.0, (seen or end) - end), 2 * LINE_S)
+
     for line in lines:
         kind = line["kind"]
         if kind == "begin":
-            if doing is not None:  # the attempt was killed. Its last activity counts until it was last seen alive.
-                until = _tail(spans, attempts, until, line["seen"], doing, at)
-                away = "down"
-                for span in _spans_without_progress(spans, attempts):
-                    span.last = None  # the attempt was killed during unfinished steps
+            if doing is not None:  # the attempt was killed
+                end, away = add(attempts, {doing: unwritten(line["seen"])}, None), "down"
+                for span in _without_progress(spans, attempts):
+                    span.last = None  # during unfinished steps
             if attempts:
-                gap = max(0.0, line["time"] - until)
-                spans.append(Span(0, until, until + gap, {away: gap}, at, at))
-                until += gap
+                end = add(0, {away: max(0.0, line["time"] - end)}, at)
             else:
-                began = until = line["time"]
+                end = began = line["time"]
             attempts, doing, last_seen = attempts + 1, "startup", None
         elif kind == "spent":
-            length = sum(line["seconds"].values())
             done = at if line["step"] is None else line["step"]
-            spans.append(Span(attempts, until, until + length, dict(line["seconds"]), at, done))
-            until, at, doing = until + length, done, line["doing"]
+            end = add(attempts, dict(line["seconds"]), done)
+            at, doing = done, line["doing"]
         elif kind == "back":
             repeated += max(0, at - line["step"])
             at = line["step"]
             _repeat(spans, at)
         elif kind == "end":
             doing, away = None, "stopped" if line["exit_code"] in WANTED else "down"
-            if line["exit_code"] == HUNG:
-                _hung(spans, attempts)
+            if line["exit_code"] == HUNG:  # the watchdog ended it
+                for span in _without_progress(spans, attempts):
+                    span.seconds = {"hang": sum(span.seconds.values())}
         last_seen = line.get("seen_last", last_seen)
     if doing is not None:
-        until = _tail(spans, attempts, until, now if now is not None else last_seen, doing, at)
-    parts = dict.fromkeys(CAUSES, 0.0)
-    for span in spans:
-        for cause, seconds in span.seconds.items():
-            parts[cause] += seconds
-    return Goodput(until - began, parts, attempts, at, repeated, spans)
+        end = add(attempts, {doing: unwritten(last_seen)}, None)
+    parts = {cause: math.fsum(span.seconds.get(cause, 0.0) for span in spans) for cause in CAUSES}
+    return Goodput(end - began, parts, attempts, at, repeated, spans)
 
 
-def _tail(spans: list[Span], attempt: int, until: float, seen: float | None, doing: str, at: int) -> float:
-    """Add a span from an attempt's last line to the moment when the attempt was last seen. Return the end of the span.
-
-    `seen` is the modification time of the ledger's file. Lines come every LINE_S seconds, so the span has at most 2 LINE_S: a
-    file with a later modification time was copied.
-    """
-    length = min(max(0.0, (seen or until) - until), 2 * LINE_S)
-    if length:
-        spans.append(Span(attempt, until, until + length, {doing: length}, at, None))
-    return until + length
-
-
-def _spans_without_progress(spans: list[Span], attempt: int) -> list[Span]:
+def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
     """Return the newest spans of an attempt, after its last span in which a step was done."""
     newest = itertools.takewhile(lambda span: span.attempt == attempt, reversed(spans))
     return list(itertools.takewhile(lambda span: span.last is None or span.first == span.last, newest))
-
-
-def _hung(spans: list[Span], attempt: int) -> None:
-    """Count the time since the last step as "hang", for an attempt that the watchdog ended."""
-    for span in _spans_without_progress(spans, attempt):
-        span.seconds = {"hang": sum(span.seconds.values())}
 
 
 def _repeat(spans: list[Span], step: int) -> None:
@@ -183,8 +178,7 @@ def _repeat(spans: list[Span], step: int) -> None:
             if lost:
                 span.seconds[cause] -= lost
                 span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
-        # The rest belongs to steps that count; a later `back` may reduce it too.
-        span.last = step if not whole else span.first
+        span.last = span.first if whole else step  # a later `back` may go further
 
 
 def words(found: Goodput) -> str:
@@ -196,3 +190,135 @@ def words(found: Goodput) -> str:
     many = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
     again = f"; {found.steps_repeated} steps or more were taken again" if found.steps_repeated else ""
     return f"goodput {found.goodput:.1%} of {duration(found.wanted_s)} in {many}; the rest: {lost or 'nothing'}{again}"
+
+
+class Ledger:
+    """Records the time of one attempt by cause. A context manager. Only the main thread calls `during` and `base`.
+
+    path: path of goodput.jsonl. began: start of the process, in seconds since 1970. active: False on processes other than 0,
+    which write nothing.
+    """
+
+    def __init__(self, path: Path, began: float, active: bool = True):
+        self.path, self._active, self._ended = path, active, False
+        self._offset = time.time() - time.monotonic()  # one clock for the whole attempt, independent of NTP
+        self._since = self._line = began  # when the present cause began; when the last line was written
+        self._stack = ["startup"]
+        self._spent: dict[str, float] = {}  # since the last line
+        self._step: int | None = None  # unknown before there is a state
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._cut = False  # whether the last line is incomplete: a kill, or a full disk, has cut it
+        self._thread = threading.Thread(target=self._beat, name="goodput", daemon=True)
+
+    def __enter__(self) -> "Ledger":
+        if self._active:
+            seen = None
+            with naming(self.path), contextlib.suppress(FileNotFoundError):
+                seen = self.path.stat().st_mtime
+                self._cut = self.path.read_bytes()[-1:] not in (b"", b"\n")
+            self._append({"kind": "begin", "time": self._since, "seen": seen})
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def base(self, cause: str) -> None:
+        """Set the cause of all time that no `during` block counts, from now on."""
+        with self._lock:
+            self._account()
+            self._stack[0] = cause
+
+    @contextlib.contextmanager
+    def during(self, cause: str) -> Iterator[None]:
+        """Count the time in this block for `cause`, except the time of blocks within it."""
+        with self._lock:
+            self._account()
+            self._stack.append(cause)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._account()
+                self._stack.pop()
+                if cause != "data":
+                    self._write()
+
+    def stepped(self, step: int) -> None:
+        """Record that `step` steps are done."""
+        with self._lock:
+            self._step = step
+
+    def back(self, step: int) -> None:
+        """Record a rollback to this step: later steps will be repeated."""
+        with self._lock:
+            self._account()
+            self._write()
+            self._step = step
+            self._append({"kind": "back", "step": step})
+
+    def end(self, exit_code: int, reason: str) -> None:
+        """Record the end of the attempt, the last line that is written.
+
+        If another thread holds the lock for PATIENCE_S seconds, nothing is recorded.
+        """
+        self._over.set()
+        if not self._lock.acquire(timeout=PATIENCE_S):  # the watchdog, for example, must not wait
+            return
+        try:
+            self._account()
+            self._write()
+            self._append({"kind": "end", "time": self._line, "exit_code": exit_code, "reason": reason})
+            self._ended = True
+        finally:
+            self._lock.release()
+
+    def close(self, exit_code: int, reason: str) -> Goodput | None:
+        """Record the end, and return the goodput of all attempts; None on processes other than 0, or for an unreadable file."""
+        self.end(exit_code, reason)
+        try:
+            return summarise(read(self.path)) if self._active else None
+        except (OSError, ValueError) as error:
+            LOGGER.warning("%s", f"no goodput: {error}")
+            return None
+
+    def _account(self) -> None:
+        now, cause = time.monotonic() + self._offset, self._stack[-1]
+        self._spent[cause] = self._spent.get(cause, 0.0) + now - self._since
+        self._since = now
+
+    def _write(self) -> None:
+        """Write one line with all time since the last line. If the write fails, the next line includes this time."""
+        seconds = {cause: round(s, 6) for cause, s in self._spent.items() if s > 0}
+        line = {"kind": "spent", "until": self._since, "seconds": seconds, "step": self._step, "doing": self._stack[-1]}
+        if seconds and self._append(line):
+            self._spent, self._line = {}, self._since
+
+    def _append(self, line: Mapping[str, Any]) -> bool:
+        if not self._active or self._ended:
+            return False
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                text = b"\n" * self._cut + json.dumps(line).encode() + b"\n"
+                if file.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, "only a part of a line could be written")
+        except OSError as error:
+            if not self._cut:
+                LOGGER.warning("%s", f"{self.path} cannot be written ({error}): the time it lacks counts as lost")
+            self._cut = True
+            return False
+        self._cut = False
+        return True
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            with self._lock:
+                self._account()
+                if self._since - self._line >= LINE_S:
+                    self._write()
+                now = self._since
+            with contextlib.suppress(OSError):  # the next line of the ledger includes this time
+                os.utime(self.path, (now, now))

@@ -25,7 +25,7 @@ import pynvml
 from jaxtrain.config.durations import duration
 from jaxtrain.config.hardware import InvisibleGpu, visible_handles
 from jaxtrain.metrics.alerts import Episodes, GpuAlerts, MfuAlert
-from jaxtrain.metrics.card import Card, Lost, Sample, mean, rate_gb_s
+from jaxtrain.metrics.nvml import Card, Lost, Sample, mean, rate_gb_s
 
 __all__ = ["MfuAlert", "Monitor"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import pynvml
 
 from jaxtrain.config import hardware
-from jaxtrain.metrics.card import Card, Lost, Sample, mean
+from jaxtrain.metrics.nvml import Card, Lost, Sample, mean
 from jaxtrain.node import disk_rates
 from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.node.rates import BUS_RATES, GPU_LISTS, INTER_NODE_RATES, RATES

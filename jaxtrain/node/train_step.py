@@ -156,14 +156,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], out: dict[str, Any], began: float) -> None:
     import jax
 
+    from jaxtrain.config.schema import config_sha256
     from jaxtrain.metrics import throughput
-    from jaxtrain.metrics.receipt_machine import device_facts
+    from jaxtrain.runtime.provenance import device_facts
     from jaxtrain.step import auto_remat, state
     from jaxtrain.step.memory import taken_gib
     from jaxtrain.step.model_flops import model_flops
     from jaxtrain.train.batch_feed import BatchFeed
     from jaxtrain.train.parity import compile_step, open_rows
-    from jaxtrain.train.receipt import config_sha256
 
     digest, auto = config_sha256(dataclasses.asdict(run)), run.remat.policy == "auto"
     rows = open_rows(run)
@@ -282,8 +282,8 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
 
     from jaxtrain.config import schema
     from jaxtrain.metrics import files, profiling, table
-    from jaxtrain.metrics.receipt_machine import device_facts
-    from jaxtrain.train.receipt import Receipt
+    from jaxtrain.metrics.receipt import Receipt
+    from jaxtrain.runtime.provenance import device_facts
 
     mesh = program.placement.mesh
     receipt = Receipt(folder)

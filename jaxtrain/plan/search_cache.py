@@ -33,8 +33,7 @@ UNRELATED = ("checkpoint", "eval", "log", "paths", "profile", "sample")
 OTHER_CODE = (
     *("__init__", "__main__", "main", "commands", "data", "hf", "node", "report", "train"),
     *("config.command_line", "config.explain", "runtime.signals", "runtime.timelimit", "runtime.watchdog"),
-    *("metrics.alerts", "metrics.goodput", "metrics.gpu_monitor", "metrics.ledger", "metrics.profiling", "metrics.progress"),
-    *("metrics.receipt_collect", "metrics.receipt_figures", "metrics.receipt_format", "metrics.receipt_machine"),
+    *("metrics.alerts", "metrics.goodput", "metrics.gpu_monitor", "metrics.profiling", "metrics.progress", "metrics.receipt"),
     *("metrics.mlflow", "metrics.remote", "metrics.tensorboard", "metrics.trackers", "metrics.trackio", "metrics.wandb"),
     *("plan.expect", "plan.program.traffic", "plan.search", "plan.search_bound", "plan.search_cache", "plan.search_parallel"),
     *("plan.search_space", "plan.shardings", "step.resume", "step.stored_form", "step.validate", "step.validate_experts"),

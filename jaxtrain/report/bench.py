@@ -17,12 +17,11 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.metrics.receipt_collect import git_state
-from jaxtrain.metrics.receipt_format import now
+from jaxtrain.metrics.receipt import Receipt, now
 from jaxtrain.report import sections
 from jaxtrain.report.sections import Table
+from jaxtrain.runtime.provenance import checkout
 from jaxtrain.train.child import OK
-from jaxtrain.train.receipt import Receipt
 
 FORMAT = 1  # version of --json and results.json
 WIDTH = 150  # columns of an output that is not a terminal
@@ -32,6 +31,7 @@ NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 def about() -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
     found = hardware.probe()
+    commit, dirty, _ = checkout(launch.REPO)
     return {
         "date": now(),
         "device": found.name,
@@ -40,7 +40,7 @@ def about() -> dict[str, Any]:
         "memory_gib": found.memory_gib,
         "python": platform.python_version(),
         "packages": versions(),
-        "git": git_state(launch.REPO / "jaxtrain"),
+        "git": {"commit": commit or None, "dirty": dirty == "yes"},
         "command": shlex.join(sys.orig_argv),
     }
 
@@ -168,13 +168,13 @@ def markdown(table: Table) -> list[str]:
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:
     """Return the Markdown page of a benchmark. facts: result of `about`. lines: the page below the facts."""
-    git = facts["git"] or {}
+    git = facts["git"]
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     head = [
         f"# {title}",
         f"{facts['date']}; {facts['count']} x {facts['device']}, {facts['memory_gib']:.1f} GiB each; "
         f"Python {facts['python']}; {packages}",
-        f"commit {git.get('commit', 'unknown')}{', with changes' if git.get('dirty') else ''}; `{facts['command']}`",
+        f"commit {git['commit'] or 'unknown'}{', with changes' if git['dirty'] else ''}; `{facts['command']}`",
         *([f"**{NO_MEASUREMENT}.**"] if facts["platform"] == "cpu" else []),
     ]
     return "\n\n".join(head) + "\n\n" + "\n".join([*lines, ""])

@@ -1,91 +1,123 @@
 """Receipts on a terminal: one, a list, and the differences between two."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.metrics.receipt_format import ReceiptError, Run, flatten, open_run, rows
-from jaxtrain.train.receipt_diff import GROUPS, Comparison
+from jaxtrain.metrics.receipt import FIX, NAME, ReceiptError, Run, differences, flatten, open_run
 
-COLUMNS = {  # heading of the list -> (path in the flattened receipt, format)
-    "tok/s/device": ("speed.tokens_per_s_per_device", ",.0f"),
-    "MFU": ("speed.mfu_causal", ".1%"),
-    "goodput": ("goodput.goodput", ".1%"),
-}
+FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # most important fields, which are shown first
+HIDDEN = ("attempts", "format", "resolved", "ranks", "changed")  # long, or in another table or file
+FORMATS = {
+    "step_time_s": ".5g", "tokens_per_s_per_device": ",.0f", "mfu_causal": ".1%", "peak_memory_gib": ",.5g", "goodput": ".1%",
+}  # fmt: skip
+
+
+def compare(a: Run, b: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the facts that differ between two runs (`group`, `name`, `a`, `b`), and their results (`name`, `a`, `b`, `ratio`).
+
+    Raises ReceiptError if a metrics.jsonl cannot be read.
+    """
+    found = []
+    for path, (x, y) in differences(a.receipt, b.receipt).items():
+        group, _, name = path.partition(".")
+        found.append({"group": group, "name": name, "a": _text(x), "b": _text(y)})
+    both = sorted(a.losses.keys() & b.losses.keys())
+    first = next((step for step in both if repr(a.losses[step]) != repr(b.losses[step])), None)  # repr: NaN equals NaN
+    if first is None:
+        told = f"the same, bit for bit, to step {both[-1]}" if both else "no step whose loss both have"
+        results = [{"name": "loss", "a": "", "b": "", "ratio": told}]
+    else:
+        x, y = str(a.losses[first]), str(b.losses[first])
+        results = [{"name": "loss", "a": x, "b": y, "ratio": f"the first that differs, at step {first}"}]
+    for name, form in FORMATS.items():
+        x, y = a.rates.get(name), b.rates.get(name)
+        if x or y:
+            shown = [f"{v:{form}}" if v else "not measured" for v in (x, y)]
+            results.append({"name": name, "a": shown[0], "b": shown[1], "ratio": f"{y / x:.3f} times" if x and y else ""})
+    return found, results
+
+
+def _text(value: Any) -> str:
+    return "absent" if value is None else str(value) or "''"
+
+
+def show_diff(a: Run, b: Run, found: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console) -> None:
+    """Print the facts that differ between two runs by group, and the results of both (see `compare`)."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    for letter, run in (("A", a), ("B", b)):
+        code = run.receipt.get("code") or {}
+        say(f"{letter}: {run.name}, commit {code.get('commit') or 'unknown'}{', with changes' if code.get('dirty') else ''}")
+    for group in dict.fromkeys(d["group"] for d in found):
+        say(f"\n{group}", "bold")
+        for d in found:
+            if d["group"] == group:
+                say(f"  {d['name']}: {d['a']} -> {d['b']}")
+    if not found:
+        say("\nno difference that can explain other results or another speed")
+    say("\nresults", "bold")
+    for one in results:
+        values = f"{one['a']} -> {one['b']}" if one["a"] else ""
+        say(f"  {one['name']}: {values}{f' ({one["ratio"]})' if values and one['ratio'] else one['ratio']}")
+
+
+def rows(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, value as text) of the fields that `show` prints: those of FIRST first, without HIDDEN fields."""
+    receipt = run.receipt | {"rates": run.rates, "goodput": run.goodput}
+    shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt and name not in HIDDEN}
+    for path, value in flatten(shown):
+        large = isinstance(value, float) and abs(value) >= 1000
+        yield path, f"{value:,.0f}" if large else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def show(run: Run, console: Console) -> None:
-    """Print the receipt of a run."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    section = ""
+    """Print the receipt of a run, and a table with a row for each of its attempts."""
+    fields = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for path, value in rows(run):
-        begin = path.partition(".")[0]
-        if section and "." in path and begin != section:
-            table.add_row("", "")
-        table.add_row(escape(path), escape(value))
-        section = begin
-    console.print(table, highlight=False)
-    show_attempts(run, console)
-
-
-def show_attempts(run: Run, console: Console) -> None:
-    """Print a table with a row for each attempt of a run."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("attempt", "started", "ended", "resumed from step", "exit code", "reason", "changed"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("started", "ended"))
+        fields.add_row(escape(path), escape(value))
+    names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
+    attempts = Table(*(name.replace("_", " ") for name in names), "changed", box=None, padding=(0, 2, 0, 0))
     for one in run.attempts:
-        names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
-        changed = ", ".join(f"{name}: {was} -> {now}" for _, name, was, now in one.get("changed", ()))
-        table.add_row(*("-" if one.get(name) is None else escape(str(one[name])) for name in names), escape(changed))
-    console.print()
-    console.print(table, highlight=False)
+        changed = ", ".join(f"{name}: {_text(was)} -> {_text(now)}" for name, (was, now) in one.get("changed", {}).items())
+        attempts.add_row(*("-" if one.get(name) is None else escape(str(one[name])) for name in names), escape(changed))
+    console.print(fields, "", attempts, highlight=False)
+
+
+def find_runs(targets: Sequence[str]) -> list[Path]:
+    """Return the targets that are runs, and the runs in the other targets, by name. Raises ReceiptError if there are none."""
+    out: list[Path] = []
+    for path in (Path(target).expanduser() for target in targets):
+        one = path.is_file() or (path / NAME).exists()
+        inside = [path] if one else sorted(file.parent for file in path.glob(f"*/{NAME}"))
+        if not inside:
+            raise ReceiptError(f"{path}: no {NAME} in this folder or in one below it. {FIX}")
+        out += inside
+    return out
 
 
 def show_list(paths: Sequence[Path], console: Console) -> bool:
     """Print a table with a row for each run, or its error. Return whether the receipt of a run could be read."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "attempts", "end", "step", "loss", *COLUMNS):
-        table.add_column(name, justify="left" if name in ("run", "end") else "right", overflow="fold")
+    measured = ("tokens_per_s_per_device", "mfu_causal", "goodput")
+    table = Table("run", "attempts", "end", "step", "loss", "tok/s/device", "MFU", "goodput", box=None, padding=(0, 2, 0, 0))
     readable = False
     for path in paths:
         try:
             run = open_run(path)
-            values, losses = dict(flatten(run.figures | {"goodput": run.goodput})), run.losses
+            values, losses = run.rates | (run.goodput or {}), run.losses
         except ReceiptError as error:
             table.add_row(escape(path.name), "", escape(str(error)))
             continue
         readable = True
         last = max(losses, default=None)
         cells = ["-", "-"] if last is None else [str(last), f"{losses[last]:.4f}"]
-        cells += [f"{values[path]:{form}}" if path in values else "-" for path, form in COLUMNS.values()]
+        cells += ["-" if values.get(name) is None else f"{values[name]:{FORMATS[name]}}" for name in measured]
         table.add_row(escape(run.name), str(len(run.attempts)), escape(run.end), *cells)
     console.print(table, highlight=False)
     return readable
-
-
-def show_diff(found: Comparison, console: Console) -> None:
-    """Print the differences of two runs by group, and the results of both."""
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    say(f"A: {found.a}\nB: {found.b}")
-    for group in GROUPS:
-        mine = [d for d in found.differences if d.group == group]
-        if mine:
-            say(f"\n{group}", "bold")
-        for d in mine:
-            say(f"  {d.name}: {d.a} -> {d.b}")
-            for line in d.lines:
-                say(f"      {line}")
-    if not found.differences:
-        say("\nno difference that can explain other results or another speed")
-    say("\nresults", "bold")
-    for one in found.outcomes:
-        values = f"{one.a} -> {one.b}" if one.a or one.b else ""
-        say(f"  {one.name}: {values}{f' ({one.ratio})' if values and one.ratio else one.ratio}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.metrics import goodput
-from jaxtrain.metrics import receipt_format as receipts
+from jaxtrain.metrics import receipt as receipts
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.report import run_files, run_page
 from jaxtrain.report.run_files import FILES, PAGE, RunError

@@ -5,22 +5,21 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from jaxtrain.config.numbers import number, percent, size
-from jaxtrain.metrics.receipt_format import ReceiptError
+from jaxtrain.metrics.receipt import ReceiptError
 from jaxtrain.report.charts import is_number
+from jaxtrain.report.receipt import compare
 from jaxtrain.report.run_charts import apart, colour
 from jaxtrain.report.run_files import Columns, Run
 from jaxtrain.report.sections import Column, Section, Table
-from jaxtrain.train.receipt_diff import compare
 
-LINES = 12  # most changed lines of a source file
-FIGURES = (  # (heading, path of the figure, function for its text)
-    ("tokens/s/device", "speed.tokens_per_s_per_device", lambda v: number(v, 0)),
-    ("step time, s", "speed.step_time_s.median", lambda v: f"{v:.4g}"),
-    ("MFU causal", "speed.mfu_causal", percent),
+FIGURES = (  # (heading, name of the figure, function for its text)
+    ("tokens/s/device", "tokens_per_s_per_device", lambda v: number(v, 0)),
+    ("step time, s", "step_time_s", lambda v: f"{v:.4g}"),
+    ("MFU causal", "mfu_causal", percent),
     ("goodput", "goodput", percent),
-    ("peak memory", "memory.peak_gib", size),
+    ("peak memory", "peak_memory_gib", size),
 )
-RATES = ("speed.tokens_per_s_per_device", "speed.step_time_s.median", "speed.mfu_causal")  # figures that are medians
+RATES = ("tokens_per_s_per_device", "step_time_s", "mfu_causal")  # figures that are medians
 
 
 def loss(value: float | None) -> str:
@@ -64,7 +63,7 @@ def results(runs: Sequence[Run]) -> Section:
     if any(apart(runs, name) for name in (None, *evaluated)):
         notes.append("Losses of different data do not rank the runs: Differences has their token files.")
     if any(v is not None for (_, path, _), values in zip(FIGURES, rated, strict=True) if path in RATES for v in values):
-        notes.append("Rates are medians of the newest attempt without its first fifth.")
+        notes.append("Rates are medians without the first fifth of the train lines.")
     return Section("Results", [Table("A click on a heading sorts the runs", columns, style="sortable"), " ".join(notes)])
 
 
@@ -115,27 +114,20 @@ def differences(one: Run, other: Run) -> list[str | Table]:
     if without:
         return [f"{title}: not compared, {' and '.join(without)} has no receipt."]
     try:
-        found = compare(one, other)
+        causes, outcomes = compare(one, other)
     except ReceiptError as error:
         return [f"{title}: not compared. {error}"]
-    causes, outcomes = found.differences, found.outcomes
     columns = [
-        Column("group", [d.group for d in causes]),
-        Column("name", [_named(d.name, d.lines) for d in causes], kind="path"),
-        Column(one.name, [d.a for d in causes], kind="path"),
-        Column(other.name, [d.b for d in causes], kind="path"),
+        Column("group", [d["group"] for d in causes]),
+        Column("name", [d["name"] for d in causes], kind="path"),
+        Column(one.name, [d["a"] for d in causes], kind="path"),
+        Column(other.name, [d["b"] for d in causes], kind="path"),
     ]
     results = [
-        Column("name", [o.name for o in outcomes]),
-        Column(one.name, [o.a for o in outcomes], kind="path"),
-        Column(other.name, [o.b for o in outcomes], kind="path"),
-        Column("ratio", [o.ratio for o in outcomes], kind="path"),
+        Column("name", [o["name"] for o in outcomes]),
+        Column(one.name, [o["a"] for o in outcomes], kind="path"),
+        Column(other.name, [o["b"] for o in outcomes], kind="path"),
+        Column("ratio", [o["ratio"] for o in outcomes], kind="path"),
     ]
     none = [] if causes else [f"{title}: no difference that can explain other results or another speed."]
     return [*none, Table(f"{title}: possible causes", columns), Table(f"{title}: results that differ", results)]
-
-
-def _named(name: str, lines: Sequence[str]) -> str:
-    """Return the name of a difference. For a source file, add its first changed lines."""
-    more = [f"... {len(lines) - LINES} more"] if len(lines) > LINES else []
-    return "\n".join([name, *lines[:LINES], *more])

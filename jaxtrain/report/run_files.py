@@ -13,7 +13,7 @@ from typing import Any
 from jaxtrain.config.durations import duration
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import goodput
-from jaxtrain.metrics import receipt_format as receipts
+from jaxtrain.metrics import receipt as receipts
 from jaxtrain.metrics import samples as sample_files
 from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.report.sections import data_frame
@@ -157,10 +157,9 @@ class Run(receipts.Run):
         """Return the wall time by cause; None without a ledger."""
         return goodput.summarise(self.ledger) if self.ledger else None
 
-    def figure(self, path: str) -> Any:
-        """Return a figure of the newest attempt by its path, such as "speed.mfu_causal"; None if it is unknown."""
-        known = self.figures | {"goodput": self.wall_time.goodput if self.wall_time else None}
-        return dict(receipts.flatten(known)).get(path)
+    def figure(self, name: str) -> Any:
+        """Return `goodput`, or a rate of the run by its name, such as mfu_causal; None if it is unknown."""
+        return (self.rates | {"goodput": self.wall_time.goodput if self.wall_time else None}).get(name)
 
     def positions(self, steps: Sequence[int], times: Sequence[float] | None = None) -> list[Sequence[float]]:
         """Return the positions of steps on each x axis: step, tokens, seconds since the start of the run.

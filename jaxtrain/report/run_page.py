@@ -13,18 +13,18 @@ from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import column, number, percent, plural, size
 from jaxtrain.config.schema import flatten
-from jaxtrain.metrics.receipt_format import rows
 from jaxtrain.report import run_compare
 from jaxtrain.report.charts import controls
 from jaxtrain.report.html import document, folded, paragraph, swatch, tiles
+from jaxtrain.report.receipt import rows
 from jaxtrain.report.run_charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
 from jaxtrain.report.run_files import EXIT_CODES, PAGE, Run, RunError, verdict
 from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
 
 WARNINGS = 30  # most warnings of a run; the newest are shown
 SAMPLE = 1_500  # most characters of a sample
-ELSEWHERE = ("loss_at", "goodput", "held_out")  # fields of the receipt that have separate sections
-FIRST = ("command", "config", "source.commit", "source.dirty", "host.name", "devices", "mesh", "attention", "data.source")
+ELSEWHERE = ("rates", "goodput", "held_out")  # fields of the receipt that have separate sections
+FIRST = ("command", "config", "code.commit", "code.dirty", "host", "devices", "mesh", "attention", "data.source")
 GPU = (  # (heading, key, factor)
     ("used %", "utilization", 100),
     ("W", "power_w", 1),
@@ -90,8 +90,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure that the run has."""
     figure = run.figure
-    first, last = figure("speed.window.first_step"), figure("speed.window.last_step")
-    per_device, step_s, mfu = map(figure, ("speed.tokens_per_s_per_device", "speed.step_time_s.median", "speed.mfu_causal"))
+    per_device, step_s, mfu = map(figure, ("tokens_per_s_per_device", "step_time_s", "mfu_causal"))
     cells = [("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "")]
     if run.train.steps:
         held_out = ", ".join(f"{name or 'held-out'} {run_compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
@@ -101,17 +100,13 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         cells.append(("tokens", short_count(tokens), of))
     if per_device is not None:
         devices = (run.receipt.get("devices") or {}).get("count", 1)
-        window = f"median of steps {first:,} to {last:,}" if last else ""
-        if devices > 1:
-            window = f"{number(per_device, 0)} per device; {window}".removesuffix("; ")
+        window = f"{number(per_device, 0)} per device; median" if devices > 1 else "median"
         cells.append(("tokens/s", number(per_device * devices, 0), window))
     if step_s is not None:
         cells.append(("step time", f"{step_s:.3g} s", "median"))
     if mfu is not None:
-        cells.append(
-            ("MFU, causal", percent(mfu), f"full {percent(figure('speed.mfu_full'))}, HFU {percent(figure('speed.hfu'))}")
-        )
-    if (peak := figure("memory.peak_gib")) is not None:
+        cells.append(("MFU, causal", percent(mfu), f"full {percent(figure('mfu_full'))}, HFU {percent(figure('hfu'))}"))
+    if (peak := figure("peak_memory_gib")) is not None:
         planned = (run.receipt.get("planned") or {}).get("peak_gib")
         cells.append(("peak memory", size(peak), f"planned {size(planned)}" if planned else "fullest device"))
     if found := run.wall_time:
@@ -199,11 +194,9 @@ def _receipt(run: Run) -> list[str | Table | Drawing]:
     every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]
     first = {name: value for name, value in every if name.startswith(FIRST)}
     rest = {name: value for name, value in every if name not in first}
-    patch = (run.receipt.get("source") or {}).get("patch")
     overrides = run.receipt.get("overrides") or {}
     other = [
         folded("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", rest))),
-        folded("Changes that were not committed", f"<pre>{escape(patch)}</pre>" if patch else ""),
         folded("The resolved config", html_table(_pairs("Keys of config.json", dict(flatten(run.config))))),
     ]
     return [

@@ -1,18 +1,17 @@
-"""The provenance of a run: commit, changes since the commit, class of the host.
-
-The provenance is read before the run starts, because files may change during the run.
-"""
+"""The provenance of a run: commit, changes since the commit, host and devices. It is read when a run starts."""
 
 import collections
 import glob
 import os
+import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxtrain.runtime.messages import End, say
-from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED, HOST_CLASS
+from jaxtrain.runtime.variables import COMMIT, DIRTY, EXPECTED
 
 NODE_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "RANK", "JAXTRAIN_PROCESS_ID", "JOB_COMPLETION_INDEX")
 NODE_RANKS += ("JAX_PROCESS_ID", "PMI_RANK", "FLUX_TASK_RANK", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "NODE_RANK")
@@ -68,10 +67,29 @@ def host_class(names: list[str]) -> str:
     """Return the class of this node, such as "8 NVIDIA H200" or "2 CPUs, AMD EPYC". names: the models of its GPUs."""
     if names:
         return "+".join(f"{count} {name}" for name, count in collections.Counter(names).items())
+    model = cpu_model()
+    return f"{os.cpu_count()} CPUs" + (f", {model}" if model else "")
+
+
+def cpu_model() -> str | None:
+    """Return the model of the CPU; None if it is unknown."""
     cpuinfo = Path("/proc/cpuinfo")
     facts = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     model = re.search(r"^model name[^:]*: *(.+)$", facts, re.MULTILINE)
-    return f"{os.cpu_count()} CPUs" + (f", {model[1]}" if model else "")
+    return model[1] if model else platform.processor() or None
+
+
+def host_facts() -> dict[str, Any]:
+    """Return the model of the CPU, and the number of logical processors that this process may use."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()  # macOS does not have the call
+    return {"cpu": cpu_model(), "cpus": len(usable) or os.cpu_count()}
+
+
+def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
+    """Return platforms, kinds and number of the devices, and the number of their processes. devices: `jax.devices()`."""
+    devices = list(devices)
+    kinds = {"platform": sorted({d.platform for d in devices}), "kind": sorted({d.device_kind for d in devices})}
+    return kinds | {"count": len(devices), "process_count": len({d.process_index for d in devices})}
 
 
 def checkout(root: Path) -> tuple[str, str, str]:
@@ -107,7 +125,7 @@ def prints_common_messages(environ: Mapping[str, str]) -> bool:
 
 
 def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with the provenance of a run, and print the provenance in a line.
+    """Return the environment variables with commit and changes, and print the provenance in a line.
 
     Args:
         root: the repository.
@@ -125,7 +143,6 @@ def provenance(root: Path, names: list[str], environ: Mapping[str, str]) -> dict
             f"this node has commit {commit or 'none'} (changed: {dirty or 'unknown'}), and the node that started the run has "
             f"{theirs or 'none'} (changed: {changed or 'unknown'}). Fix: bring {root} to the same state on all nodes.",
         )
-    kind = host_class(names)
     if prints_common_messages(environ):
-        say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {kind}")
-    return {COMMIT: commit, DIRTY: dirty, HOST_CLASS: kind}
+        say(f"{f'commit {commit[:12]}, ' if commit else ''}{state}; on {host_class(names)}")
+    return {COMMIT: commit, DIRTY: dirty}

@@ -2,7 +2,6 @@
 
 COMMIT = "JAXTRAIN_COMMIT"  # of the repository; empty without a checkout
 DIRTY = "JAXTRAIN_DIRTY"  # "yes" or "no": changes since the commit; empty without a checkout
-HOST_CLASS = "JAXTRAIN_HOST_CLASS"  # the kind of the node, as "8 NVIDIA H200"
 PREFLIGHT = "JAXTRAIN_PREFLIGHT"  # the file with the findings of this start's preflight
 LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970 at the start of the first attempt
 NOTE = "JAXTRAIN_NOTE"  # a file in which an attempt writes why no other should follow

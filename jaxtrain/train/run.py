@@ -27,26 +27,26 @@ from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.config import environment, hardware, installed, own_parts
 from jaxtrain.config.commands import spelled, training
 from jaxtrain.config.launch import Launch, variables
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, to_dict
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, config_sha256, to_dict
 from jaxtrain.data import text_format
 from jaxtrain.data.loading import resolve_with_epochs
 from jaxtrain.data.tokenfile import TokenFileError
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import goodput, samples
 from jaxtrain.metrics.files import MetricsError, NotWritten
+from jaxtrain.metrics.goodput import Ledger
 from jaxtrain.metrics.gpu_monitor import Monitor
-from jaxtrain.metrics.ledger import Ledger
 from jaxtrain.metrics.progress import Console
-from jaxtrain.metrics.receipt_format import ReceiptError
-from jaxtrain.metrics.receipt_machine import device_facts, rank_map
+from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.metrics.trackers import TrackerError, open_trackers
 from jaxtrain.plan.expect import Watch
 from jaxtrain.runtime.distributed import PeerLost, Peers, detect
+from jaxtrain.runtime.provenance import device_facts
 from jaxtrain.runtime.shared import find_unshared
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.runtime.timelimit import TimeLimit, forbid_restart, limit_s
-from jaxtrain.runtime.variables import RESTART
+from jaxtrain.runtime.variables import PREFLIGHT, RESTART
 from jaxtrain.runtime.watchdog import Watchdog, parse_budgets
 from jaxtrain.runtime.words import first_line
 from jaxtrain.step import state
@@ -60,7 +60,6 @@ from jaxtrain.train.divergence import Diverged, explain
 from jaxtrain.train.evaluate import SampleWriter
 from jaxtrain.train.initial_state import BadInit, Restored, choose_start, continue_sources, restore
 from jaxtrain.train.loop import Loop
-from jaxtrain.train.receipt import Receipt, config_sha256
 from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
@@ -372,7 +371,7 @@ def room_note(setup: Setup) -> str:
 
 
 NO_LOCK = -1
-OWN_BYTES = 1 << 20  # of a run's files without its checkpoints; the receipt of a large change to the code has 0.2 MB
+OWN_BYTES = 1 << 20  # of a run's files without its checkpoints
 
 
 def lock(folder: Path) -> int | None:
@@ -425,7 +424,7 @@ def open_services(
     """Open the files of an attempt and handle signals. After the block, record its exit in `ending`, and complete the files.
 
     Expected exceptions of training are recorded and reported, and not raised from the block. Raises ConfigError if a tracker or
-    an earlier receipt cannot be opened.
+    the receipt cannot be written.
     """
     workdir, process, peers = setup.workdir, jax.process_index(), ending.peers
     receipt = Receipt(workdir, process_index=process)
@@ -436,13 +435,12 @@ def open_services(
         raise ConfigError([Problem(error.key, setup.run.flat[error.key], error.reason, error.remedy)]) from error
     writers = metrics.Writers(workdir, trackers.all, process_index=process)
     try:
-        receipt.start(first_facts(setup, overlay) | trackers.facts, setup.launch.config_file)
-    except (ReceiptError, NotWritten) as error:  # of an earlier attempt, and not to be overwritten; or of a full disk
+        preflight = keep_preflight(workdir) if process == 0 else None
+        note = receipt.start(first_facts(setup, overlay) | trackers.facts | {"preflight": preflight})
+    except NotWritten as error:
         writers.close(FAILED)
         raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
     ending.receipt = receipt
-    if preflight := receipt.preflight:
-        metrics.write_atomic(workdir / "preflight.json", json.dumps(preflight, indent=1) + "\n")
     born = time.time() - (process_age_s() if own_process else 0.0)
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
     try:
@@ -455,6 +453,8 @@ def open_services(
 
             for line in (*setup.launch.notes, *overlay.lines()):
                 console.say(line)
+            if note:
+                console.warn(note)
             if own_process:
                 stop.at_once = asked_early
                 peers.listen(stop.asked_elsewhere)
@@ -503,11 +503,29 @@ def next_command(setup: Setup, ending: Ending, own_process: bool) -> str:
     return f"report: {spelled('python -m jaxtrain report')} {shlex.quote(str(setup.workdir))}" if ending.step else ""
 
 
+def keep_preflight(workdir: Path) -> dict[str, Any] | None:
+    """Copy the findings of preflight into the run's folder. Return its verdict and the checks that did not pass, or None."""
+    path = os.environ.get(PREFLIGHT)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+    except (OSError, ValueError) as error:
+        return {"error": f"{PREFLIGHT}={path}: {error}"}
+    if not found:
+        return None
+    metrics.write_atomic(workdir / "preflight.json", json.dumps(found, indent=1) + "\n")
+    checks = [{"host": node["host"], **check} for node in found["nodes"] for check in node["checks"]]
+    return {"verdict": found["verdict"], "checks": [check for check in checks if check["state"] != "ok"]}
+
+
 def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return the facts of a receipt that are known before training."""
+    """Return the facts of a receipt that are known before training.
+
+    `ranks` has id, process, and number on its node (GPUs only) of each device of the flattened mesh. The ranks of an NCCL
+    communicator over a mesh axis have this order.
+    """
+    ranks = list(setup.program.placement.mesh.devices.flat)
     return {
         "config": setup.launch.name,
-        "config_sha256": config_sha256(to_dict(setup.asked)),
         "resolved": to_dict(setup.asked),
         "overrides": dict(setup.launch.overrides),
         "devices": device_facts(jax.devices()),
@@ -519,7 +537,11 @@ def first_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
         "synthetic": setup.data.synthetic,
         "resumed_from_step": setup.start.step if setup.start.resumed else None,
         "restart": int(os.environ.get(RESTART, 0)),
-        "ranks": rank_map(setup.program.placement.mesh.devices.flat),
+        "ranks": {
+            "device": [d.id for d in ranks],
+            "process": [d.process_index for d in ranks],
+            "gpu": [getattr(d, "local_hardware_id", None) for d in ranks],
+        },
         "env": {"set": overlay.set, "inherited": overlay.inherited},
     }
 
@@ -578,7 +600,6 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
     if setup.start.step == steps:
         restored = first_state(setup.asked, setup)
         if restored.start.step == steps:
-            services.receipt.took_no_step = True
             return DONE, nothing_left(setup, restored, services)
         # The last checkpoint was damaged, and the one before is not the last step.
     metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(setup.asked), indent=1) + "\n")

@@ -1,7 +1,6 @@
 """Save a run's state: begin between two steps, write while the next steps run, and report the end."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import os
@@ -132,7 +131,6 @@ class Saver:
                 f"waited {one.blocked_s:.2f} s, copies took {one.copied_s:.2f} s, host memory at most {one.host_gib:.1f} GiB"
             )
             resident_gib = read_resident_gib()
-            services.receipt.saved(dataclasses.asdict(one) | {"gb_per_s": rate, "resident_gib": resident_gib})
             if warning := self._host_memory.note(one.step, resident_gib):
                 services.console.warn(warning)
 

@@ -5,12 +5,12 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxtrain.metrics.files import Writers
-from jaxtrain.metrics.ledger import Ledger
+from jaxtrain.metrics.goodput import Ledger
 from jaxtrain.metrics.progress import Console
+from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.watchdog import Watchdog
-from jaxtrain.train.receipt import Receipt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,8 +65,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
     code, said = train(tmp_path / "parts", 6)
     assert code == 0, said
     assert all(np.isfinite(loss) for loss in runs.losses(tmp_path / "parts").values())
-    own = [name for name in runs.receipt(tmp_path / "whole")["source"]["files"] if name.startswith("recipes/")]
-    assert own == ["recipes/linear_hybrid/gated_delta_net.py"], "a receipt names the files of the user's own model"
+    assert [*runs.receipt(tmp_path / "whole")["code"]["own"]] == ["linear_hybrid.gated_delta_net"], "the user's own model"
 
 
 def test_the_contract_of_a_family_holds(tmp_path):

@@ -25,7 +25,7 @@ VALIDATED += "assert not validate(loading.load([]).run, hardware.probe(), Path('
 @pytest.mark.parametrize(
     "code",
     [
-        "import jaxtrain.metrics.files, jaxtrain.metrics.progress, jaxtrain.train.receipt, jaxtrain.metrics.gpu_monitor",
+        "import jaxtrain.metrics.files, jaxtrain.metrics.progress, jaxtrain.metrics.receipt, jaxtrain.metrics.gpu_monitor",
         "import jaxtrain.runtime.signals, jaxtrain.config.launch, jaxtrain.commands.api",
         "import jaxtrain.main, jaxtrain.models, jaxtrain.models.families.llama",
         VALIDATED,

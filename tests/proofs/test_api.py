@@ -1,6 +1,7 @@
 """The Python API, `import jaxtrain as jt`, and runs called from Python: results, errors, and the process's state."""
 
 import dataclasses
+import errno
 import math
 import os
 import shutil
@@ -24,6 +25,8 @@ from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
+from jaxtrain.metrics.files import NotWritten
+from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.report.run_files import RunError
 from jaxtrain.train import run as train
 
@@ -183,7 +186,7 @@ def test_a_run_in_another_thread_hears_no_signals(trained: Path, tmp_path: Path)
     assert found[0].exit_code == 0 and signal.getsignal(signal.SIGINT) is handler
 
 
-def test_all_that_is_wrong_is_raised_and_nothing_written(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_raised_and_nothing_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scope: dict[str, Any] = {}
     exec(runs.SMALL, scope)
     tree = scope["get_config"]()
@@ -197,8 +200,11 @@ def test_all_that_is_wrong_is_raised_and_nothing_written(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="hlaf_loss"):
         train.run(dataclasses.replace(run, loss=dataclasses.replace(run.loss, name="helpers:hlaf_loss")), tmp_path / "run")
     assert not list(tmp_path.iterdir())
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "receipt.json").write_text("{")
+
+    def full(*_: object) -> None:
+        raise NotWritten(errno.ENOSPC, "no space left", "receipt.json")
+
+    monkeypatch.setattr(Receipt, "start", full)
     for _ in range(2):  # the first error unlocks the folder
         with pytest.raises(ConfigError, match=r"receipt.json"):
             train.run(run, tmp_path / "run")

@@ -22,7 +22,7 @@ from nodes import H200, a_plain_environment, faults  # noqa: F401
 from jaxtrain.commands import preflight as command
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.metrics import card
+from jaxtrain.metrics import nvml
 from jaxtrain.node import disk_rates, inspection, measure, node, nvidia_smi, rates
 from jaxtrain.node import microbenchmarks as micro
 from jaxtrain.node.disk_rates import Unmeasured
@@ -147,16 +147,16 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
 
 
 def test_gpus_are_watched_while_they_compute():
-    def sampled(mhz: float, *reasons: str) -> card.Sample:
-        return card.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
+    def sampled(mhz: float, *reasons: str) -> nvml.Sample:
+        return nvml.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
 
     said = [sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal")]
     all_said = threading.Event()
 
-    def sample(at: float) -> card.Sample | None:
+    def sample(at: float) -> nvml.Sample | None:
         if not said:
             all_said.set()
-            raise card.Lost("gone")
+            raise nvml.Lost("gone")
         return said.pop(0)
 
     out: list[dict[str, Any]] = []

@@ -72,6 +72,18 @@ def test_a_receipt_has_the_facts_of_the_run(plain: Plain) -> None:
     assert plain.seen == ["reserve", "free memory", "steps"], "pinning takes minutes, beside compiling"
 
 
+def test_the_findings_of_preflight_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [{"name": "driver", "state": "ok", "seen": "580"}, {"name": "disk", "state": "note", "seen": "nearly full"}]
+    found = {"verdict": "fit", "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    assert train.keep_preflight(tmp_path) is None
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "found.json"))
+    assert train.keep_preflight(tmp_path) == {"verdict": "fit", "checks": [{"host": "a", **checks[1]}]}
+    assert json.loads((tmp_path / "preflight.json").read_text()) == found
+    monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "gone.json"))
+    assert "gone.json" in train.keep_preflight(tmp_path)["error"]
+
+
 def test_a_slow_first_step_says_what_would_make_it_faster(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from played_nvml import AT_ITS_CAP, GIB, HW_THERMAL, IDLE, SW_THERMAL, Gpu, Nvml
 
 from jaxtrain.config.hardware import visible_handles
-from jaxtrain.metrics import alerts, card, table
+from jaxtrain.metrics import alerts, nvml, table
 from jaxtrain.metrics.gpu_monitor import MfuAlert, Monitor
 
 
@@ -229,11 +229,11 @@ def test_a_word_is_said_when_something_begins_and_when_it_is_over(gpu, lines):
 
 
 def test_every_reason_says_what_to_look_at():
-    assert set(alerts.LOOK) == set(card.THROTTLING.values())
+    assert set(alerts.LOOK) == set(nvml.THROTTLING.values())
     named = {"HwSlowdown": "hw_slowdown", "SyncBoost": "sync_boost", "SwThermalSlowdown": "sw_thermal",
              "HwThermalSlowdown": "hw_thermal", "HwPowerBrakeSlowdown": "hw_power_brake", "BoardLimit": "board_limit",
              "Reliability": "reliability"}  # fmt: skip
-    assert {getattr(pynvml, f"nvmlClocksThrottleReason{theirs}"): ours for theirs, ours in named.items()} == card.THROTTLING
+    assert {getattr(pynvml, f"nvmlClocksThrottleReason{theirs}"): ours for theirs, ours in named.items()} == nvml.THROTTLING
 
 
 def test_memory_that_grows_outside_the_pool():

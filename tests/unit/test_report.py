@@ -103,9 +103,10 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     end = {"kind": "end", "time": 110.0, "exit_code": 130, "reason": "SIGINT"}
     again = [{"kind": "begin", "time": 210.0, "seen": None}, {**spent, "until": 220.0, "step": 60}]
     lines = [{"kind": "begin", "time": 100.0, "seen": None}, spent, end, *again, {**end, "time": 220.0, "exit_code": 0}]
-    told = ended(0, speed={"tokens_per_s_per_device": 250.0}, devices={"count": 4, "kind": ["x"], "processes": []})
+    told = ended(0, devices={"count": 4, "kind": ["x"]})
     ledger = "".join(json.dumps(each) + "\n" for each in lines)
-    run = read(fake(tmp_path / "run", [line(60, tokens=1_234_567)], receipt__json=told, goodput__jsonl=ledger))
+    trained = [line(step, tokens=1_234_567, tokens_per_s_per_device=250.0) for step in range(51, 61)]
+    run = read(fake(tmp_path / "run", trained, receipt__json=told, goodput__jsonl=ledger))
     assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
     table = run_page.wall_time([run]).parts[1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
@@ -131,6 +132,16 @@ def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     assert len(powers) == 8 and powers["0.3"] == ["403.0", "700.0"] and powers["1.3"] == ["5.0", "700.0"]
     alone = read(fake(tmp_path / "one", [line(1), gpu(1, 0), gpu(1, 1, power_w=700.0)]))
     assert [(m[0], m[2], m[4]) for m in run_page.moments(alone, "power_w")] == [(1, 500.0, 700.0)]
+
+
+def test_rates_and_memory_are_those_of_the_lines_or_not_measured(tmp_path: Path):
+    names = ("tokens_per_s_per_device", "peak_memory_gib")
+    few = read(fake(tmp_path / "few", [line(s, peak_memory_gib=30.0 + s) for s in range(1, 6)]))
+    assert [few.rates[name] for name in names] == [None, 35.0]
+    many = read(
+        fake(tmp_path / "many", [line(s, tokens_per_s_per_device=float(s), peak_memory_gib=None) for s in range(1, 11)])
+    )
+    assert [many.rates[name] for name in names] == [6.5, None]
 
 
 def test_warnings_are_those_of_the_logs(tmp_path: Path):

@@ -3,11 +3,10 @@
 from bugs import Bug
 
 METRICS, THROUGHPUT, SAMPLES = "jaxtrain/metrics/files.py", "jaxtrain/metrics/throughput.py", "jaxtrain/metrics/samples.py"
-LEDGER, GOODPUT = "jaxtrain/metrics/ledger.py", "jaxtrain/metrics/goodput.py"
+GOODPUT, RECEIPT = "jaxtrain/metrics/goodput.py", "jaxtrain/metrics/receipt.py"
 TENSORBOARD, TABLE = "jaxtrain/metrics/tensorboard.py", "jaxtrain/metrics/table.py"
 REMOTE, MLFLOW, TRACKERS = "jaxtrain/metrics/remote.py", "jaxtrain/metrics/mlflow.py", "proofs/test_trackers.py"
-MONITOR, ALERTS, CARD = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/card.py"
-RECEIPT, FIGURES, DIFF = "jaxtrain/train/receipt.py", "jaxtrain/metrics/receipt_figures.py", "jaxtrain/train/receipt_diff.py"
+MONITOR, ALERTS, NVML = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/nvml.py"
 RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
 LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile_times.py", "jaxtrain/metrics/profiling.py"
 LOST = "jaxtrain/report/lost_time.py"
@@ -119,33 +118,27 @@ BUGS = (
     # The ledger of wall time
     Bug(
         "ledger: a block's time stays with what is around it",
-        LEDGER,
+        GOODPUT,
         "                self._account()\n                self._stack.pop()",
         "                self._stack.pop()\n                self._account()",
         UNIT["goodput"],
     ),
     Bug(
         "ledger: lines lose what they could not write",
-        LEDGER,
+        GOODPUT,
         "if seconds and self._append(line):",
         "if self._append(line) or True:",
         UNIT["goodput"],
     ),
     Bug(
         "ledger: beats write no line",
-        LEDGER,
+        GOODPUT,
         "self._since - self._line >= LINE_S",
         "self._since - self._line < 0",
         UNIT["goodput"],
     ),
+    Bug("ledger: a line is glued to one that a kill cut", GOODPUT, 'b"\\n" * self._cut + ', "", UNIT["goodput"]),
     Bug("goodput: steps that a kill lost count as good", GOODPUT, "_repeat(spans, at)", "pass", UNIT["goodput"]),
-    Bug(
-        "goodput: the share of a divided line is swapped",
-        GOODPUT,
-        "(span.last - step) / (span.last - span.first)",
-        "(step - span.first) / (span.last - span.first)",
-        UNIT["goodput"],
-    ),
     Bug(
         "goodput: time that was wanted to stop counts as lost",
         GOODPUT,
@@ -185,15 +178,15 @@ BUGS = (
         UNIT["monitor"],
     ),
     Bug(
-        "card: power in milliwatts",
-        CARD,
+        "nvml: power in milliwatts",
+        NVML,
         "self._ask(nvml.nvmlDeviceGetPowerUsage, lambda mw: mw / 1e3)",
         "self._ask(nvml.nvmlDeviceGetPowerUsage, float)",
         UNIT["monitor"],
     ),
     Bug(
-        "card: sent and received swapped",
-        CARD,
+        "nvml: sent and received swapped",
+        NVML,
         "return int(sent), int(received)",
         "return int(received), int(sent)",
         UNIT["monitor"],
@@ -221,47 +214,51 @@ BUGS = (
     ),
     # Receipts
     Bug(
-        "receipt: figures of earlier attempts too", FIGURES, 'if line["step"] > since]', 'if line["step"] > 0]', UNIT["receipt"]
-    ),
-    Bug(
-        "receipt: the slowest steps are left out of the speed",
-        FIGURES,
-        "window = timed[left_out:]",
-        "window = timed[: len(timed) - left_out]",
+        "receipt: the slowest steps are left out of the rates",
+        RECEIPT,
+        "timed[math.ceil(len(timed) / 5) :]",
+        "timed[: len(timed) - math.ceil(len(timed) / 5)]",
         UNIT["receipt"],
     ),
-    Bug(
-        "receipt: measured over planned upside down",
-        FIGURES,
-        "return measured / planned if",
-        "return planned / measured if",
-        UNIT["receipt"],
-    ),
-    Bug("receipt: the last loss is left out", FIGURES, "+ [last] * bool(losses)", "", UNIT["receipt"]),
     Bug(
         "receipt: an attempt's first state is overwritten",
         RECEIPT,
-        'if "loaded" not in self.fields:',
-        "if True:",
+        'self._active and "origin" not in self.fields',
+        "self._active",
         UNIT["receipt"],
     ),
     Bug(
         "receipt: a run that resumed itself began from a checkpoint",
         RECEIPT,
-        'saver.get("origin", loaded["digest"])',
+        'origins.get(loaded["saved_by"]) or loaded["digest"]',
         'loaded["digest"]',
         UNIT["receipt"],
     ),
+    Bug("receipt: an earlier attempt is lost", RECEIPT, '[*before["attempts"], {', "[{", UNIT["receipt"]),
     Bug(
-        "diff: changes of an attempt that saved nothing count",
+        "receipt: one that cannot be read is overwritten",
         RECEIPT,
-        'if one.get("saves") and "source" in one]',
-        'if "source" in one]',
+        "aside = self.path.rename(",
+        "aside = (",
         UNIT["receipt"],
     ),
-    Bug("diff: a throttled GPU explains nothing", DIFF, 'gpu["share"] >= THROTTLED', 'gpu["share"] < 0', UNIT["receipt"]),
-    Bug("diff: preflight's fastest node", DIFF, "min([*found, out", "max([*found, out", UNIT["receipt"]),
-    Bug("diff: the order of a mixture's files is no difference", DIFF, "if order[1:]:", "if False:", UNIT["receipt"]),
+    Bug("receipt: a secret is kept", RECEIPT, " and not environment.is_secret(k)", "", UNIT["receipt"]),
+    Bug(
+        "diff: a key that one version lacks is a difference",
+        RECEIPT,
+        'facts({"resolved": to_dict(RunConfig())})',
+        "{}",
+        UNIT["receipt"],
+    ),
+    Bug("diff: the weight of a token file explains nothing", RECEIPT, ", weight {f['weight']:g}", "", UNIT["receipt"]),
+    Bug(
+        "diff: NaN is another loss than NaN",
+        "jaxtrain/report/receipt.py",
+        "repr(a.losses[step]) != repr(b.losses[step])",
+        "a.losses[step] != b.losses[step]",
+        UNIT["receipt"],
+    ),
+    Bug("nvml: a lost GPU ends the receipt", NVML, "except (nvml.NVMLError, Lost):", "except Lost:", UNIT["receipt"]),
     # Reports and pages
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
     Bug(
