@@ -23,7 +23,7 @@ from jaxtrain.models import flops
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.result import Collective, Plan
 from jaxtrain.plan.search_parallel import Request
-from jaxtrain.report.sections import markdown_table
+from jaxtrain.report.tables import markdown_table
 from jaxtrain.step.auto_remat import expert_room
 
 PAGE = "docs/evidence/collectives.md"

@@ -37,7 +37,7 @@ from jaxtrain.plan.search_bound import Sizes, least_remat, memory_bound_s
 from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.report.plan_sections import span
-from jaxtrain.report.sections import markdown_table
+from jaxtrain.report.tables import markdown_table
 
 PAGE = "docs/evidence/limits.md"
 COMMAND = "python -m benchmarks.limits --write"

@@ -40,7 +40,7 @@ from jaxtrain.metrics.receipt import now
 from jaxtrain.models import flops
 from jaxtrain.plan.program import assignment, hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
-from jaxtrain.report.sections import markdown_table
+from jaxtrain.report.tables import markdown_table
 from jaxtrain.runtime.startup import start_jax
 
 REPO = Path(__file__).resolve().parent.parent

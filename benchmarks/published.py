@@ -34,7 +34,7 @@ from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search_cache import relevant
 from jaxtrain.plan.search_parallel import Request
 from jaxtrain.plan.topology import Topology
-from jaxtrain.report.sections import markdown_table
+from jaxtrain.report.tables import markdown_table
 
 PAGE = "docs/evidence/planned_vs_published.md"
 COMMAND = "python -m benchmarks.published --write"

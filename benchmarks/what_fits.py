@@ -27,7 +27,7 @@ from jaxtrain.plan.search_parallel import Outcome, Request, cores, plan_many
 from jaxtrain.plan.search_space import changes, meshes, remat_policies, training_check, with_overrides
 from jaxtrain.plan.topology import Topology
 from jaxtrain.report.plan_sections import describe_remat, mesh, span
-from jaxtrain.report.sections import markdown_table
+from jaxtrain.report.tables import markdown_table
 
 PAGE = "docs/evidence/what_fits.md"
 COMMAND = "python -m benchmarks.what_fits --write"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from jaxtrain.plan.search import SearchResult
     from jaxtrain.report.plan import Plan
-    from jaxtrain.report.run import Run
+    from jaxtrain.report.run_page import OpenRun
     from jaxtrain.report.shardings import Shardings
     from jaxtrain.train.parity_report import Result as ParityResult
     from jaxtrain.train.run import Result
@@ -186,7 +186,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     return run(config, workdir)
 
 
-def open_run(folder: str | os.PathLike[str]) -> "Run":
+def open_run(folder: str | os.PathLike[str]) -> "OpenRun":
     """Return the files of a run's folder: config, receipt, metrics, goodput, samples. Nothing is written.
 
     `open_run("runs/tiny").to_pandas()` has a row for each logged step; `.write_report()` makes the HTML report.
@@ -195,8 +195,9 @@ def open_run(folder: str | os.PathLike[str]) -> "Run":
         RunError: the folder has no run.
     """
     from jaxtrain.report.run import read
+    from jaxtrain.report.run_page import OpenRun
 
-    return read(os.fspath(folder))
+    return read(os.fspath(folder), kind=OpenRun)
 
 
 @_with_own_line

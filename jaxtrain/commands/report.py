@@ -13,8 +13,8 @@ def parser() -> Parser:
     """Return the parser of the command line."""
     p = Parser(
         "report",
-        "Write one HTML page about a run that trains or has ended, or one with the curves of several runs in the same charts. It "
-        "needs no GPU and changes no file of a run.",
+        "Write one HTML page about a run that trains or has ended, or one with the curves of several runs in the same charts. "
+        "It needs no GPU and changes no file of a run.",
         examples=("runs/tiny", "runs/first runs/second --html=both.html"),
         notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a "
         "folder no run.",
@@ -28,15 +28,14 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    from jaxtrain.report.run_files import RunError
+    from jaxtrain.report.run import RunError
 
     return run_command(parser(), argv, write, errors=(RunError, MetricsError, ReceiptError))
 
 
 def write(args: Args) -> int:
     """Write the page, print its path, and return the exit code."""
-    from jaxtrain.report.run import read_all
-    from jaxtrain.report.run_files import PAGE
+    from jaxtrain.report.run import PAGE, read_all
     from jaxtrain.report.run_page import html
 
     runs = read_all(args.runs)

@@ -112,13 +112,13 @@ GPU: dict[str, Metric] = {
         "fraction", "time in which any kernel ran, also one that waits in a collective",
         chart=Chart("gpu", "Utilization, %"), curve="used %", factor=100,
     ),
+    "power_w": Metric("W", "mean power", chart=Chart("gpu", "Power per GPU, W"), curve="W"),
+    "power_limit_w": Metric("W", "the active limit", curve="limit W"),
     "memory_used_gib": Metric("GiB", "of the card, by all processes", curve="used GiB"),
     "pool_gib": Metric("GiB", "JAX's pool"),
     "in_use_gib": Metric(
         "GiB", "used part of the pool", chart=Chart("gpu", "Memory in use per GPU, GiB"), curve="in use GiB"
     ),
-    "power_w": Metric("W", "mean power", chart=Chart("gpu", "Power per GPU, W"), curve="W"),
-    "power_limit_w": Metric("W", "the active limit", curve="limit W"),
     "temperature_c": Metric("°C", "the highest", chart=Chart("gpu", "Temperature, °C", zero=False), curve="°C"),
     "sm_clock_mhz": Metric("MHz", "clock of the SMs", chart=Chart("gpu", "SM clock, MHz"), curve="SM MHz"),
     "memory_clock_mhz": Metric("MHz", "clock of the memory", curve="memory MHz"),

@@ -17,7 +17,7 @@ from jaxtrain.config.numbers import percent
 from jaxtrain.node.train_step import one_device, start_devices
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder, number
-from jaxtrain.report.sections import Table
+from jaxtrain.report.tables import Table
 from jaxtrain.train.child import FAILED, LATE, OK, error_line, run_case, save_partial
 
 if TYPE_CHECKING:  # it imports JAX

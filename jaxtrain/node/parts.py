@@ -20,7 +20,7 @@ from jaxtrain.config.durations import duration
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder
-from jaxtrain.report.sections import Table
+from jaxtrain.report.tables import Table
 from jaxtrain.train.child import error_line, last_lines, run_program
 
 GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"

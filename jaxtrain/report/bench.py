@@ -18,8 +18,8 @@ from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.receipt import Receipt, now
-from jaxtrain.report import sections
-from jaxtrain.report.sections import Table
+from jaxtrain.report import tables
+from jaxtrain.report.tables import Table
 from jaxtrain.runtime.provenance import checkout
 from jaxtrain.train.child import OK
 
@@ -143,7 +143,7 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
     cells = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in headings]
     last = len(headings) - 1
     columns = [
-        sections.Column(heading, cells[i], kind="" if i < text or i == last else "number")
+        tables.Column(heading, cells[i], kind="" if i < text or i == last else "number")
         for i, heading in enumerate(headings)
         if i < text or {*cells[i]} - {"-", ""}
     ]
@@ -152,7 +152,7 @@ def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]
 
 def print_table(console: rich.console.Console, table: Table) -> None:
     """Print a table without its title."""
-    sections.print_table(table, console, with_title=False)
+    tables.print_table(table, console, with_title=False)
 
 
 def print_line(console: rich.console.Console, text: str, style: str = "") -> None:
@@ -163,7 +163,7 @@ def print_line(console: rich.console.Console, text: str, style: str = "") -> Non
 def markdown(table: Table) -> list[str]:
     """Return a section with a table, as lines of Markdown."""
     rows = zip(*([cell.replace("|", "\\|") for cell in c.cells] for c in table.columns), strict=True)
-    return [f"## {table.title}", "", *sections.markdown_table([c.heading for c in table.columns], rows), ""]
+    return [f"## {table.title}", "", *tables.markdown_table([c.heading for c in table.columns], rows), ""]
 
 
 def page(title: str, facts: Mapping[str, Any], lines: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """The document of an HTML report, and its small elements: tiles, paragraphs, legends.
 
 A page is one file that needs no network. Without scripts, all of it can be read. Functions return markup and
-escape all text. Tables are in `jaxtrain.report.sections`, charts in `jaxtrain.report.charts`.
+escape all text. Tables are in `jaxtrain.report.tables`, charts in `jaxtrain.report.charts`.
 """
 
 import re

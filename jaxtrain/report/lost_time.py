@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.numbers import number, percent, plural, rough
-from jaxtrain.report.run_files import Run
-from jaxtrain.report.sections import Column, Listing, Section, Table, numbers, shares
+from jaxtrain.report.run import Run
+from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, shares
 
 if TYPE_CHECKING:
     from jaxtrain.report.profile_times import Op, StepTimes

@@ -10,7 +10,7 @@ from jaxtrain.plan import result
 from jaxtrain.report import plan_page
 from jaxtrain.report.html import framed
 from jaxtrain.report.plan_sections import command, headline, mesh, notes, summary, verdict
-from jaxtrain.report.sections import data_frame, print_sections, printed, say
+from jaxtrain.report.tables import data_frame, print_sections, printed, say
 
 
 class Plan(result.Plan):

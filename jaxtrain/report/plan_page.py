@@ -25,7 +25,7 @@ from jaxtrain.report.plan_sections import (
     summary,
     verdict,
 )
-from jaxtrain.report.sections import Column, Drawing, Section, Table, html_sections
+from jaxtrain.report.tables import Column, Drawing, Section, Table, html_sections
 
 LANE_COLOURS = {
     "matmul": "var(--c1)",

@@ -17,7 +17,7 @@ from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compi
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 from jaxtrain.report.charts import stacked
-from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
+from jaxtrain.report.tables import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 
 TRILLION = 1e12
 SMALL = 0.002  # of the peak; smaller classes of memory share a row

@@ -25,7 +25,7 @@ from jaxtrain.plan.search_space import Check, changes, with_overrides
 from jaxtrain.plan.topology import CHIPS, Topology
 from jaxtrain.report import layer_schedule, plan_page, plan_sections, search_page
 from jaxtrain.report.plan import print_plan
-from jaxtrain.report.sections import print_sections
+from jaxtrain.report.tables import print_sections
 
 
 @dataclasses.dataclass(frozen=True)

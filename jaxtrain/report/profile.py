@@ -17,8 +17,8 @@ from jaxtrain.report.lost_time import LostTime
 from jaxtrain.report.profile_program import KINDS, NO_SCOPE
 from jaxtrain.report.profile_times import Op, StepTimes, measure
 from jaxtrain.report.profile_trace import timeline_note
-from jaxtrain.report.run_files import Run
-from jaxtrain.report.sections import (
+from jaxtrain.report.run import Run
+from jaxtrain.report.tables import (
     Column,
     Listing,
     Section,

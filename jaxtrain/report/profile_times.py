@@ -28,7 +28,7 @@ from jaxtrain.report import profile_program as programs
 from jaxtrain.report import profile_trace as traces
 from jaxtrain.report.profile_program import CONTROL, KINDS, LINKS, NO_SCOPE, Operation, Planned, Program
 from jaxtrain.report.profile_trace import Event, Trace, TraceError
-from jaxtrain.report.run_files import Run
+from jaxtrain.report.run import Run
 
 NS_PER_MS = 1e6
 

@@ -1,44 +1,61 @@
-"""The page of one run, or of several runs compared. It is complete without scripts and needs no network."""
+"""The page of one run, or of several with their curves in the same charts. It needs no network and no scripts.
 
+With one run, a chart has several quantities; with several runs one quantity, and a colour for each run.
+"""
+
+import dataclasses
+import itertools
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from jaxtrain.config.commands import spelled
 from jaxtrain.config.counts import short_count
-from jaxtrain.config.durations import duration
+from jaxtrain.config.durations import duration, unit_of
 from jaxtrain.config.numbers import column, number, percent, plural, size
 from jaxtrain.config.schema import flatten
-from jaxtrain.report import run_compare
-from jaxtrain.report.charts import controls
+from jaxtrain.metrics import goodput
+from jaxtrain.metrics.files import write_atomic
+from jaxtrain.metrics.goodput import Goodput
+from jaxtrain.metrics.table import GPU, METRICS, Chart, Metric
+from jaxtrain.report import profile_trace
+from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw, is_number, ticks
 from jaxtrain.report.html import document, folded, paragraph, swatch, tiles
+from jaxtrain.report.lost_time import lost_time, section
+from jaxtrain.report.profile import Profile, profile
 from jaxtrain.report.receipt import rows
-from jaxtrain.report.run_charts import MANY, MEMORY, SPEED, Charts, colour, wall_time
-from jaxtrain.report.run_files import EXIT_CODES, PAGE, Run, RunError, verdict
-from jaxtrain.report.sections import Column, Drawing, Listing, Section, Table, html_sections, html_table
+from jaxtrain.report.run import EXIT_CODES, PAGE, Run, RunError, verdict
+from jaxtrain.report.tables import Column, Drawing, Listing, Section, Table, html_sections, html_table
 
+MANY = 8  # most runs on a page
+LEAST_COLUMNS = 120  # least number of points of a thinned curve if there are many runs
+LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this factor
+SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
+UNIT = 2**40  # losses are summed as integers, in units of 1/UNIT nat
+STRETCHES, HEIGHT = 240, 60  # intervals of equal length in the strip of the wall time, and its height in px
 WARNINGS = 30  # most warnings of a run; the newest are shown
 SAMPLE = 1_500  # most characters of a sample
-ELSEWHERE = ("rates", "goodput", "held_out")  # fields of the receipt that have separate sections
+COLOURS = {
+    "step": "var(--c1)",
+    "startup": "var(--c3)",
+    "compile": "var(--c4)",
+    "restore": "var(--c6)",
+    "data": "var(--c2)",
+    "save": "var(--c7)",
+    "eval": "var(--c8)",
+    "repeated": "var(--c5)",
+    "hang": "var(--quiet)",
+    "other": "var(--rule)",
+    "down": "var(--ink)",
+    "stopped": "",  # between attempts; the strip is empty there
+}
+ELSEWHERE = ("goodput", "held_out", "overrides")  # fields of the receipt that have separate sections
 FIRST = ("command", "config", "code.commit", "code.dirty", "host", "devices", "mesh", "attention", "data.source")
-GPU = (  # (heading, key, factor)
-    ("used %", "utilization", 100),
-    ("W", "power_w", 1),
-    ("limit W", "power_limit_w", 1),
-    ("°C", "temperature_c", 1),
-    ("throttled %, of the run", "throttled", 100),
-    ("SM MHz", "sm_clock_mhz", 1),
-    ("memory MHz", "memory_clock_mhz", 1),
-    ("used GiB", "memory_used_gib", 1),
-    ("in use GiB", "in_use_gib", 1),
-    ("NVLink sent GB/s", "nvlink_tx_gb_s", 1),
-    ("received GB/s", "nvlink_rx_gb_s", 1),
-    ("ECC uncorrected", "ecc_uncorrected", 1),
-)
 
 
 def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
@@ -48,71 +65,344 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         target: path of the page. Links to other pages are relative to its folder.
     """
     if len(runs) > MANY:
-        raise RunError(f"RUN = {len(runs)} runs: a page compares at most {MANY}. Fix: name fewer.")
-    one = len(runs) == 1
-    if one:
-        kind, text = verdict(runs[0])
-        devices = runs[0].receipt.get("devices")
-        parts = (
-            runs[0].receipt.get("config"),
-            devices and f"{devices['count']} x {', '.join(devices['kind'])}",
-            str(runs[0].folder),
-        )
-        title, described = f"{runs[0].name}: {text}", f"Report of a training run: {text}"
-        head = f"<h1>{escape(runs[0].name)}</h1>{paragraph('; '.join(filter(None, parts)), 'quiet')}"
-        head += f'<p class="verdict {kind}">{escape(text)}</p>'
-    else:
-        title = described = f"{len(runs)} runs compared: {', '.join(run.name for run in runs)}"
-        states = [f"<li>{swatch(colour(i))}{_name(run, target)}: {escape(verdict(run)[1])}</li>" for i, run in enumerate(runs)]
-        head = f'<h1>{len(runs)} runs compared</h1><ul class="list plain">{"".join(states)}</ul>'
-    charts = Charts(runs)
+        raise RunError(f"RUN = {len(runs)} runs: a page has at most {MANY}. Fix: name fewer.")
+    title, described, head = _head(runs, target)
+    one = runs[0] if len(runs) == 1 else None
     body = [
         f"<header>{head}</header><main>",
-        tiles(_tiles(runs[0])) if one else "",
-        *html_sections([] if one else [run_compare.results(runs)]),
+        tiles(_tiles(one)) if one else "",
         *(paragraph(f"{'' if one else f'{run.name}: '}{note}") for run in runs for note in run.notes),
-        "".join(_links(run, target, one) for run in runs),
+        "".join(_links(run, target, bool(one)) for run in runs),
         *html_sections([_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs]),
     ]
-    sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(runs[0]) if one else ())])]
+    charts = Charts(runs)
+    sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(one) if one else ())])]
     if any(run.train.steps for run in runs):
-        body.append(controls(charts.axes, log=charts.log_at_first()))
-        evaluations = [_evaluations(runs[0])] if one else []
-        rates = charts.show(*(charts.of_keys(*row, zero=True) for row in SPEED))
-        memory = charts.show(*(charts.of_keys(*row, zero=True, kind="first") for row in MEMORY))
-        sections = [charts.training(), *evaluations, Section("Throughput", [rates]), Section("Memory", [memory]), *sections]
-    sections.append(Section("Samples", [Drawing(_sample(run, s, one)) for run in runs for s in run.samples]))
-    sections.append(Section("Differences", [part for run in runs[1:] for part in run_compare.differences(runs[0], run)]))
-    sections.append(Section("Receipt", _receipt(runs[0]) if one else []))
+        body.append(controls(charts.axes, log=charts.log))
+        training = charts.show(*charts.losses(), *charts.of_metrics("training"))
+        sections = [
+            Section("Training", [training]),
+            *([_evaluations(one), _lost_time(one)] if one else []),
+            Section("Throughput", [charts.show(*charts.of_metrics("throughput"))]),
+            Section("Memory", [charts.show(*charts.of_metrics("memory", kind="first"))]),
+            *sections,
+        ]
+    sections.append(Section("Samples", [Drawing(_sample(run, s, bool(one))) for run in runs for s in run.samples]))
+    sections.append(Section("Receipt", _receipt(one) if one else []))
     return document(title, described, [*body, *html_sections(sections), "</main>"])
+
+
+def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
+    """Return (title, description, header) of the page: the state of each run."""
+    if len(runs) == 1:
+        run, devices = runs[0], runs[0].receipt.get("devices")
+        kind, text = verdict(run)
+        parts = (run.receipt.get("config"), devices and f"{devices['count']} x {', '.join(devices['kind'])}", str(run.folder))
+        head = f"<h1>{escape(run.name)}</h1>{paragraph('; '.join(filter(None, parts)), 'quiet')}"
+        return f"{run.name}: {text}", f"Report of a training run: {text}", f'{head}<p class="verdict {kind}">{escape(text)}</p>'
+    states = []
+    for i, run in enumerate(runs):
+        page = run.folder / PAGE
+        known = page.exists() and page.resolve() != target.resolve()
+        name = _link(page, run.name, target) if known else escape(run.name)
+        states.append(f"<li>{swatch(colour(i))}{name}: {escape(verdict(run)[1])}</li>")
+    title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    head = f'<h1>{len(runs)} runs</h1><ul class="list plain">{"".join(states)}</ul>'
+    how = f"{spelled('python -m jaxtrain receipt diff')} A B names the differences between two of them, also of their data."
+    return title, title, head + paragraph(how, "quiet")
+
+
+class OpenRun(Run):
+    """A run as the Python API returns it: its files, its report, and the profile of its newest trace."""
+
+    def profile(self) -> Profile:
+        """Return the profile of the run's newest trace. Raises TraceError if there is no trace."""
+        return newest_profile(self)
+
+    def write_report(self, file: str | Path = "") -> Path:
+        """Write the HTML report, by default report.html in the run's folder. Return the path of the page."""
+        target = Path(file).expanduser() if file else self.folder / PAGE
+        write_atomic(target, html([self], target))
+        return target
+
+
+# ---- Curves
+
+
+class Series(NamedTuple):
+    """Values of one run by step. times: Unix seconds of each step; None: the times of the train lines."""
+
+    steps: Sequence[int]
+    values: Sequence[Any]
+    times: Sequence[float] | None = None
+
+
+class Charts:
+    """The line charts of one page: runs, their colours, and the x axes that all charts share."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = runs
+        unit, self._seconds = unit_of(max(run.positions([run.last_step])[2][0] for run in runs))
+        self.axes = ("step", "tokens", f"time, {unit}")
+        losses = [[v for v in run.train["loss"] if is_number(v)] for run in runs]
+        # The page begins with log scales if a run's highest loss is at least LOG_FROM times its lowest.
+        self.log = any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in losses)
+
+    def show(self, *charts: LineChart) -> Drawing:
+        """Return HTML with charts next to each other. Charts without values are left out."""
+        points, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
+        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, points, log=self.log) for chart in charts)
+        return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
+
+    def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
+        """Return the curve of a series over all x axes. style: `colour` and `kind` of the curve."""
+        step, tokens, seconds = run.positions(series.steps, series.times)
+        return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
+
+    def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
+        """Return a curve for each series of a single run; for several runs, a curve for the first series of each run.
+
+        found: for each run, name of a curve -> its series.
+        """
+        if len(self.runs) == 1:
+            return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
+        return [
+            self.curve(run, run.name, next(iter(series.values())), colour=colour(i))
+            for i, (run, series) in enumerate(zip(self.runs, found, strict=True))
+            if series
+        ]
+
+    def of_metrics(self, section: str, kind: str = "") -> list[LineChart]:
+        """Return the charts of a section of METRICS. With several runs, a chart has its first metric alone."""
+        charts: dict[Chart, dict[str, Metric]] = {}
+        for name, metric in METRICS.items():
+            if metric.chart and metric.chart.section == section:
+                charts.setdefault(metric.chart, {})[name] = metric
+        return [self._chart(chart, metrics, kind) for chart, metrics in charts.items()]
+
+    def _chart(self, chart: Chart, metrics: Mapping[str, Metric], kind: str) -> LineChart:
+        title, first = chart.title, next(iter(metrics))
+        if len(self.runs) > 1 and len(metrics) > 1:
+            title = f"{metrics[first].curve}, {title.rpartition(', ')[2]}"
+            metrics = {first: metrics[first]}
+        found = [
+            {
+                metric.curve: Series(run.train.steps, [None if v is None else v * metric.factor for v in run.train[name]])
+                for name, metric in metrics.items()
+                if any(is_number(v) for v in run.train[name])
+            }
+            for run in self.runs
+        ]
+        curves = self.curves(found)
+        limits = planned(self.runs[0]) if len(self.runs) == 1 and curves else {}
+        for label, value in (pair for name in metrics for pair in limits.get(name, ())):
+            ends = [[axis[0], axis[-1]] for axis in curves[0].x]
+            curves.append(Curve(f"{label} {float(f'{value:.4g}'):,.10g}", ends, [value, value], "var(--ink)", "limit"))
+        return LineChart(title, curves, chart.zero, chart.log, kind)
+
+    def losses(self) -> list[LineChart]:
+        """Return the chart of the loss, and with several runs one of each held-out set."""
+        one = len(self.runs) == 1
+        loss, held_out = [], []
+        for i, run in enumerate(self.runs):
+            name, raw = "train" if one else run.name, run.train["loss"]
+            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
+                loss.append(self.curve(run, shown, Series(run.train.steps, values), colour=colour(i), kind=kind))
+        for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
+            title = f"held-out {name}".rstrip()
+            sets = [run.evals.get(name) for run in self.runs]
+            found = [{title: Series(c.steps, c["loss"])} if c else {} for c in sets]
+            if one:
+                loss.append(self.curve(self.runs[0], title, found[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
+            else:
+                held_out.append(LineChart(f"{title[:1].upper()}{title[1:]} loss", self.curves(found), log=True))
+        return [LineChart(f"Loss, {METRICS['loss'].unit}", loss, log=True, kind="first"), *held_out]
+
+    def gpus(self) -> Drawing:
+        """Return charts of NVML's measurements: for one run, mean and range over its GPUs; else the mean of each run."""
+        charts = []
+        for name, metric in GPU.items():
+            if metric.chart is None:
+                continue
+            found = []
+            for run in self.runs:
+                steps, times, *values = list(zip(*moments(run, name), strict=True)) or [()] * 5
+                mean, low, high = (Series(steps, [v * metric.factor for v in values[n]], times) for n in (1, 0, 2))
+                found.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
+            title = metric.chart.title if len(self.runs) == 1 else f"{metric.chart.title}, mean"
+            charts.append(LineChart(title, self.curves(found), metric.chart.zero))
+        return self.show(*charts)
+
+
+def colour(i: int) -> str:
+    """Return the CSS colour of run `i`, or of curve `i` on the page of a single run."""
+    return f"var(--c{i % MANY + 1})"
+
+
+def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
+    """Return name of a metric -> (label, value) of each planned value of a run."""
+    plan = run.receipt.get("planned") or {}
+    limits: dict[str, list[tuple[str, float]]] = {"step_time_s": []}
+    if plan.get("range_s"):
+        limits["step_time_s"] = [("planned, fastest", plan["range_s"][0]), ("planned, slowest", plan["range_s"][1])]
+    elif plan.get("step_s"):
+        limits["step_time_s"] = [("roofline", plan["step_s"])]
+    if run.tokens_per_step:
+        each = run.tokens_per_step / run.devices
+        limits["tokens_per_s_per_device"] = [(name, each / s) for name, s in limits["step_time_s"]]
+    if plan.get("peak_gib"):
+        limits["peak_memory_gib"] = [("planned", plan["peak_gib"])]
+    return limits
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Return the centered moving average. None, NaN and infinities do not count in the means, and are None in the result."""
+    reach = min(MOST, len(values) // SMOOTH)
+    kept = [v if is_number(v) else None for v in values]
+    # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
+    sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
+    counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
+    out: list[float | None] = []
+    for i, v in enumerate(kept):
+        low, high = max(0, i - reach), min(len(kept), i + reach + 1)
+        out.append(None if v is None else (sums[high] - sums[low]) / (counts[high] - counts[low]) / UNIT)
+    return out
+
+
+def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, float]]:
+    """Return (step, Unix seconds, lowest, mean, highest) of a quantity over all GPUs, in order of steps.
+
+    Each process writes at times of its own clock, so the lines of two nodes have different steps. Lines are therefore grouped
+    in ranges of twice the steps between two lines of a GPU. The step and the time of a group are those of its last line.
+    """
+    lines = [line for line in run.gpu if line.get(quantity) is not None]
+    first = sorted({line["step"] for line in lines if all(line[key] == lines[0][key] for key in ("process", "gpu"))})
+    width = 2 * statistics.median([b - a for a, b in itertools.pairwise(first)] or [math.inf])
+    groups: dict[float, list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((line["step"] - first[0]) // width, []).append(line)
+    out = []
+    for _, group in sorted(groups.items()):
+        values = [line[quantity] for line in group]
+        step, time = (max(line[name] for line in group) for name in ("step", "time_unix"))
+        out.append((step, time, min(values), statistics.fmean(values), max(values)))
+    return out
+
+
+# ---- Wall time
+
+
+def wall_time(runs: Sequence[Run]) -> Section:
+    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs.
+
+    Shares are of the same time as goodput, without "stopped".
+    """
+    found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
+    causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
+    total = "all but stopped" if "stopped" in causes else "all"
+    columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
+    strips, one = [], len(runs) == 1
+    for name, g in found:
+        seconds = [g.parts[cause] for cause in causes]
+        heading = "seconds" if one else f"{name}, s"
+        columns.append(Column(heading, [f"{s:,.1f}" for s in seconds], seconds, f"{g.wanted_s:,.1f}"))
+        shares = [g.parts[cause] / g.wanted_s if cause != "stopped" and g.wanted_s else None for cause in causes]
+        columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
+        text = goodput.words(g)
+        strips.append(paragraph(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.") + wall_time_strip(g))
+    columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
+    return Section("Wall time", [Drawing("".join(strips)), Table("Wall time by cause", columns, style="sortable")])
+
+
+def wall_time_strip(g: Goodput) -> str:
+    """Return the strip of the wall time as SVG: equal intervals with the share of each cause. Lines mark new attempts."""
+    unit, size = unit_of(g.wall_s)
+    start, length = g.spans[0].start, g.wall_s / STRETCHES
+    shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
+    begins: dict[int, float] = {}
+    for span in g.spans:
+        first, last = (span.start - start) / length, (span.end - start) / length
+        for i in range(int(first), min(STRETCHES - 1, int(last)) + 1):
+            inside = max(0.0, min(last, i + 1) - max(first, i))
+            for cause, seconds in span.seconds.items():
+                shares[i][cause] += seconds / length * inside / (last - first) if last > first else 0.0
+        if span.attempt:
+            begins.setdefault(span.attempt, first / STRETCHES)
+    label = f"Wall time in order, {duration(g.wall_s)} in {len(begins)} attempts"
+    out = [f'<svg class="lanes" style="height:{HEIGHT + 32}px" role="img" aria-label="{label}">']
+    out.append(f'<rect class="empty" x="0" y="0" width="100%" height="{HEIGHT}"/>')
+    end = 0
+    for share, group in itertools.groupby(shares, lambda share: [round(s, 2) for s in share.values()]):
+        at, end, low = end, end + len(list(group)), 0.0
+        text = f"{duration(at * length)} to {duration(end * length)} from the start"
+        # Adjacent rectangles overlap by 0.02%, so no gap is visible between them.
+        place = f'x="{100 * at / STRETCHES:.3f}%" width="{100 * (end - at) / STRETCHES + 0.02:.3f}%"'
+        for cause, part in zip(COLOURS, share, strict=True):
+            if part and COLOURS[cause]:
+                low += part
+                place_y = f'y="{HEIGHT * (1 - low):.1f}" height="{HEIGHT * part:.1f}"'
+                out.append(f'<rect {place} {place_y} fill="{COLOURS[cause]}"><title>{cause}, {text}</title></rect>')
+    for begin in begins.values():
+        x = f"{100 * begin:.2f}%"
+        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="{HEIGHT + 4}"/>')
+    for tick in ticks(0, g.wall_s / size, 7):
+        part = tick * size / g.wall_s
+        anchor = "end" if part > 0.95 else "middle" if tick else "start"
+        place = f'x="{100 * part:.2f}%" y="{HEIGHT + 20}" text-anchor="{anchor}"'
+        out.append(f'<text class="axis" {place}>{escape(f"{tick:g}" if tick else f"0 {unit}")}</text>')
+    note = f"In order of time. Lines mark the starts of {len(begins)} attempts." if len(begins) > 1 else ""
+    return "".join([*out, "</svg>", paragraph(note, "quiet")])
+
+
+# ---- One run
+
+
+def loss_text(value: float | None) -> str:
+    """Return a loss as text with four decimals; NaN and infinities by name."""
+    return "-" if value is None else f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure that the run has."""
-    figure = run.figure
-    per_device, step_s, mfu = map(figure, ("tokens_per_s_per_device", "step_time_s", "mfu_causal"))
+    rates = run.rates
     cells = [("step", f"{run.last_step:,}", f"of {run.steps:,}" if run.steps else "")]
     if run.train.steps:
-        held_out = ", ".join(f"{name or 'held-out'} {run_compare.loss(lines['loss'][-1])}" for name, lines in run.evals.items())
-        cells.append(("loss", run_compare.loss(run.train["loss"][-1]), held_out or "nats per token"))
+        held_out = ", ".join(f"{name or 'held-out'} {loss_text(lines['loss'][-1])}" for name, lines in run.evals.items())
+        cells.append(("loss", loss_text(run.train["loss"][-1]), held_out or METRICS["loss"].unit))
     if run.train.steps and (tokens := run.train["tokens"][-1]):
         of = f"of {short_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
         cells.append(("tokens", short_count(tokens), of))
-    if per_device is not None:
-        devices = (run.receipt.get("devices") or {}).get("count", 1)
-        window = f"{number(per_device, 0)} per device; median" if devices > 1 else "median"
-        cells.append(("tokens/s", number(per_device * devices, 0), window))
-    if step_s is not None:
+    if (each := rates["tokens_per_s_per_device"]) is not None:
+        note = f"{number(each, 0)} per device; median" if run.devices > 1 else "median"
+        cells.append(("tokens/s", number(each * run.devices, 0), f"{note} without the first fifth"))
+    if (step_s := rates["step_time_s"]) is not None:
         cells.append(("step time", f"{step_s:.3g} s", "median"))
-    if mfu is not None:
-        cells.append(("MFU, causal", percent(mfu), f"full {percent(figure('mfu_full'))}, HFU {percent(figure('hfu'))}"))
-    if (peak := figure("peak_memory_gib")) is not None:
-        planned = (run.receipt.get("planned") or {}).get("peak_gib")
-        cells.append(("peak memory", size(peak), f"planned {size(planned)}" if planned else "fullest device"))
+    if (mfu := rates["mfu_causal"]) is not None:
+        cells.append(("MFU, causal", percent(mfu), f"full {percent(rates['mfu_full'])}, HFU {percent(rates['hfu'])}"))
+    if (peak := rates["peak_memory_gib"]) is not None:
+        plan = (run.receipt.get("planned") or {}).get("peak_gib")
+        cells.append(("peak memory", size(peak), f"planned {size(plan)}" if plan else "fullest device"))
     if found := run.wall_time:
         stopped = f", and {duration(found.parts['stopped'])} stopped" if found.parts["stopped"] else ""
         cells.append(("elapsed", duration(found.wanted_s), f"goodput {percent(found.goodput)}{stopped}"))
     return cells
+
+
+def newest_profile(run: Run) -> Profile:
+    """Return the profile of the run's newest trace. Raises TraceError if there is no trace."""
+    return profile(profile_trace.find(run.folder)[-1], run)
+
+
+def _lost_time(run: Run) -> Section:
+    """Return the section with the causes of lost time, from the newest trace if there is one."""
+    unread = []
+    if any(run.folder.rglob("*.xplane.pb")):
+        try:
+            return section(newest_profile(run).lost)
+        except ValueError as error:  # TraceError and HloError are subclasses
+            unread = [f"The newest trace is left out: {error}"]
+    lost = lost_time(None, run)
+    return section(dataclasses.replace(lost, missing=(*unread, *lost.missing)))
 
 
 def _evaluations(run: Run) -> Section:
@@ -123,19 +413,13 @@ def _evaluations(run: Run) -> Section:
     columns = [
         Column("set", [name or "held-out" for name in run.evals], kind="whole"),
         Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
-        Column("loss", [run_compare.loss(c["loss"][-1]) for c in sets], kind="number"),
-        *([Column("cross entropy", [run_compare.loss(c["cross_entropy"][-1]) for c in sets], kind="number")] if own else []),
+        Column("loss", [loss_text(c["loss"][-1]) for c in sets], kind="number"),
+        *([Column("cross entropy", [loss_text(c["cross_entropy"][-1]) for c in sets], kind="number")] if own else []),
         Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
         Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
         Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),
     ]
     return Section("Evaluation", [Table("Newest evaluations", columns)])
-
-
-def _name(run: Run, target: Path) -> str:
-    """Return a run's name as HTML, with a link to its own page if it has one."""
-    page = run.folder / PAGE
-    return _link(page, run.name, target) if page.exists() and page.resolve() != target.resolve() else escape(run.name)
 
 
 def _link(path: Path, words: str, target: Path) -> str:
@@ -176,22 +460,24 @@ def _gpus(run: Run) -> list[Table]:
         newest.append(lines[-1] | {"throttled": statistics.fmean(shares) if shares else None, "reasons": "+".join(reasons)})
     several = len({process for process, _ in every}) > 1
     columns = [Column("GPU", [f"{process}.{gpu}" if several else str(gpu) for process, gpu in every])]
-    for heading, name, factor in GPU:
+    for name, metric in GPU.items():
         values = [line.get(name) for line in newest]
-        if any(v is not None for v in values):
-            scaled = [(v or 0.0) * factor for v in values]
+        if metric.curve and any(v is not None for v in values):
+            scaled = [(v or 0.0) * metric.factor for v in values]
             cells = [c if v is not None else "-" for c, v in zip(column(scaled), values, strict=True)]
-            columns.append(Column(heading, cells, scaled))
+            columns.append(Column(metric.curve, cells, scaled))
         if name == "throttled" and any(line["reasons"] for line in newest):
             columns.append(Column("throttled by", [line["reasons"] for line in newest]))
-    return [Table(f"Each GPU at step {newest[-1]['step']:,}", columns, style="sortable")]
+    note = "throttled: over the run" if any(c.heading == GPU["throttled"].curve for c in columns) else ""
+    title = "; ".join(filter(None, (f"Each GPU at step {newest[-1]['step']:,}", note)))
+    return [Table(title, columns, style="sortable")]
 
 
 def _receipt(run: Run) -> list[str | Table | Drawing]:
     """Return the parts of the receipt: overrides of the config, main facts, attempts if several; other fields, folded."""
     if not run.receipt:
         return []
-    every = [(name, value) for name, value in rows(run) if not name.startswith(("overrides", *ELSEWHERE))]
+    every = [(name, value) for name, value in rows(run) if not name.startswith(ELSEWHERE)]
     first = {name: value for name, value in every if name.startswith(FIRST)}
     rest = {name: value for name, value in every if name not in first}
     overrides = run.receipt.get("overrides") or {}
@@ -219,15 +505,12 @@ def _attempts(run: Run) -> list[Table]:
         means = f"{code}, {a.get('reason')}{f' ({EXIT_CODES[code]})' if code in EXIT_CODES else ''}"
         ends.append(means if code is not None else "running" if alive else "killed: the receipt has no end")
     resumed = [a.get("resumed_from_step") or 0 for a in run.attempts]
+    times = [[(a.get(name) or "-")[:19].replace("T", " ") for a in run.attempts] for name in ("started", "ended")]
     columns = [
         Column("attempt", [str(i) for i in range(1, len(ends) + 1)]),
-        Column("started", [_time(a.get("started")) for a in run.attempts], kind="whole"),
-        Column("ended", [_time(a.get("ended")) for a in run.attempts], kind="whole"),
+        Column("started", times[0], kind="whole"),
+        Column("ended", times[1], kind="whole"),
         Column("from step", [f"{step:,}" for step in resumed], resumed),
         Column("exit code", ends, kind="path"),
     ]
     return [Table("Attempts", columns)]
-
-
-def _time(text: str | None) -> str:
-    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S") if text else "-"

@@ -18,7 +18,7 @@ from jaxtrain.plan.search_space import Overrides, changes
 from jaxtrain.plan.topology import Topology, layout_of
 from jaxtrain.report.live import live
 from jaxtrain.report.plan_sections import describe_remat, span
-from jaxtrain.report.sections import Column, Listing, Section, Table, labels, numbers, print_sections, say
+from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, say
 
 ENDINGS = {
     "complete": "complete: by formula, no other setting can be better",

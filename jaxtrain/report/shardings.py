@@ -11,7 +11,7 @@ from jaxtrain.config.numbers import plural, size
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan import shardings
 from jaxtrain.plan.topology import Topology
-from jaxtrain.report.sections import Section, Table, data_frame, print_sections, text_table
+from jaxtrain.report.tables import Section, Table, data_frame, print_sections, text_table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

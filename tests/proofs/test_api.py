@@ -27,7 +27,7 @@ from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import logits_of
 from jaxtrain.metrics.files import NotWritten
 from jaxtrain.metrics.receipt import Receipt
-from jaxtrain.report.run_files import RunError
+from jaxtrain.report.run import RunError
 from jaxtrain.train import run as train
 
 SMALL: dict[str, Any] = {

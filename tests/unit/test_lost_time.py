@@ -14,7 +14,7 @@ from jaxtrain.report import profile_times
 from jaxtrain.report.lost_time import LostTime, lost_time, section
 from jaxtrain.report.profile import Profile
 from jaxtrain.report.run import read
-from jaxtrain.report.sections import Table
+from jaxtrain.report.tables import Table
 
 HARDWARE = {"gpus": [{"max_sm_clock_mhz": 1980, "power_limit_w": 700.0}] * 2}
 FULL = {"sm_clock_mhz": 1980.0, "power_w": 650.0}

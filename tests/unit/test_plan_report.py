@@ -18,7 +18,7 @@ from jaxtrain.config import numbers
 from jaxtrain.plan.result import Collective, Memory, Plan
 from jaxtrain.report import html, plan_page, plan_sections
 from jaxtrain.report.plan import print_plan
-from jaxtrain.report.sections import place
+from jaxtrain.report.tables import place
 
 REPO = Path(__file__).resolve().parents[2]
 

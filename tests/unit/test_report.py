@@ -12,6 +12,7 @@ import runs
 from made_runs import ended, everything, fake, gpu, held_out, line, silence, write_lines
 from pages import EVIL, Read, assert_self_contained, curves_of
 
+import jaxtrain
 from jaxtrain.commands import report as command
 from jaxtrain.metrics import files, goodput
 from jaxtrain.metrics.receipt import ReceiptError
@@ -208,7 +209,7 @@ def test_a_metric_of_the_table_is_drawn(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_each_run_links_to_its_own_page(tmp_path: Path):
     one, two = fake(tmp_path / "one", [line(1)]), fake(tmp_path / "two", [line(1)])
-    read(one).write_report()
+    jaxtrain.open_run(one).write_report()
     links = [a["href"] for a in Read(run_page.html(read_all([one, two]), tmp_path / "all.html")).named("a")]
     assert "./one/report.html" in links and not any("two" in (link or "") for link in links)
 

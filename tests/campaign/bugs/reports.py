@@ -7,7 +7,7 @@ GOODPUT, RECEIPT = "jaxtrain/metrics/goodput.py", "jaxtrain/metrics/receipt.py"
 TENSORBOARD, TABLE = "jaxtrain/metrics/tensorboard.py", "jaxtrain/metrics/table.py"
 REMOTE, MLFLOW, TRACKERS = "jaxtrain/metrics/remote.py", "jaxtrain/metrics/mlflow.py", "proofs/test_trackers.py"
 MONITOR, ALERTS, NVML = "jaxtrain/metrics/gpu_monitor.py", "jaxtrain/metrics/alerts.py", "jaxtrain/metrics/nvml.py"
-RUN, CHARTS, COMPARE = "jaxtrain/report/run_files.py", "jaxtrain/report/run_charts.py", "jaxtrain/report/run_compare.py"
+RUN, PAGE = "jaxtrain/report/run.py", "jaxtrain/report/run_page.py"
 LINES, MEASURE, TRACER = "jaxtrain/report/charts.py", "jaxtrain/report/profile_times.py", "jaxtrain/metrics/profiling.py"
 LOST = "jaxtrain/report/lost_time.py"
 SCRIPT, SHARED = "jaxtrain/report/assets/page.js", "campaign/test_pages_in_browser.py -k share --campaign"
@@ -80,8 +80,8 @@ BUGS = (
     Bug(
         "table: a metric is in no column of the log",
         TABLE,
-        '"GiB", "its peak", "{:.1f} GiB"',
-        '"GiB", "its peak", ""',
+        '"peak of the fullest device of process 0", "{:.1f} GiB"',
+        '"peak of the fullest device of process 0", ""',
         UNIT["metrics"],
     ),
     Bug(
@@ -270,28 +270,14 @@ BUGS = (
     ),
     Bug(
         "report: losses are smoothed one line late",
-        CHARTS,
+        PAGE,
         "max(0, i - reach), min(len(kept), i + reach + 1)",
         "max(0, i - reach - 1), min(len(kept), i + reach)",
         UNIT["report"],
     ),
     Bug(
-        "report: the losses of other steps are compared",
-        COMPARE,
-        "if first <= at <= last]",
-        "if first <= at]",
-        UNIT["report"],
-    ),
-    Bug(
-        "report: held-out losses of different steps are compared",
-        COMPARE,
-        "losses.get(max(common))",
-        "losses.get(max(losses))",
-        UNIT["report"],
-    ),
-    Bug(
         "timeline: a stretch begins one too late",
-        CHARTS,
+        PAGE,
         "min(last, i + 1) - max(first, i)",
         "min(last, i + 1) - max(first, i + 0.5)",
         UNIT["report"],
@@ -329,15 +315,8 @@ BUGS = (
     ),
     Bug("page: a touch zooms", SCRIPT, ' || event.pointerType === "touch"', "", SHARED),
     Bug(
-        "report: losses of different data are not marked",
-        CHARTS,
-        "data != known[0] for data in known",
-        "data is None for data in known",
-        UNIT["report"],
-    ),
-    Bug(
         "report: shares of the wall time are not those of goodput",
-        CHARTS,
+        PAGE,
         "g.parts[cause] / g.wanted_s",
         "g.parts[cause] / g.wall_s",
         UNIT["report"],
