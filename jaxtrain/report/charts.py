@@ -1,11 +1,10 @@
-"""Bars and line charts as inline SVG, and the data of their cursors.
+"""Bars and lanes as inline SVG, and the data of line charts, which page.js draws.
 
-A line chart is drawn over the first x axis (step). page.js adds a cursor that shows values, and redraws curves and axes over
-another x axis (tokens, time), with another scale, for a part of the x axis, or without hidden curves. `controls` returns its
-inputs. Positions are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
+A line chart is over one of several x axes (step, tokens, time), which `controls` selects for all charts of a page. Positions
+are percentages, so the browser stretches a drawing but not its text. Each colour is a CSS colour.
 
-A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost.
-Next to each chart, the page has the thinned curves as JSON with every digit.
+A long curve is thinned to the lowest and the highest point of each of `COLUMNS` equal ranges of x, so no spike is lost. The
+page has every digit of the thinned curves.
 """
 
 import dataclasses
@@ -20,27 +19,8 @@ from jaxtrain.report.html import key
 
 COLUMNS = 480
 LANE = 46  # px: height of a lane with its name
-DOTS = 40  # a curve with at most this number of points has a dot at each point
-MARKED = 40  # largest number of NaN and infinite values of a curve that are marked
 SMOOTHED = ", smoothed"  # ends the name of a smoothed curve
 KEYS = "arrow keys move the cursor, + and - zoom, Escape shows all"
-UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # (least value, size of the unit, letter)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """An axis from `low` to `high`. Calling it returns the position of a value as a fraction of the axis."""
-
-    low: float
-    high: float
-    log: bool = False
-
-    def __call__(self, value: float) -> float:
-        if self.high == self.low:
-            return 0.5
-        if self.log:
-            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +48,7 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class LineChart:
-    """A line chart before it is drawn.
+    """A line chart.
 
     Attributes:
         zero: whether the y axis starts at 0.
@@ -153,16 +133,6 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return at most `most` round numbers for a logarithmic axis from `low` to `high` (0 < low < high)."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 5), (1, 3), (1,)):
-        found = [m * 10.0**d for d in decades for m in digits if low <= m * 10.0**d <= high]
-        if len(found) <= most:
-            return found if len(found) > 1 else ticks(low, high, most)
-    return found[:: -(-len(found) // most)]
-
-
 def controls(axes: Sequence[str], *, log: bool) -> str:
     """Return the HTML inputs that select the x axis, log scale and smoothing of all charts of a page.
 
@@ -178,43 +148,28 @@ def controls(axes: Sequence[str], *, log: bool) -> str:
         f'<form class="views" autocomplete="off"><span>x axis: {" ".join(f"<label>{each}</label>" for each in inputs)}</span>'
         f'<label><input type="checkbox" id="log"{" checked" if log else ""}> log scale of losses and norms</label>'
         '<label><input type="checkbox" id="smooth" checked> smoothed</label></form>'
-        "<noscript><style>.views { display: none }</style></noscript>"
+        "<noscript>The charts need JavaScript.</noscript>"
     )
 
 
-def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS, *, log: bool = False) -> str:
-    """Return a chart with its title and legend as HTML; "" if no curve has a value.
-
-    Args:
-        axes: names of the x axes.
-        log: whether the y axis is logarithmic, if the chart allows it and all values are positive.
-    """
-    curves = sorted((thin(c, columns) for c in chart.curves), key=lambda c: c.kind == "limit")
-    measured = [c for c in curves if c.kind != "limit"]
-    if not any(is_number(v) for c in measured for v in c.y):
+def draw(chart: LineChart, axes: Sequence[str] = ("step",), columns: int = COLUMNS) -> str:
+    """Return a chart with its title, legend and data as HTML; "" if no curve has a value. axes: names of the x axes."""
+    curves = [thin(c, columns) for c in chart.curves]
+    if not any(is_number(v) for c in curves if c.kind != "limit" for v in c.y):
         return ""
-    values = [v for c in curves for v in c.y if is_number(v)]
-    may_log = chart.log and min(values) > 0
-    x = Scale(min(c.x[0][0] for c in measured if c.y), max(c.x[0][-1] for c in measured if c.y))
-    y = _y_scale(values, chart.zero, log and may_log)
-    svg = (
-        f'<svg role="img" aria-label="{escape(describe(chart, axes[0]))}"><g class="axes">{_grid(x, y, axes[0])}</g>'
-        '<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">'
-        + "".join(_path(n, c, x, y) for n, c in sorted(enumerate(curves), key=lambda each: each[1].kind != "raw"))
-        + f"</svg>{''.join(_dots(n, c, x, y) for n, c in enumerate(measured))}"
-        '<line class="cursor" x1="0" x2="0" y1="0" y2="100%"/></svg>'
-    )
+    lowest = min(v for c in curves for v in c.y if is_number(v))
     # In the JSON, null is a gap, and a string is NaN or an infinity.
-    words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in measured]
+    words = [[v if v is None or math.isfinite(v) else _word(v) for v in c.y] for c in curves]
     data: list[dict[str, Any]] = [
-        {"name": c.name, "legend": c.legend, "kind": c.kind, "x": [list(at) for at in c.x], "y": y}
-        for c, y in zip(measured, words, strict=True)
+        {"name": c.name, "legend": c.legend, "kind": c.kind, "colour": c.colour, "x": [list(at) for at in c.x], "y": y}
+        for c, y in zip(curves, words, strict=True)
     ]
     title = escape(chart.title)
     return (
         f'<div class="{chart.kind}"><h3>{title}</h3>{_legend(chart)}'
-        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">{svg}'
-        f"{cursor_data({'axes': list(axes), 'zero': chart.zero, 'log': may_log, 'curves': data})}"
+        f'<div class="chart" tabindex="0" role="group" aria-label="{title}; {KEYS}">'
+        f'<svg role="img" aria-label="{escape(describe(chart, axes[0]))}"></svg>'
+        f"{cursor_data({'axes': list(axes), 'zero': chart.zero, 'log': chart.log and lowest > 0, 'curves': data})}"
         '<div class="tip"></div></div></div>'
     )
 
@@ -253,78 +208,6 @@ def describe(chart: LineChart, axis: str) -> str:
             first, last, low, high = (f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))
             parts.append(f"{c.name}: {first} to {last}, lowest {low}, highest {high}")
     return f"{chart.title}, over the {axis}. {'; '.join(parts)}."
-
-
-def short(value: float) -> str:
-    """Return a number as the label of an axis: 25k for 25,000."""
-    size, letter = next(((size, letter) for least, size, letter in UNITS if abs(value) >= least), (1, ""))
-    return f"{value / size:.10g}{letter}"
-
-
-def _y_scale(values: Sequence[float], zero: bool, log: bool) -> Scale:
-    """Return the y axis for these values, with 6% of space at both ends, but no space below 0 if the axis starts there."""
-    low, high = min(values), max(values)
-    if log:
-        space = (high / low) ** 0.06 if high > low else 1.5
-        return Scale(low / space, high * space, log=True)
-    low = min(0.0, low) if zero else low
-    space = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
-    return Scale(low if zero and low == 0 else low - space, high + space)
-
-
-def _grid(x: Scale, y: Scale, name: str) -> str:
-    out = []
-    for level in log_ticks(y.low, y.high) if y.log else ticks(y.low, y.high):
-        at = f"{100 * (1 - y(level)):.2f}%"
-        out.append(f'<line class="grid" x1="0" x2="100%" y1="{at}" y2="{at}"/>')
-        out.append(f'<text class="axis" x="-8" y="{at}" dy="4" text-anchor="end">{short(level)}</text>')
-    places = ticks(x.low, x.high) if x.high > x.low else [x.low]
-    if x.high > x.low and x(places[0]) > 0.2:
-        places = [x.low, *places]
-    for place in places:
-        at, anchor = f"{100 * x(place):.2f}%", "start" if x(place) < 0.05 else "end" if x(place) > 0.95 else "middle"
-        text = f"{name} {short(place)}" if place == places[0] else short(place)
-        out.append(f'<line class="grid" x1="{at}" x2="{at}" y1="100%" y2="102%"/>')
-        out.append(f'<text class="axis" x="{at}" y="100%" dy="18" text-anchor="{anchor}">{escape(text)}</text>')
-    return "".join(out)
-
-
-def _stretches(c: Curve) -> list[list[tuple[int, float, float]]]:
-    """Return the points (index, x, y) of a curve, with a new list after each gap, NaN or infinity."""
-    out: list[list[tuple[int, float, float]]] = [[]]
-    for i, (place, value) in enumerate(zip(c.x[0], c.y, strict=True)):
-        if is_number(value):
-            out[-1].append((i, place, value))
-        elif out[-1]:
-            out.append([])
-    return [stretch for stretch in out if stretch]
-
-
-def _path(n: int, c: Curve, x: Scale, y: Scale) -> str:
-    lines = "".join(
-        "M" + " ".join(f"{1000 * x(a):.1f} {1000 * (1 - y(b)):.1f}" for _, a, b in stretch) for stretch in _stretches(c)
-    )
-    of = f'data-limit="{c.y[0]!r}"' if c.kind == "limit" else f'data-curve="{n}"'
-    return f'<path {of} class="curve {c.kind}" style="stroke:{c.colour}" d="{lines}"/>'
-
-
-def _dots(n: int, c: Curve, x: Scale, y: Scale) -> str:
-    """Return dots for the points of short curves and points between gaps, and vertical lines for NaN and infinities."""
-    few = len(c.y) <= DOTS and c.kind != "raw"
-    out = [
-        f'<circle cx="{100 * x(a):.2f}%" cy="{100 * (1 - y(b)):.2f}%" r="2.6" class="{c.kind}" style="fill:{c.colour}" '
-        f'data-curve="{n}" data-point="{i}"/>'
-        for stretch in _stretches(c)
-        if few or len(stretch) == 1
-        for i, a, b in stretch
-    ]
-    lost = [(i, v) for i, v in enumerate(c.y) if v is not None and not math.isfinite(v)]
-    for i, value in lost[:MARKED]:
-        place = c.x[0][i]
-        at, text = f"{100 * x(place):.2f}%", escape(f"{c.name}: {_word(value)} at {place:g}")
-        of = f'data-curve="{n}" data-point="{i}"'
-        out.append(f'<line {of} class="lost" x1="{at}" x2="{at}" y1="0" y2="100%"><title>{text}</title></line>')
-    return "".join(out)
 
 
 def _word(value: float) -> str:

@@ -24,7 +24,7 @@ from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.metrics.table import GPU, METRICS, Chart, Metric
 from jaxtrain.report import profile_trace
-from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw, is_number, ticks
+from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw, is_number, lanes
 from jaxtrain.report.html import document, folded, paragraph, swatch, tiles
 from jaxtrain.report.lost_time import lost_time, section
 from jaxtrain.report.profile import Profile, profile
@@ -37,7 +37,7 @@ LEAST_COLUMNS = 120  # least number of points of a thinned curve if there are ma
 LOG_FROM = 4.0  # the log scale is selected at first if a loss changes by this factor
 SMOOTH, MOST = 50, 500  # the smoothed loss is the mean over 1/SMOOTH of all lines on each side, but over MOST lines at most
 UNIT = 2**40  # losses are summed as integers, in units of 1/UNIT nat
-STRETCHES, HEIGHT = 240, 60  # intervals of equal length in the strip of the wall time, and its height in px
+STRETCHES = 240  # intervals of equal length in the lane of the wall time
 WARNINGS = 30  # most warnings of a run; the newest are shown
 SAMPLE = 1_500  # most characters of a sample
 COLOURS = {
@@ -52,7 +52,7 @@ COLOURS = {
     "hang": "var(--quiet)",
     "other": "var(--rule)",
     "down": "var(--ink)",
-    "stopped": "",  # between attempts; the strip is empty there
+    "stopped": "",  # between attempts; the lane is empty there
 }
 ELSEWHERE = ("goodput", "held_out", "overrides")  # fields of the receipt that have separate sections
 FIRST = ("command", "config", "code.commit", "code.dirty", "host", "devices", "mesh", "attention", "data.source")
@@ -151,7 +151,7 @@ class Charts:
     def show(self, *charts: LineChart) -> Drawing:
         """Return HTML with charts next to each other. Charts without values are left out."""
         points, several = max(LEAST_COLUMNS, COLUMNS // len(self.runs)), len(self.runs) > 1
-        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, points, log=self.log) for chart in charts)
+        drawn = "".join(draw(dataclasses.replace(chart, named=several), self.axes, points) for chart in charts)
         return Drawing(f'<div class="figures">{drawn}</div>' if drawn else "")
 
     def curve(self, run: Run, name: str, series: Series, **style: str) -> Curve:
@@ -293,15 +293,17 @@ def moments(run: Run, quantity: str) -> list[tuple[int, float, float, float, flo
 
 
 def wall_time(runs: Sequence[Run]) -> Section:
-    """Return the section of the wall time by cause: a strip in order of time for each run, and one table of all runs.
+    """Return the section of the wall time by cause: a lane in order of time for each run, and one table of all runs.
 
     Shares are of the same time as goodput, without "stopped".
     """
     found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
+    if not found:
+        return Section("Wall time", [])
     causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
     total = "all but stopped" if "stopped" in causes else "all"
     columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
-    strips, one = [], len(runs) == 1
+    words, one = [], len(runs) == 1
     for name, g in found:
         seconds = [g.parts[cause] for cause in causes]
         heading = "seconds" if one else f"{name}, s"
@@ -309,49 +311,33 @@ def wall_time(runs: Sequence[Run]) -> Section:
         shares = [g.parts[cause] / g.wanted_s if cause != "stopped" and g.wanted_s else None for cause in causes]
         columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
         text = goodput.words(g)
-        strips.append(paragraph(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.") + wall_time_strip(g))
+        words.append(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.")
     columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
-    return Section("Wall time", [Drawing("".join(strips)), Table("Wall time by cause", columns, style="sortable")])
+    unit, size = unit_of(max(g.wall_s for _, g in found))
+    drawn = lanes("Wall time in order, by cause", {name: wall_time_events(g, size) for name, g in found}, unit)
+    return Section("Wall time", [*words, Drawing(drawn), Table("Wall time by cause", columns, style="sortable")])
 
 
-def wall_time_strip(g: Goodput) -> str:
-    """Return the strip of the wall time as SVG: equal intervals with the share of each cause. Lines mark new attempts."""
-    unit, size = unit_of(g.wall_s)
+def wall_time_events(g: Goodput, size: float) -> list[tuple[float, float, str, str]]:
+    """Return the wall time as events for `charts.lanes`: the longest cause of each of STRETCHES equal intervals.
+
+    size: seconds of the unit of the events' times.
+    """
     start, length = g.spans[0].start, g.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
-    begins: dict[int, float] = {}
     for span in g.spans:
         first, last = (span.start - start) / length, (span.end - start) / length
         for i in range(int(first), min(STRETCHES - 1, int(last)) + 1):
             inside = max(0.0, min(last, i + 1) - max(first, i))
             for cause, seconds in span.seconds.items():
                 shares[i][cause] += seconds / length * inside / (last - first) if last > first else 0.0
-        if span.attempt:
-            begins.setdefault(span.attempt, first / STRETCHES)
-    label = f"Wall time in order, {duration(g.wall_s)} in {len(begins)} attempts"
-    out = [f'<svg class="lanes" style="height:{HEIGHT + 32}px" role="img" aria-label="{label}">']
-    out.append(f'<rect class="empty" x="0" y="0" width="100%" height="{HEIGHT}"/>')
-    end = 0
-    for share, group in itertools.groupby(shares, lambda share: [round(s, 2) for s in share.values()]):
-        at, end, low = end, end + len(list(group)), 0.0
-        text = f"{duration(at * length)} to {duration(end * length)} from the start"
-        # Adjacent rectangles overlap by 0.02%, so no gap is visible between them.
-        place = f'x="{100 * at / STRETCHES:.3f}%" width="{100 * (end - at) / STRETCHES + 0.02:.3f}%"'
-        for cause, part in zip(COLOURS, share, strict=True):
-            if part and COLOURS[cause]:
-                low += part
-                place_y = f'y="{HEIGHT * (1 - low):.1f}" height="{HEIGHT * part:.1f}"'
-                out.append(f'<rect {place} {place_y} fill="{COLOURS[cause]}"><title>{cause}, {text}</title></rect>')
-    for begin in begins.values():
-        x = f"{100 * begin:.2f}%"
-        out.append(f'<line class="mark" x1="{x}" x2="{x}" y1="-4" y2="{HEIGHT + 4}"/>')
-    for tick in ticks(0, g.wall_s / size, 7):
-        part = tick * size / g.wall_s
-        anchor = "end" if part > 0.95 else "middle" if tick else "start"
-        place = f'x="{100 * part:.2f}%" y="{HEIGHT + 20}" text-anchor="{anchor}"'
-        out.append(f'<text class="axis" {place}>{escape(f"{tick:g}" if tick else f"0 {unit}")}</text>')
-    note = f"In order of time. Lines mark the starts of {len(begins)} attempts." if len(begins) > 1 else ""
-    return "".join([*out, "</svg>", paragraph(note, "quiet")])
+    events, end = [], 0
+    for cause, group in itertools.groupby(max(share, key=share.__getitem__) for share in shares):
+        at, end = end, end + len(list(group))
+        if COLOURS[cause]:
+            tip = f"mostly {cause}, {duration(at * length)} to {duration(end * length)} from the start"
+            events.append((at * length / size, end * length / size, COLOURS[cause], tip))
+    return events
 
 
 # ---- One run

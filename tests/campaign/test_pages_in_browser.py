@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from pages import curves_of
 from sample_plan import sample
 
 from jaxtrain.report import plan_page, profile, run_page
+from jaxtrain.report.charts import Curve, LineChart, draw
+from jaxtrain.report.html import document
 from jaxtrain.report.layer_schedule import Stretch
 from jaxtrain.report.run import read_all
 
@@ -83,7 +86,7 @@ def five(value: float) -> str:
 
 CONTROLS = """const loss = document.querySelector(".chart");
 const labels = () => [...loss.querySelectorAll("svg .axes text")].map((t) => t.textContent);
-const smooth = () => Number(getComputedStyle(loss.querySelector("path.smooth")).display !== "none");
+const smooth = () => loss.querySelectorAll("path.smooth").length;
 const set = (id) => document.getElementById(id).click();
 found.shown = [labels()];
 set("x1"); found.shown.push(labels());
@@ -124,7 +127,7 @@ const point = (kind, part, more = {}) => loss.dispatchEvent(new PointerEvent(kin
 const drag = (more) => { point("pointerdown", 0.25, more); point("pointermove", 0.5, more); point("pointerup", 0.5, more); };
 const press = (key) => loss.dispatchEvent(new KeyboardEvent("keydown", { key, cancelable: true }));
 const state = () => ({ x: charts.map((c) => labels(c).find((t) => t.startsWith("step"))), labels: charts.map(labels),
-  drawn: charts.map((c) => [...shown(c).querySelectorAll("path")].map((p) => [p.dataset.curve, p.getClientRects().length])),
+  drawn: charts.map((c) => [...shown(c).querySelectorAll("path")].map((p) => p.dataset.curve)),
   reset: reset.getClientRects().length });
 const click = (name) => document.querySelector(`.key button[data-legend="${name}"]`).click();
 found.select = getComputedStyle(loss).userSelect;
@@ -158,13 +161,29 @@ def test_all_charts_share_zoom_cursor_and_hidden_runs(tmp_path: Path):
         assert restored == before
     assert found["pressed"] and found["escaped"][1], "keys that do nothing on a chart keep their meaning"
     assert set(found["plus"]["x"]) != set(before["x"])
-    for drawn in before["drawn"]:
-        assert all(rects for _, rects in drawn)
-    for n, drawn in enumerate(hidden["drawn"]):
+    for n, (all_curves, left) in enumerate(zip(before["drawn"], hidden["drawn"], strict=True)):
         of_low = {"0", "1"} if n == 0 else {"0"}  # raw and smoothed
-        assert {curve for curve, rects in drawn if not rects} == of_low
+        assert {*all_curves} - {*left} == of_low
     lowest = min(float(text) for text in hidden["labels"][0] if re.fullmatch(r"[\d.]+", text) and float(text) < 100)
     assert lowest > 40, "the axis begins at the run that is left"
+
+
+def test_a_curve_stands_where_its_values_are(tmp_path: Path):
+    limit = Curve("planned 4", [[10, 30]], [4.0, 4.0], kind="limit")
+    curve = Curve("c", [[10, 20, 25, 30]], [1.0, None, math.nan, 3.0])
+    page = document("a chart", "", ["<main>", draw(LineChart("a", [curve, limit], zero=True)), "</main>"])
+    more = """found.paths = [...document.querySelectorAll("path")].map((p) => p.getAttribute("d"));
+const places = (kind, ...names) => [...document.querySelectorAll(kind)]
+  .map((e) => names.map((n) => parseFloat(e.getAttribute(n))));
+found.dots = places("circle", "cx", "cy"); found.lost = places("line.lost", "x1");"""
+    found = laid_out(page, tmp_path, 1280, more)
+    high = 4.0 * 1.06
+    at = {value: 1000 * (1 - value / high) for value in (1, 3, 4)}
+    path, line = ([float(n) for n in re.findall(r"[\d.]+", each)] for each in found["paths"])
+    assert line == pytest.approx([0, at[4], 1000, at[4]])
+    assert path == pytest.approx([0, at[1], 1000, at[3]]) and found["paths"][0].count("M") == 2, "a gap between two points"
+    assert found["dots"] == [pytest.approx([0, at[1] / 10]), pytest.approx([100, at[3] / 10])]
+    assert found["lost"] == [[75.0]]
 
 
 def test_a_page_of_one_line_cannot_be_zoomed(tmp_path: Path):

@@ -50,20 +50,14 @@ def test_thinning_keeps_what_stands_out():
     assert thin(short, 100) is short
 
 
-def test_a_curve_stands_where_its_values_are():
+def test_a_chart_has_the_values_of_its_curves():
     limit = Curve("planned 4", [[10, 30]], [4.0, 4.0], kind="limit")
-    text = draw(LineChart("a <b>", [Curve("c", [[10, 20, 30]], [1.0, None, 3.0]), limit], zero=True))
-    high = 4.0 * 1.06
-    path, line = re.findall(r'class="curve [^"]*" style="[^"]*" d="([^"]*)"', text)
-    assert line == f"M0.0 {1000 * (1 - 4 / high):.1f} 1000.0 {1000 * (1 - 4 / high):.1f}"
-    # two points, on both sides of the gap
-    assert path == f"M0.0 {1000 * (1 - 1 / high):.1f}M1000.0 {1000 * (1 - 3 / high):.1f}"
-    assert re.findall(r'<circle cx="([\d.]+)%" cy="([\d.]+)%"', text) == [
-        ("0.00", f"{100 * (1 - 1 / high):.2f}"),
-        ("100.00", f"{100 * (1 - 3 / high):.2f}"),
-    ]
+    text = draw(LineChart("a <b>", [Curve("c", [[10, 20, 30]], [1.0, None, math.inf]), limit], zero=True, log=True))
+    (data,) = map(json.loads, re.findall(r'<script type="application/json">(.*?)</script>', text))
+    assert [curve["y"] for curve in data["curves"]] == [[1.0, None, "Infinity"], [4.0, 4.0]] and data["zero"] and data["log"]
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     assert draw(LineChart("empty", [Curve("c", [[1, 2]], [None, math.nan])])) == ""
+    assert '"log":false' in draw(LineChart("zero", [Curve("c", [[1, 2]], [0.0, 1.0])], log=True))
 
 
 def test_the_smoothed_loss_is_a_mean_of_neighbours():
@@ -75,7 +69,7 @@ def test_the_smoothed_loss_is_a_mean_of_neighbours():
 
 
 def test_time_is_drawn_as_it_was_spent():
-    """Areas of the timeline are shares of the wall time. The time between a kill and the next attempt is shown as down."""
+    """The lane has the longest cause of each moment. The time between a kill and the next attempt is shown as down."""
 
     def spent(until: float, at: int, **seconds: float) -> dict[str, Any]:
         return {"kind": "spent", "until": until, "seconds": seconds, "step": at, "doing": "step"}
@@ -85,17 +79,12 @@ def test_time_is_drawn_as_it_was_spent():
     lines += [spent(165.0, 30, restore=5.0), {"kind": "back", "step": 20}, spent(200.0, 60, step=35.0)]
     lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
-    drawn = {cause: 0.0 for cause, colour in run_page.COLOURS.items() if colour}
-    places = r'<rect x="([\d.]+)%" width="([\d.]+)%" y="[\d.]+" height="([\d.]+)" fill="[^"]+"><title>(\w+),'
-    rects = re.findall(places, run_page.wall_time_strip(found))
-    for _, width, height, cause in rects:
-        drawn[cause] += float(width) / 100 * float(height) / 60 * found.wall_s
-    for cause, seconds in drawn.items():
-        assert seconds == pytest.approx(found.parts[cause], abs=0.02 * found.wall_s), cause
     assert found.parts["down"] == 15.0
-    # the wall time is 100 s, so 52% is 52 s after the start
-    between = {cause for x, width, _, cause in rects if 0 < 52 - float(x) < float(width)}
-    assert between == {"down"}
+    events = run_page.wall_time_events(found, 1.0)
+    assert (events[0][0], events[-1][1]) == (0.0, pytest.approx(100.0))
+    causes = {colour: cause for cause, colour in run_page.COLOURS.items()}
+    expected = {5.0: "startup", 20.0: "step", 52.0: "down", 62.0: "restore", 80.0: "step"}  # s after the start
+    assert {at: causes[c] for start, end, c, _ in events for at in expected if start <= at < end} == expected
 
 
 def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
@@ -109,7 +98,7 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     trained = [line(step, tokens=1_234_567, tokens_per_s_per_device=250.0) for step in range(51, 61)]
     run = read(fake(tmp_path / "run", trained, receipt__json=told, goodput__jsonl=ledger))
     assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
-    table = run_page.wall_time([run]).parts[1]
+    table = run_page.wall_time([run]).parts[-1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
     found = dict(zip(table.columns[0].cells, shares.cells, strict=True))  # type: ignore[union-attr]
     assert found["step"] == "60.0%" and found["startup"] == "40.0%" and found["stopped"] == "-"

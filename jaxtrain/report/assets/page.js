@@ -1,5 +1,5 @@
-// A page is complete without this script. It sorts tables by a click on a heading, and reads values of charts. All line charts of
-// a page share the cursor, the range of the x axis, and which curves are hidden.
+// This script draws the line charts of a page, shows their values at a cursor, and sorts tables by a click on a heading. All line
+// charts share the cursor, the range of the x axis, and which curves are hidden.
 "use strict";
 
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -26,7 +26,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// ---- Axes, as in charts.py
+// ---- Axes
 
 const UNITS = [[1e12, 1e12, "T"], [1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]];
 const short = (value) => {
@@ -102,6 +102,8 @@ const checked = (id) => document.getElementById(id)?.checked ?? false;
 const axisNow = () => Number(document.querySelector(".views [name=x]:checked")?.value ?? 0);
 const zoomed = []; // x axis -> its visible range, if that is a part
 const hidden = new Set(); // names in legends
+const DOTS = 40; // a curve with at most this number of points has a dot at each point
+const MARKED = 40; // largest number of NaN and infinite values of a curve that are marked
 
 // What a cursor needs of a chart whose stops have texts, and the values of its parts, "" for parts that are not there.
 const ofTexts = (chart, { texts, parts }) => ({
@@ -111,14 +113,18 @@ const ofTexts = (chart, { texts, parts }) => ({
   words: (i) => [texts[i], ...parts.flatMap(([name, values]) => (values[i] ? `${name} ${values[i]}` : []))].join("\n"),
 });
 
-// The same for a line chart, which has a stop wherever a shown curve has a value, and `draw`, which draws it again.
-const ofCurves = (chart, { axes: names, curves, zero, log: mayLog }) => {
-  const svg = chart.querySelector("svg");
-  const all = () => {
+// The same for a line chart, which has a stop wherever a shown curve has a value, and `draw`.
+const ofCurves = (chart, { axes: names, curves: all, zero, log: mayLog }) => {
+  const [svg, curves] = [chart.querySelector("svg"), all.filter((c) => c.kind !== "limit")];
+  const limits = all.filter((c) => c.kind === "limit").map((c) => c.y[0]);
+  const [grid, marks] = [make("g", { class: "axes" }), make("g", {})];
+  const plot = make("svg", { width: "100%", height: "100%", viewBox: "0 0 1000 1000", preserveAspectRatio: "none" });
+  svg.append(grid, plot, marks, make("line", { class: "cursor", x1: 0, x2: 0, y1: 0, y2: "100%" }));
+  const full = () => {
     const known = curves.map((c) => c.x[axisNow()]).filter((at) => at.length);
     return [Math.min(...known.map((at) => at[0])), Math.max(...known.map((at) => at.at(-1)))];
   };
-  const range = () => zoomed[axisNow()] ?? all();
+  const range = () => zoomed[axisNow()] ?? full();
   const shown = () => curves.filter((c) => !hidden.has(c.legend) && (c.kind !== "smooth" || checked("smooth")));
   let levels; // the range of the y axis
 
@@ -134,35 +140,42 @@ const ofCurves = (chart, { axes: names, curves, zero, log: mayLog }) => {
     });
   });
   const draw = () => {
-    const [axis, log] = [axisNow(), mayLog && checked("log")];
-    const limits = [...svg.querySelectorAll("[data-limit]")].map((path) => Number(path.dataset.limit));
-    const visible = range();
+    const [axis, log, visible] = [axisNow(), mayLog && checked("log"), range()];
     const values = inside(axis, visible);
     if (values.length) levels = yRange([...values, ...limits], zero, log);
     if (!levels) return;
     const [x, y] = [scale(visible), scale(levels, log)];
-    svg.querySelector(".axes").replaceChildren(...axes(visible, levels, log, names[axis]));
-    svg.querySelector("svg").setAttribute("overflow", zoomed[axis] ? "hidden" : "visible");
-    for (const line of svg.querySelectorAll("[data-limit]")) {
-      const at = 1000 * (1 - y(Number(line.dataset.limit)));
-      line.setAttribute("d", `M0 ${at} 1000 ${at}`);
-    }
-    for (const drawn of svg.querySelectorAll("[data-curve]")) {
-      const curve = curves[drawn.dataset.curve];
-      const place = (i) => x(curve.x[axis][i]);
-      const level = (i) => 1 - y(curve.y[i]);
-      const point = drawn.dataset.point;
-      const outside = point !== undefined && !(place(point) >= 0 && place(point) <= 1);
-      drawn.toggleAttribute("data-off", outside || hidden.has(curve.legend));
-      if (point === undefined) {
-        const known = (i) => typeof curve.y[i] === "number";
-        const path = curve.y.map((_, i) => known(i) && `${known(i - 1) ? " " : "M"}${1000 * place(i)} ${1000 * level(i)}`);
-        drawn.setAttribute("d", path.filter(Boolean).join(""));
-      } else if (drawn.tagName === "circle") {
-        drawn.setAttribute("cx", `${100 * place(point)}%`);
-        drawn.setAttribute("cy", `${100 * level(point)}%`);
-      } else for (const end of ["x1", "x2"]) drawn.setAttribute(end, `${100 * place(point)}%`);
-    }
+    grid.replaceChildren(...axes(visible, levels, log, names[axis]));
+    plot.setAttribute("overflow", zoomed[axis] ? "hidden" : "visible");
+    const known = ({ y: found }, i) => typeof found[i] === "number";
+    const paths = [...shown()].sort((a, b) => (b.kind === "raw") - (a.kind === "raw")).map((c) => {
+      const point = (value, i) => `${known(c, i - 1) ? " " : "M"}${1000 * x(c.x[axis][i])} ${1000 * (1 - y(value))}`;
+      const d = c.y.map((value, i) => (known(c, i) ? point(value, i) : "")).join("");
+      return make("path", { class: `curve ${c.kind}`, "data-curve": curves.indexOf(c), style: `stroke:${c.colour}`, d });
+    });
+    paths.push(...limits.map((limit) => {
+      const at = 1000 * (1 - y(limit));
+      return make("path", { class: "curve limit", style: "stroke:var(--ink)", d: `M0 ${at} 1000 ${at}` });
+    }));
+    plot.replaceChildren(...paths);
+    marks.replaceChildren(...shown().flatMap((c) => {
+      const few = c.y.length <= DOTS && c.kind !== "raw";
+      let lost = 0;
+      return c.y.flatMap((value, i) => {
+        const place = x(c.x[axis][i]);
+        const at = `${100 * place}%`;
+        if (value === null || !(place >= 0 && place <= 1)) return [];
+        if (known(c, i)) {
+          const alone = !known(c, i - 1) && !known(c, i + 1);
+          if (!few && !alone) return [];
+          return [make("circle", { cx: at, cy: `${100 * (1 - y(value))}%`, r: 2.6, style: `fill:${c.colour}` })];
+        }
+        if (++lost > MARKED) return [];
+        const line = make("line", { class: "lost", x1: at, x2: at, y1: 0, y2: "100%" });
+        line.append(make("title", {}, `${c.name}: ${value} at ${number(c.x[axis][i])}`));
+        return [line];
+      });
+    }));
   };
   const value = (curve, stop) => {
     const at = curve.x[axisNow()];
@@ -172,7 +185,7 @@ const ofCurves = (chart, { axes: names, curves, zero, log: mayLog }) => {
     return [`${curve.name} ${number(curve.y[last])}${earlier}`];
   };
   return {
-    svg, range, all, draw,
+    svg, range, full, draw,
     legends: new Set(curves.map((c) => c.legend)),
     stops: () => [...new Set(shown().flatMap((c) => c.x[axisNow()]))].sort((a, b) => a - b),
     words: (stop) => [`${names[axisNow()]} ${number(stop)}`, ...shown().flatMap((c) => value(c, stop))].join("\n"),
@@ -225,11 +238,12 @@ unzoom.hidden = true;
 unzoom.addEventListener("click", () => zoom());
 const controls = document.querySelector(".views");
 controls?.append(unzoom);
+redraw();
 controls?.addEventListener("change", redraw);
 controls?.addEventListener("submit", (event) => event.preventDefault());
 
 for (const made of read) {
-  const { chart, svg, range, all, stops, draw } = made;
+  const { chart, svg, range, full, stops, draw } = made;
   const shared = draw ? lines : [made];
   let at, dragged; // the stop of the cursor; of a drag, where it began, and its rectangle
 
@@ -245,7 +259,7 @@ for (const made of read) {
     return Math.max(0, Math.min(1, (event.clientX - box.left) / box.width));
   };
   const widen = (from, to) => {
-    const [first, last] = all();
+    const [first, last] = full();
     if (from <= first && last <= to) zoom();
     else zoom([Math.max(first, from), Math.min(last, to)]);
   };

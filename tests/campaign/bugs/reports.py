@@ -283,11 +283,11 @@ BUGS = (
         UNIT["report"],
     ),
     Bug(
-        "lines: the axes are reversed",
-        LINES,
-        "return (value - self.low) / (self.high - self.low)",
-        "return 1 - (value - self.low) / (self.high - self.low)",
-        UNIT["report"],
+        "lines: the y axis is reversed",
+        SCRIPT,
+        "${1000 * (1 - y(value))}`;",
+        "${1000 * y(value)}`;",
+        "campaign/test_pages_in_browser.py -k stands --campaign",
     ),
     Bug(
         "lines: thinning loses the lowest points",
