@@ -187,7 +187,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
 
 
 def open_run(folder: str | os.PathLike[str]) -> "OpenRun":
-    """Return the files of a run's folder: config, receipt, metrics, goodput, samples. Nothing is written.
+    """Return a run: its files (config, receipt, metrics, goodput, samples), and in a notebook its page. Nothing is written.
 
     `open_run("runs/tiny").to_pandas()` has a row for each logged step; `.write_report()` makes the HTML report.
 

@@ -16,8 +16,8 @@ def parser() -> Parser:
         "Write one HTML page about a run that trains or has ended, or one with the curves of several runs in the same charts. "
         "It needs no GPU and changes no file of a run.",
         examples=("runs/tiny", "runs/first runs/second --html=both.html"),
-        notes="Exit codes: 0 the page is written; 1 a file cannot be read or written; 2 the command is wrong, or a "
-        "folder no run.",
+        notes="Exit codes: 0 the page is written; 1 it cannot be written; 2 the command is wrong, a folder is no run, or a "
+        "file is damaged.",
     )
     p.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=place)
     p.option(

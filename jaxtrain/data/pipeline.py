@@ -274,12 +274,18 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
         elif name in sets:
             rule = f"the name {name!r} is given twice"
         if rule:
-            named = (f"{re.sub(r'[^A-Za-z0-9_-]', '_', Path(each).name.partition('.')[0])}={each}" for each in items)
-            fix = f"Write {';'.join(each if '=' in each[:-1] else name for each, name in zip(items, named, strict=True))}."
-            fix = fix if not name else "Give each set a name of its own."
+            fix = "Give each set a name of its own." if name else f"Write {';'.join(map(_with_name, items))}."
             return {"": ""}, [schema.Problem("data.eval_source", text, rule, fix)]
         sets[name] = source
     return sets or {"": ""}, []
+
+
+def _with_name(item: str) -> str:
+    """Return NAME=SOURCE of a held-out set, with a valid name made of what stands there."""
+    name, _, source = (part.strip() for part in item.partition("="))
+    if not source or is_number(source):  # FILE, or FILE=WEIGHT
+        name, source = Path(name).name.partition(".")[0], item
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}={source}"
 
 
 def is_number(text: str) -> bool:

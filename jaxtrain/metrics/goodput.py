@@ -231,6 +231,7 @@ class Ledger:
         with self._lock:
             self._account()
             self._stack[0] = cause
+            self._write()  # a reader counts the time since the last line for the cause in that line
 
     @contextlib.contextmanager
     def during(self, cause: str) -> Iterator[None]:

@@ -5,14 +5,18 @@ mlflow's own variables select the place: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TO
 waits for the server at each call, up to minutes; so calls are made in a thread of their own.
 """
 
+import contextlib
 import importlib
 import itertools
 import logging
+import os
 import posixpath
 import queue
 import re
+import shlex
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +27,8 @@ from jaxtrain.metrics.files import tagged
 from jaxtrain.metrics.remote import Remote, Started
 
 FINISH_S = 300.0  # longest wait for data that is not sent when the run ends
+PATIENCE_S = 5.0  # wait before the log says so
+STATUS = {0: "FINISHED", 75: "KILLED", 130: "KILLED"}  # by exit code; FAILED for others
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000  # MLflow's limits
 LOGGER = logging.getLogger("jaxtrain")
 
@@ -31,16 +37,27 @@ class MLflow(Remote):
     """A `metrics.Tracker` for MLflow. log.mlflow is the name of an experiment, which is made if there is none."""
 
     key, program = "mlflow", "MLflow"
-    remedy = "Correct mlflow's variables (MLFLOW_TRACKING_URI, ...)"
+    remedy = "Correct mlflow's variables (MLFLOW_TRACKING_URI, ...), name another experiment"
 
     def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
         mlflow: Any = importlib.import_module("mlflow")
+        for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+            if os.environ.get(name):
+                LOGGER.warning("%s", f"{name} is not used: log.mlflow names the experiment, and mlflow.json a run to continue")
+        with _few_retries():
+            return self._start(mlflow, workdir, where, config, known)
+
+    def _start(self, mlflow: Any, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = mlflow.MlflowClient()
         experiment = self._client.get_experiment_by_name(where)
         place = experiment.experiment_id if experiment else self._client.create_experiment(where)
         found = self._find(mlflow, known) if known else None
-        run = found or self._client.create_run(place, run_name=workdir.absolute().name)
+        tags = {
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.name": shlex.join(sys.orig_argv),
+        }
+        run = found or self._client.create_run(place, run_name=workdir.absolute().name, tags=tags)
         self._id = run.info.run_id
         if found:
             self._client.update_run(self._id, status="RUNNING")
@@ -83,7 +100,7 @@ class MLflow(Remote):
         self._client.log_dict(self._id, facts, f"{name}.json")
 
     def finish(self, exit_code: int) -> None:
-        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+        self._client.set_terminated(self._id, STATUS.get(exit_code, "FAILED"))
 
     def attempted(self, method: Callable[..., None], *args: Any) -> None:
         self._calls.put((method, args))
@@ -92,9 +109,14 @@ class MLflow(Remote):
         if exit_code is None:
             return
         self.attempted(self.finish, exit_code)
-        self._thread.join(FINISH_S)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            LOGGER.warning("%s", f"waiting for MLflow, at most {FINISH_S:g} s")
+            self._thread.join(FINISH_S)
         if self._thread.is_alive():
             LOGGER.warning("%s", f"MLflow did not take all within {FINISH_S:g} s. metrics.jsonl is complete.")
+        else:
+            self.finished()
 
     def _work(self) -> None:
         """Make the calls, in order, until `finish` has returned."""
@@ -102,6 +124,20 @@ class MLflow(Remote):
         while method != self.finish:
             method, args = self._calls.get()
             super().attempted(method, *args)
+
+
+@contextlib.contextmanager
+def _few_retries() -> Iterator[None]:
+    """Let a wrong address fail in seconds: by default mlflow's client tries for four minutes."""
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    own = name not in os.environ
+    if own:
+        os.environ[name] = "2"
+    try:
+        yield
+    finally:
+        if own:
+            del os.environ[name]
 
 
 def _allowed(tag: str) -> str:

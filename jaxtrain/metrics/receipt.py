@@ -28,13 +28,13 @@ import pynvml
 from jaxtrain.config import environment, installed
 from jaxtrain.config.hardware import HOST_LIMIT, host_gib
 from jaxtrain.config.launch import REPO
-from jaxtrain.config.schema import RunConfig, to_dict
+from jaxtrain.config.schema import Data, RunConfig, to_dict
 from jaxtrain.metrics import files, goodput, nvml
 from jaxtrain.runtime import provenance
 
 NAME = "receipt.json"
 FORMAT = 4
-FIX = "Fix: name a run's folder (--workdir of training), such as runs/tiny."
+FIX = "Fix: name the folder of another run (--workdir of training), such as runs/tiny."
 # Fields that stay of an earlier attempt.
 SUMMARY = ("id", "attempt", "started", "ended", "exit_code", "reason", "command", "resumed_from_step", "origin", "changed")
 VARIABLES = (*environment.PREFIXES, "FI_", "UCX_", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "SLURM_JOB_ID")
@@ -47,6 +47,10 @@ VOLATILE = (
     *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w")),
     *(f"config.{name}" for name in ("data.source", "data.eval_source", "data.tokenizer", "init.from")),
 )
+# Fields of a fingerprint of data that are keys of the config.
+OF_THE_CONFIG = ("global_batch", "split", *(field.name for field in dataclasses.fields(Data)))
+# Fields of a receipt that are objects, if it has them.
+OBJECTS = ("resolved", "environment", "versions", "code", "hardware", "devices", "data", "eval_data", "env", "changed")
 RATES = ("step_time_s", "tokens_per_s_per_device", "mfu_causal", "mfu_full", "hfu")
 ENOUGH = 5  # least lines for a median
 
@@ -68,6 +72,7 @@ class Receipt:
         self.path, self.id = Path(workdir) / NAME, str(uuid.uuid4())
         self.fields: dict[str, Any] = {}
         self._active, self._driver = process_index == 0, driver
+        self._earlier_is_lost = False
 
     def start(self, fields: Mapping[str, Any]) -> str:
         """Write the receipt of this attempt: `fields`, and facts about this process and node that this method collects.
@@ -107,7 +112,8 @@ class Receipt:
                 before = load(self.path)
             except ReceiptError as error:
                 with files.naming(self.path):
-                    aside = self.path.rename(self.path.with_name(f"receipt.set_aside-{datetime.now():%Y%m%d-%H%M%S}.json"))
+                    aside = self.path.rename(self.path.with_name(f"receipt.set_aside-{datetime.now():%Y%m%d-%H%M%S-%f}.json"))
+                self._earlier_is_lost = True
                 note = f"{error} It is now {aside.name}, and this run writes another."
             else:
                 found["attempts"] = [*before["attempts"], {key: before[key] for key in SUMMARY if key in before}]
@@ -134,6 +140,8 @@ class Receipt:
         if self._active and "origin" not in self.fields:
             origins = {one["id"]: one.get("origin") for one in self.fields["attempts"]}
             origin = origins.get(loaded["saved_by"]) or loaded["digest"] if loaded else "made from train.seed"
+            if loaded and loaded["saved_by"] and self._earlier_is_lost:
+                origin = None  # unknown
             self.update(loaded=loaded, origin=origin)
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -161,14 +169,15 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
     """Return "group.name" -> (value in receipt a, in receipt b) of the facts that differ; None: absent."""
     one, other, defaults = facts(a), facts(b), facts({"resolved": to_dict(RunConfig())})  # for keys that one version lacks
     pairs = {name: (one.get(name, defaults.get(name)), other.get(name, defaults.get(name))) for name in (*one, *other)}
-    return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
+    unknown = {name for name, pair in pairs.items() if name == "data.origin" and None in pair}
+    return {name: (x, y) for name, (x, y) in pairs.items() if x != y and name not in unknown}
 
 
 def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return "group.name" -> value of all in a receipt that can explain other results or another speed.
 
     The groups are code, config, versions, environment, hardware and data. The contents of data and of the first state are in
-    place of their paths.
+    place of their paths. What changed at a resume is a fact of its own.
     """
     env, data, held_out = (receipt.get(name) or {} for name in ("env", "data", "eval_data"))
     config = dict(flatten(receipt.get("resolved") or {}))
@@ -181,13 +190,17 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "hardware": {**(receipt.get("hardware") or {}), "devices": receipt.get("devices")},
         "data": {**_contents(data, config.get("data.source")), "held_out": sets, "origin": receipt.get("origin")},
     }
-    return {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
+    found = {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
+    for one in (*receipt.get("attempts", ()), receipt):
+        if step := one.get("resumed_from_step"):
+            found |= {f"{name} (from step {step} on)": f"{was} -> {now}" for name, (was, now) in one.get("changed", {}).items()}
+    return found
 
 
 def _contents(found: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     """Return hash and weight of each token file of a fingerprint; without files, the fingerprint and the source."""
     if "files" not in found:
-        return {**found, "source": source}
+        return {**{name: v for name, v in found.items() if name not in OF_THE_CONFIG}, "source": source}
     held = {str(i): f"sha256 {f['content_sha256'][:12]}, weight {f['weight']:g}" for i, f in enumerate(found["files"], 1)}
     return {"files": held, "tokenizer": found.get("tokenizer", {}).get("sha256")}
 
@@ -199,11 +212,17 @@ def load(path: Path) -> dict[str, Any]:
     """Return the receipt in a file. Raises ReceiptError if the file is not a receipt, or has another FORMAT."""
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
-        if receipt["format"] == FORMAT and isinstance(receipt["attempts"], list):
-            return receipt
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReceiptError(f"{path}: not a receipt ({error!r}). {FIX}") from error
-    raise ReceiptError(f"{path}: not of format {FORMAT}, which this jaxtrain reads. Fix: use the version that wrote it.")
+        if receipt["format"] != FORMAT:
+            fix = "Fix: use the version that wrote it, or move the file away and resume, which writes another."
+            raise ReceiptError(f"{path}: format {receipt['format']!r}, this jaxtrain reads {FORMAT}. {fix}")
+        for one in (receipt, *receipt["attempts"]):
+            if wrong := [name for name in OBJECTS if not isinstance(one.get(name) or {}, dict)]:
+                raise TypeError(f"{wrong[0]} is no object")
+    except ReceiptError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ReceiptError(f"{path}: not a receipt, or damaged ({error!r}). {FIX}") from error
+    return receipt
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,15 @@
 """Copies of a run on a server or in a store of another program: all that W&B, Trackio and MLflow share.
 
-A run of the trainer is one run there across resumes; its id is in a file of the run's folder, such as `wandb.json`. These
-programs cannot delete logged data. So a step that a resumed run repeats appears twice; in metrics.jsonl each step appears once.
-A new run there gets all lines of metrics.jsonl.
+A run of the trainer is one run there across resumes; its id is in a file of the run's folder, such as `wandb.json`, and so is
+the last step that has arrived for sure. When the run resumes, later ones are sent again, since a killed process loses what it
+had not sent. These programs cannot delete logged data. So a step that is repeated or sent again appears twice; in metrics.jsonl
+each step appears once.
 """
 
 import json
 import logging
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -15,6 +18,7 @@ from jaxtrain.metrics.files import with_times, write_atomic
 from jaxtrain.metrics.samples import Sample
 
 FORMAT = 1
+SETTLED_S = 60.0  # after which a line has arrived: the programs send every few seconds
 LOGGER = logging.getLogger("jaxtrain")
 
 
@@ -52,7 +56,7 @@ class Remote:
         resumed: whether the trainer's run resumes from a checkpoint. Then the run there continues if `where` is unchanged.
         """
         self.broken = False
-        path = workdir / f"{self.key}.json"
+        self.path = path = workdir / f"{self.key}.json"
         known = self._load(path) if resumed and path.exists() else None
         known = known if known and known["where"] == where else None
         self.attempt = known["attempt"] + 1 if known else 1  # number of starts of the run there
@@ -63,9 +67,10 @@ class Remote:
             raise TrackerError(f"log.{self.key}", reason, f"{self.remedy}, or set log.{self.key} to ''.") from error
         if not started.continued:
             self.attempt = 1
-        self._new = not started.continued  # the run there does not have the lines that the trainer has written so far
+        self._sent = known.get("sent", -1) if known and started.continued else -1  # the last step that was sent
+        self._mark, self._marked = self._sent, time.monotonic()  # a step, and when it was sent
         self.facts = {"where": where, "id": started.id, "attempt": self.attempt, "url": started.url}
-        write_atomic(path, json.dumps({"format": FORMAT, **self.facts}, indent=1) + "\n")
+        self._save(self._sent)
 
     def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
         """Start a run, or continue the one with the id `known`, and send it the config. May raise any error."""
@@ -88,16 +93,16 @@ class Remote:
         raise NotImplementedError
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
-        """Send all lines and samples so far to a new run. A continued run already has them, so send nothing to it."""
-        if self._new:
-            self._new = False
-            self.attempted(self.send, with_times(lines))
-            by_step: dict[int, list[Sample]] = {}
-            for sample in samples:
-                by_step.setdefault(sample.step, []).append(sample)
-            for several in by_step.values():
-                self.attempted(self.send_samples, several)
-        elif dropped:
+        """Send the lines and samples so far that the run there may lack: to a new run, all of them."""
+        since, self._sent, self._mark = self._sent, step, min(self._mark, step)
+        self._save(self._mark)
+        self.attempted(self.send, [(line, wall_time) for line, wall_time in with_times(lines) if line["step"] > since])
+        by_step: dict[int, list[Sample]] = {}
+        for sample in (sample for sample in samples if sample.step > since):
+            by_step.setdefault(sample.step, []).append(sample)
+        for several in by_step.values():
+            self.attempted(self.send_samples, several)
+        if dropped and since >= 0:
             LOGGER.info(
                 "%s",
                 f"{self.program} takes nothing back: {dropped} lines of steps after {step} stay there, beside those of the "
@@ -105,7 +110,11 @@ class Remote:
             )
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:
+        self._sent = line["step"]
         self.attempted(self.send, [(line, wall_time)])
+        if not self.broken and time.monotonic() - self._marked > SETTLED_S:
+            self._save(self._mark)
+            self._mark, self._marked = self._sent, time.monotonic()
 
     def samples(self, samples: Sequence[Sample]) -> None:
         self.attempted(self.send_samples, samples)
@@ -117,7 +126,13 @@ class Remote:
     def close(self, exit_code: int | None) -> None:
         if exit_code is not None:
             self.attempted(self.finish, exit_code)
-            self.broken = True  # no call may follow
+            self.finished()
+
+    def finished(self) -> None:
+        """Note that all has arrived, unless an error was logged. No call may follow."""
+        if not self.broken:
+            self._save(self._sent)
+        self.broken = True
 
     def attempted(self, method: Callable[..., None], *args: Any) -> None:
         """Call a method with its errors caught. The first error is logged, and no call follows."""
@@ -130,11 +145,14 @@ class Remote:
             said = f"{self.program} failed ({_first_line(error)}): logging to it ends. The run continues"
             LOGGER.warning("%s", f"{said}; metrics.jsonl is complete.")
 
+    def _save(self, sent: int) -> None:
+        write_atomic(self.path, json.dumps({"format": FORMAT, **self.facts, "sent": sent}, indent=1) + "\n")
+
     def _load(self, path: Path) -> dict[str, Any]:
         """Return the contents of the file with the id. Raises TrackerError if it is not valid, or has another FORMAT."""
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
-            version, _, _, _ = (known[name] for name in ("format", "where", "id", "attempt"))
+            version, *_ = (known[name] for name in ("format", "where", "id", "attempt"))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{path}: not written by a run ({error!r})"
             raise TrackerError(f"log.{self.key}", reason, f"Move it away to start a new run in {self.program}.") from error
@@ -145,4 +163,5 @@ class Remote:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """Return the first line of an error, without names and passwords in addresses."""
+    return re.sub(r"//[^/@\s]+@", "//", next(iter(str(error).splitlines()), "")) or type(error).__name__

@@ -34,6 +34,8 @@ def open_trackers(workdir: Path, log: Log, config: Mapping[str, Any], *, resumed
     except TrackerError:
         for started in remotes:
             started.close(1)
+            if started.attempt == 1:
+                started.path.unlink()
         raise
     board = (TensorBoard(workdir),) if log.tensorboard else ()
     return Trackers((*board, *remotes), {each.key: each.facts for each in remotes})

@@ -2,18 +2,19 @@
 
 Causes come from a trace (`profile_times`), from the lines of metrics.jsonl and from the goodput ledger. No time counts under
 two causes: "slow kernels" is without the part of low clocks and without recomputation, and "waiting for the host" is without
-the wait for data. Saves and evaluations are between steps: their time is divided by the steps of the run.
+the wait for data. Saves and evaluations are between steps: their time is divided by the steps of the run, and their share is of
+the wall time.
 """
 
 import dataclasses
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.numbers import number, percent, plural, rough
 from jaxtrain.report.run import Run
-from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, shares
+from jaxtrain.report.tables import Column, Listing, Section, Table, numbers
 
 if TYPE_CHECKING:
     from jaxtrain.report.profile_times import Op, StepTimes
@@ -40,6 +41,7 @@ class Cause:
     seconds: float  # of a step
     evidence: str
     setting: str  # keys of the config that change it
+    of_wall_time: float | None = None  # share of the run's wall time, of a cause that is between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,14 +165,28 @@ def _waits(profile: "StepTimes | None", run: Run | None) -> Iterator[Cause | str
     if profile:
         idle = profile.by_kind["idle"] / 1e3
         data = min(wait, idle)
+        held = _between_steps(profile.steps, run)
         bound = f"the GPUs were idle for {_ms(idle)}"
         evidence = f"idle {_ms(idle)}, {_ms(data)} of it for data; a trace has longer gaps between kernels than training"
-        yield Cause("waiting for the host", idle - data, evidence, "parallel.scan_layers, log.every_steps, compiler.options")
+        keys = "parallel.scan_layers, log.every_steps, compiler.options"
+        if held:
+            yield f"Waiting for the host: the traced steps have {held} between them. Fix: trace other steps, by profile.start."
+        else:
+            yield Cause("waiting for the host", idle - data, evidence, keys)
     if known:
         evidence = f"data_wait_s {_ms(wait)}, mean of {plural(len(known), 'line')}; {bound}"
         yield Cause("waiting for data", data, evidence, "data.source (token files on a local disk), data.packing")
     elif run:
         yield "Waiting for data: no line has data_wait_s yet; the first steps, and those of saves and traces, do not count."
+
+
+def _between_steps(steps: Sequence[int], run: Run | None) -> str:
+    """Return "a save" or "an evaluation" if the config has one between the traced steps: a trace counts it as idle."""
+    for section, what in (("checkpoint", "a save"), ("eval", "an evaluation")):
+        every = (run.config if run else {}).get(section, {}).get("every_steps", 0)
+        if every and any(step % every == 0 or (step - 1) % every == 0 for step in steps):
+            return what
+    return ""
 
 
 def _of_run(run: Run, step_s: float) -> Iterator[Cause | str]:
@@ -184,13 +200,20 @@ def _of_run(run: Run, step_s: float) -> Iterator[Cause | str]:
             ("eval", "evaluations", "eval.every_steps, eval.sequences, sample.every_steps"),
         ):
             evidence = f"{number(spent.parts[cause])} s in {plural(spent.steps, 'step')}, during which no step ran"
-            yield Cause(name, spent.parts[cause] / spent.steps, evidence, keys)
+            yield Cause(name, spent.parts[cause] / spent.steps, evidence, keys, spent.parts[cause] / spent.wanted_s)
     stages = (run.receipt.get("mesh") or {}).get("stage", 1)
     if stages > 1:
         accum, groups = run.config["train"]["grad_accum"], run.config["pipeline"]["groups"]
         bubble = (stages - 1) / (groups * accum + stages - 1)
         evidence = f"{percent(bubble)} of the step by formula, with {stages} stages and {accum} microbatches"
         yield Cause("pipeline bubble", step_s * bubble, evidence, "train.grad_accum, mesh.stage, pipeline.groups")
+
+
+def share(row: Cause, step_s: float) -> str:
+    """Return the share of a cause in words: of the step, or of the wall time."""
+    return (
+        f"{percent(row.seconds / step_s)} of a step" if row.of_wall_time is None else f"{percent(row.of_wall_time)} of all time"
+    )
 
 
 def section(found: LostTime) -> Section:
@@ -200,7 +223,7 @@ def section(found: LostTime) -> Section:
     columns = [
         Column("cause", [row.cause for row in rows]),
         numbers("ms of a step", [1e3 * s for s in seconds], total=False),
-        shares("of step", seconds, found.step_s),
+        Column("share", [share(row, found.step_s) for row in rows], seconds),
         Column("evidence", [row.evidence for row in rows], kind="path"),
         Column("settings", [row.setting for row in rows], kind="path"),
     ]

@@ -103,7 +103,7 @@ def profile(path: Path, run: Run | None) -> Profile:
 
 def verdict(found: Profile) -> str:
     """Return a line with the step time, and the longest causes of lost time."""
-    lost = [f"{row.cause} {percent(row.seconds / found.lost.step_s)}" for row in found.lost.rows[:WORST]]
+    lost = [f"{row.cause} {lost_time.share(row, found.lost.step_s)}" for row in found.lost.rows[:WORST]]
     return f"step {rough(found.step_ms)} ms; lost: {', '.join(lost) or 'nothing that was measured'}"
 
 

@@ -21,6 +21,7 @@ from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.report.tables import data_frame
 
 PAGE = "report.html"  # a run's own page, in its folder
+KINDS = ("train", "eval", "source", "gpu")  # of lines of metrics.jsonl
 FILES = ("receipt.json", "metrics.jsonl", "config.json")  # a folder with any of these files is a run
 WRITTEN = ("metrics.jsonl", "log.txt", goodput.FILE, "receipt.json")  # files that a run writes while it trains
 # Whether a run has a goodput ledger -> seconds without a write after which it counts as ended. The ledger is written every
@@ -82,8 +83,17 @@ class Run(receipts.Run):
         return columns(line for line in self.lines if line["kind"] == "train")
 
     def to_pandas(self, kind: str = "train") -> Any:
-        """Return the lines of metrics.jsonl of one kind ("train", "eval", "gpu") as a pandas.DataFrame. Needs pandas."""
-        return data_frame([line for line in self.lines if line["kind"] == kind])
+        """Return the lines of one kind as a pandas.DataFrame. Needs pandas.
+
+        Args:
+            kind: train | eval | source | gpu (of all processes).
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind = {kind!r}: no such lines. Fix: {', '.join(KINDS[:-1])} or {KINDS[-1]}.")
+        return data_frame(self.gpu if kind == "gpu" else [line for line in self.lines if line["kind"] == kind])
 
     @cached_property
     def evals(self) -> dict[str, Columns]:

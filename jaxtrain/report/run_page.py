@@ -25,7 +25,7 @@ from jaxtrain.metrics.goodput import Goodput
 from jaxtrain.metrics.table import GPU, METRICS, Chart, Metric
 from jaxtrain.report import profile_trace
 from jaxtrain.report.charts import COLUMNS, SMOOTHED, Curve, LineChart, controls, draw, is_number, lanes
-from jaxtrain.report.html import document, folded, paragraph, swatch, tiles
+from jaxtrain.report.html import document, folded, framed, paragraph, swatch, tiles
 from jaxtrain.report.lost_time import lost_time, section
 from jaxtrain.report.profile import Profile, profile
 from jaxtrain.report.receipt import rows
@@ -72,7 +72,7 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
         f"<header>{head}</header><main>",
         tiles(_tiles(one)) if one else "",
         *(paragraph(f"{'' if one else f'{run.name}: '}{note}") for run in runs for note in run.notes),
-        "".join(_links(run, target, bool(one)) for run in runs),
+        _links(one, target) if one else "",
         *html_sections([_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs]),
     ]
     charts = Charts(runs)
@@ -113,7 +113,15 @@ def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
 
 
 class OpenRun(Run):
-    """A run as the Python API returns it: its files, its report, and the profile of its newest trace."""
+    """A run as the Python API returns it: it shows itself as its page, and has the profile of its newest trace."""
+
+    def __repr__(self) -> str:
+        """Return name, folder and state of the run."""
+        return f"{self.name} ({self.folder}): {verdict(self)[1]}"
+
+    def _repr_html_(self) -> str:
+        """Return the page of `python -m jaxtrain report` in an HTML frame, for a notebook."""
+        return framed(html([self]))
 
     def profile(self) -> Profile:
         """Return the profile of the run's newest trace. Raises TraceError if there is no trace."""
@@ -413,11 +421,11 @@ def _link(path: Path, words: str, target: Path) -> str:
     return f'<a href="./{place}">{escape(words)}</a>'
 
 
-def _links(run: Run, target: Path, one: bool) -> str:
-    """Return links to other pages in the run's folder, such as plan.html. one: whether the page has a single run."""
+def _links(run: Run, target: Path) -> str:
+    """Return links to other pages in the run's folder, such as plan.html."""
     paths = sorted((*run.folder.glob("*.html"), *run.folder.glob("profile/*.html")))
     links = [_link(path, str(path.relative_to(run.folder)), target) for path in paths if path.resolve() != target.resolve()]
-    return f'<p class="links">{"Pages" if one else escape(run.name)}: {", ".join(links)}</p>' if links else ""
+    return f'<p class="links">Pages: {", ".join(links)}</p>' if links else ""
 
 
 def _warnings(run: Run, title: str) -> Section:

@@ -443,53 +443,63 @@ def open_services(
     ending.receipt = receipt
     born = time.time() - (process_age_s() if own_process else 0.0)
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
-    try:
-        with Console(workdir, process, setup.run.train.steps) as console, ledger, Stop(peers.ask_to_stop) as stop:
+    with contextlib.ExitStack() as closing:  # the log is closed last: trackers may have errors to tell
+        try:
+            console = closing.enter_context(Console(workdir, process, setup.run.train.steps))
+            with ledger, Stop(peers.ask_to_stop) as stop:
 
-            def asked_early(name: str, code: int) -> None:
-                ending.asked_early(name, code)
-                if line := next_command(setup, ending, own_process):
-                    console.say(line)
+                def asked_early(name: str, code: int) -> None:
+                    ending.asked_early(name, code)
+                    if line := next_command(setup, ending, own_process):
+                        console.say(line)
 
-            for line in (*setup.launch.notes, *overlay.lines()):
-                console.say(line)
-            if note:
-                console.warn(note)
-            if own_process:
-                stop.at_once = asked_early
-                peers.listen(stop.asked_elsewhere)
-            try:
-                yield Services(console, writers, receipt, ledger, watchdog, peers, stop)
-            except Diverged as error:
-                ending.failed(DIVERGED, error)
-                console.warn(str(error))
-            except BadInit as error:
-                ending.failed(REFUSED, error)
-                console.warn(str(error))
-            except (OutOfMemory, KernelNotBuilt, CheckpointError, MetricsError, NotWritten, Corrupted, TokenFileError) as error:
-                ending.failed(FAILED, error)
-                console.warn(str(error))
-            if (spent := ledger.close(ending.code, ending.reason)) is not None:
-                console.say(goodput.words(spent))
-                if line := next_command(setup, ending, own_process):
+                for line in (*setup.launch.notes, *overlay.lines()):
                     console.say(line)
-    except BaseException as error:
-        ending.reason = str(own_parts.problem_of(error) or f"{type(error).__name__}: {first_line(error)}")
-        raise
-    finally:
-        spent = ledger.close(ending.code, ending.reason)
-        facts = ({"goodput": spent.record()} if spent else {}) | (ending.watch.record() if ending.watch else {})
-        for last in (
-            lambda: receipt.finish(ending.code, ending.reason, facts),
-            lambda: writers.note("receipt", receipt.fields),
-            lambda: writers.close(ending.code),
-        ):
-            try:
-                last()
-            except NotWritten as error:
-                if ending.error is None:  # otherwise this is the same disk
+                if note:
+                    console.warn(note)
+                if own_process:
+                    stop.at_once = asked_early
+                    peers.listen(stop.asked_elsewhere)
+                try:
+                    yield Services(console, writers, receipt, ledger, watchdog, peers, stop)
+                except Diverged as error:
+                    ending.failed(DIVERGED, error)
+                    console.warn(str(error))
+                except BadInit as error:
+                    ending.failed(REFUSED, error)
+                    console.warn(str(error))
+                except (
+                    OutOfMemory,
+                    KernelNotBuilt,
+                    CheckpointError,
+                    MetricsError,
+                    NotWritten,
+                    Corrupted,
+                    TokenFileError,
+                ) as error:
                     ending.failed(FAILED, error)
-                    print(f"error: {error}", file=sys.stderr)
+                    console.warn(str(error))
+                if (spent := ledger.close(ending.code, ending.reason)) is not None:
+                    console.say(goodput.words(spent))
+                    if line := next_command(setup, ending, own_process):
+                        console.say(line)
+        except BaseException as error:
+            ending.reason = str(own_parts.problem_of(error) or f"{type(error).__name__}: {first_line(error)}")
+            raise
+        finally:
+            spent = ledger.close(ending.code, ending.reason)
+            facts = ({"goodput": spent.record()} if spent else {}) | (ending.watch.record() if ending.watch else {})
+            for last in (
+                lambda: receipt.finish(ending.code, ending.reason, facts),
+                lambda: writers.note("receipt", receipt.fields),
+                lambda: writers.close(ending.code),
+            ):
+                try:
+                    last()
+                except NotWritten as error:
+                    if ending.error is None:  # otherwise this is the same disk
+                        ending.failed(FAILED, error)
+                        print(f"error: {error}", file=sys.stderr)
 
 
 def next_command(setup: Setup, ending: Ending, own_process: bool) -> str:

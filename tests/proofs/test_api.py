@@ -120,6 +120,8 @@ def test_values_that_were_fitted_to_the_overrides_are_told(tmp_path: Path, monke
 def test_a_run_opens_as_data_frames(trained: Path, tmp_path: Path) -> None:
     run = jaxtrain.open_run(trained)
     frame = run.to_pandas()
+    with pytest.raises(ValueError, match="evals"):
+        run.to_pandas("evals")
     assert list(frame["step"]) == [1, 2, 3] and list(frame["loss"]) == list(runs.losses(trained).values())
     assert run.write_report().exists()
     assert run.write_report(tmp_path / "other.html") == tmp_path / "other.html"

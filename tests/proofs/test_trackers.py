@@ -81,7 +81,11 @@ def texts_of(workdir: Path) -> list[Sample]:
 def known(workdir: Path, name: str) -> dict[str, Any]:
     """Return the id and more of the run in a tracker, which the receipt has too."""
     found = json.loads((workdir / f"{name}.json").read_text())
-    assert found.pop("format") == 1 and runs.receipt(workdir)[name] == found and found["attempt"] == 2
+    assert (
+        (found.pop("format"), found.pop("sent")) == (1, STEPS)
+        and runs.receipt(workdir)[name] == found
+        and found["attempt"] == 2
+    )
     return found
 
 
@@ -153,6 +157,26 @@ def test_a_run_that_is_new_there_gets_all_there_is(tmp_path: Path, kind: Any) ->
     assert len(set(seen)) == 3
 
 
+def test_lines_that_a_killed_process_had_not_sent_are_sent_at_the_resume(tmp_path: Path, monkeypatch) -> None:
+    """What the file of the run's folder does not call sent is sent again; a step is so called once it is old."""
+    monkeypatch.setattr("jaxtrain.metrics.remote.SETTLED_S", 0.0)
+    lines = [{"kind": "train", **train_line(step), "time_unix": 1e9} for step in range(1, 13)]
+    first = MLflow(tmp_path, "killed", {}, resumed=False)
+    first.rewind(-1, [], [], 0)
+    first.line(lines[0], 1e9)
+    first.line(lines[1], 1e9)  # and no call of `close`
+    assert json.loads((tmp_path / "mlflow.json").read_text())["sent"] == 1
+    again = MLflow(tmp_path, "killed", {}, resumed=True)
+    again.rewind(10, lines[:10], [], 2)
+    again.line(lines[10], 1e9)
+    again.close(130)
+    client = mlflow.MlflowClient()
+    assert again.facts["id"] == first.facts["id"] and client.get_run(first.facts["id"]).info.status == "KILLED"
+    history = client.get_metric_history(first.facts["id"], "train/loss")
+    assert {metric.step for metric in history} == set(range(1, 12))
+    assert json.loads((tmp_path / "mlflow.json").read_text())["sent"] == 11
+
+
 def test_names_of_sets_and_files_that_mlflow_does_not_allow_are_changed(tmp_path: Path) -> None:
     tracker = MLflow(tmp_path, "names", {"a": {"b": "x" * 9000}}, resumed=False)
     tracker.line({"kind": "source", "step": 1, "source": "../a//b=ü,c.tok", "tokens": 5, "epoch": 0.5, "weight": 1.0}, 1e9)
@@ -163,6 +187,7 @@ def test_names_of_sets_and_files_that_mlflow_does_not_allow_are_changed(tmp_path
 
 def test_a_server_that_fails_or_hangs_stops_no_run(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("jaxtrain.metrics.mlflow.FINISH_S", 0.1)
+    monkeypatch.setattr("jaxtrain.metrics.mlflow.PATIENCE_S", 0.1)
     released = mlflow.utils.async_logging.async_logging_queue.threading.Event()
 
     def hangs(*args: Any, **more: Any) -> None:
@@ -177,10 +202,10 @@ def test_a_server_that_fails_or_hangs_stops_no_run(tmp_path, caplog, monkeypatch
         for step in (1, 2):
             writers.train(**train_line(step))
         writers.close(0)
-        assert len(caplog.records) == 1, "what is not sent after FINISH_S"
+        assert len(caplog.records) == 2, "the wait, and what is not sent after FINISH_S"
         released.set()
         tracker._thread.join(300)
-    assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 2, "told once"
+    assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 3, "told once"
     assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 

@@ -242,7 +242,7 @@ def test_a_receipt_names_the_code_that_ran(plain: Path) -> None:
 def test_wandb_is_told_the_same(watched: Watched) -> None:
     """W&B is told the lines of metrics.jsonl and the samples, in two attempts with one id."""
     known = json.loads((watched.workdir / "wandb.json").read_text())
-    assert known == json.loads(watched.first["wandb.json"]) | {"attempt": 2} and known["format"] == 1
+    assert known == json.loads(watched.first["wandb.json"]) | {"attempt": 2} and (known["format"], known["sent"]) == (1, 16)
     assert runs.receipt(watched.workdir)["wandb"] == {k: known[k] for k in ("where", "id", "attempt", "url")}
     assert {run for run, _ in watched.told} == {known["id"]}
     for attempt, from_step in ((1, -1), (2, 8)):

@@ -107,6 +107,20 @@ def test_the_bubble_of_a_pipeline_follows_from_its_shape(tmp_path, monkeypatch):
     assert ms_of(found.lost)["pipeline bubble"] == pytest.approx(found.step_ms / 7)
 
 
+def test_a_save_between_the_traced_steps_is_no_wait_for_the_host(tmp_path, monkeypatch):
+    """Its share is of the wall time, of which the ledger has 7.5 s in 10 s for saves."""
+    found = planted(tmp_path / "run", monkeypatch, ledger=spent(1000, save=7.5, eval=1.5))
+    (saves,) = [row for row in found.lost.rows if row.cause == "saves"]
+    assert saves.of_wall_time == 0.75 and saves.seconds == 0.0075
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    for every, missing in ((found.steps[0], 1), (10**6, 0)):
+        changed = config | {"checkpoint": {"every_steps": every}}
+        (tmp_path / "run" / "config.json").write_text(json.dumps(changed))
+        lost = profile_of(tmp_path / "run").lost
+        assert len(lost.missing) == len(found.lost.missing) + missing
+        assert not missing or "waiting for the host" not in ms_of(lost)
+
+
 def test_what_was_not_measured_is_named(tmp_path, monkeypatch):
     """Without a trace, the clocks' time is that in which the GPUs were busy. Each missing source has one sentence."""
     folder = tmp_path / "run"

@@ -106,6 +106,21 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     assert found["attempts"][1]["changed"] == {"config.optimizer.lr": [was, 0.9]}
     assert found["changed"] == {"config.optimizer.lr": [0.9, was]}
     assert found_in(plain, resumed) == []
+    third.update(resumed_from_step=15)  # the steps up to it were trained with the other value
+    assert found_in(plain, resumed) == [("config", "optimizer.lr (from step 15 on)", "absent", f"0.9 -> {was}")]
+
+
+def test_a_receipt_that_is_no_receipt_is_refused(tmp_path: Path) -> None:
+    """The state that a resumed run began from is not known if its receipt was of another format, and is no difference."""
+    plain, resumed = tmp_path / "plain", tmp_path / "resumed"
+    first = attempt(plain)
+    attempt(resumed)
+    texts = ["[]", '{"format": 4, "attempts": [3]}', '{"format": 4, "attempts": [], "environment": 3}', '{"format": 3}', "{"]
+    for text in texts:
+        (resumed / "receipt.json").write_text(text)
+        assert command.main(["show", str(resumed)]) == command.main(["diff", str(plain), str(resumed)]) == 2
+    attempt(resumed, read_from(first.id))
+    assert found_in(plain, resumed) == []
 
 
 def test_a_run_that_began_from_another_state_differs(tmp_path: Path) -> None:

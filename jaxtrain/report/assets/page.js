@@ -84,7 +84,7 @@ const axes = ([from, to], [low, high], log, name) => {
     return [make("line", { class: "grid", x1: 0, x2: "100%", y1: at, y2: at }),
       make("text", { class: "axis", x: -8, y: at, dy: 4, "text-anchor": "end" }, short(level))];
   });
-  let places = to > from ? ticks(from, to) : [from];
+  let places = to > from ? ticks(from, to).filter((place) => name !== "step" || Number.isInteger(place)) : [from];
   if (to > from && x(places[0]) > 0.2) places = [from, ...places];
   places.forEach((place, i) => {
     const at = `${100 * x(place)}%`;
