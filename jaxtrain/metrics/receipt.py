@@ -45,7 +45,10 @@ UNRELATED = (*environment.HARMLESS, "NCCL_DEBUG*", "SLURM_JOB_ID", "CUDA_DEVICE_
 VOLATILE = (
     *("code.commit", "code.dirty", *(f"environment.{name}" for name in UNRELATED)),
     *(f"hardware.gpus.{name}" for name in ("index", "uuid", "pci", "power_limit_default_w")),
-    *(f"config.{name}" for name in ("data.source", "data.eval_source", "data.tokenizer", "init.from")),
+    *(
+        f"config.{name}"
+        for name in ("data.source", "data.eval_source", "data.tokenizer", "init.from", "checkpoint.allow_change")
+    ),
 )
 # Fields of a fingerprint of data that are keys of the config.
 OF_THE_CONFIG = ("global_batch", "split", *(field.name for field in dataclasses.fields(Data)))
@@ -193,7 +196,8 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
     for one in (*receipt.get("attempts", ()), receipt):
         if step := one.get("resumed_from_step"):
-            found |= {f"{name} (from step {step} on)": f"{was} -> {now}" for name, (was, now) in one.get("changed", {}).items()}
+            changes = one.get("changed", {}).items()
+            found |= {f"{name} (from step {step} on)": f"{now}, before it {was}" for name, (was, now) in changes}
     return found
 
 

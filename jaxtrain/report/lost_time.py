@@ -184,7 +184,7 @@ def _between_steps(steps: Sequence[int], run: Run | None) -> str:
     """Return "a save" or "an evaluation" if the config has one between the traced steps: a trace counts it as idle."""
     for section, what in (("checkpoint", "a save"), ("eval", "an evaluation")):
         every = (run.config if run else {}).get(section, {}).get("every_steps", 0)
-        if every and any(step % every == 0 or (step - 1) % every == 0 for step in steps):
+        if every and any((step + 1) % every == 0 for step in steps[:-1]):
             return what
     return ""
 
@@ -224,8 +224,8 @@ def section(found: LostTime) -> Section:
         Column("cause", [row.cause for row in rows]),
         numbers("ms of a step", [1e3 * s for s in seconds], total=False),
         Column("share", [share(row, found.step_s) for row in rows], seconds),
-        Column("evidence", [row.evidence for row in rows], kind="path"),
         Column("settings", [row.setting for row in rows], kind="path"),
+        Column("evidence", [row.evidence for row in rows], kind="path"),
     ]
     table = [Table(f"Longest first, of a step of {_ms(found.step_s)}", columns)] if rows else []
     return Section("Lost time", [*table, Listing(found.missing)])

@@ -113,7 +113,8 @@ def test_a_save_between_the_traced_steps_is_no_wait_for_the_host(tmp_path, monke
     (saves,) = [row for row in found.lost.rows if row.cause == "saves"]
     assert saves.of_wall_time == 0.75 and saves.seconds == 0.0075
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    for every, missing in ((found.steps[0], 1), (10**6, 0)):
+    first, *_, last = found.steps  # numbered from 0
+    for every, missing in ((first + 1, 1), (last + 1, 0), (10**6, 0)):
         changed = config | {"checkpoint": {"every_steps": every}}
         (tmp_path / "run" / "config.json").write_text(json.dumps(changed))
         lost = profile_of(tmp_path / "run").lost

@@ -107,7 +107,7 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     assert found["changed"] == {"config.optimizer.lr": [0.9, was]}
     assert found_in(plain, resumed) == []
     third.update(resumed_from_step=15)  # the steps up to it were trained with the other value
-    assert found_in(plain, resumed) == [("config", "optimizer.lr (from step 15 on)", "absent", f"0.9 -> {was}")]
+    assert found_in(plain, resumed) == [("config", "optimizer.lr (from step 15 on)", "absent", f"{was}, before it 0.9")]
 
 
 def test_a_receipt_that_is_no_receipt_is_refused(tmp_path: Path) -> None:
