@@ -192,7 +192,7 @@ def test_a_server_that_fails_or_hangs_stops_no_run(tmp_path, caplog, monkeypatch
 
     def hangs(*args: Any, **more: Any) -> None:
         released.wait(300)
-        raise ConnectionError("no server\nand more")
+        raise ConnectionError("no server at http://me:a-password@localhost:1/api\nand more")
 
     tracker = MLflow(tmp_path, "hangs", {}, resumed=False)
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", hangs)
@@ -206,7 +206,38 @@ def test_a_server_that_fails_or_hangs_stops_no_run(tmp_path, caplog, monkeypatch
         released.set()
         tracker._thread.join(300)
     assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 3, "told once"
+    assert "http://localhost:1/api" in caplog.text and "a-password" not in caplog.text
     assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_failure_at_the_end_of_a_run_is_in_its_log(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **more: Any) -> None:
+        raise ConnectionError("it is gone")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_terminated", fails)
+    workdir = stores / "runs" / "fails"
+    (stores / "one").mkdir()
+    config = runs.smallest(stores / "one", {"data.source": "synthetic", "train.steps": 2, "log.mlflow": "gone"})
+    assert runs.train(config, workdir) == 0
+    assert "it is gone" in (workdir / "log.txt").read_text()
+
+
+def test_a_wrong_address_is_tried_a_few_times_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default mlflow's client tries for four minutes, and does so for a server that is lost during the run."""
+    seen, name = [], "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+
+    def fails(*args: Any, **more: Any) -> None:
+        seen.append(os.environ.get(name))
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", fails)
+    for own in (None, "9"):
+        if own:
+            monkeypatch.setenv(name, own)
+        with pytest.raises(TrackerError):
+            MLflow(tmp_path, "x", {}, resumed=False)
+        assert os.environ.get(name) == own
+    assert seen == ["2", "9"]
 
 
 def test_a_tracker_that_does_not_start_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
