@@ -6,6 +6,7 @@ had not sent. These programs cannot delete logged data. So a step that is repeat
 each step appears once.
 """
 
+import abc
 import json
 import logging
 import re
@@ -38,11 +39,10 @@ class Started(NamedTuple):
     continued: bool
 
 
-class Remote:
+class Remote(abc.ABC):
     """A `metrics.Tracker` for another program. The constructor starts or continues the run there. Raises TrackerError.
 
-    After that no error reaches the trainer: the first one is logged, and ends logging there. A subclass has the methods that
-    raise NotImplementedError here.
+    After that no error reaches the trainer: the first one is logged, and ends logging there.
     """
 
     key: ClassVar[str]  # log.KEY of the config, and KEY.json of the run's folder
@@ -72,25 +72,25 @@ class Remote:
         self.facts = {"where": where, "id": started.id, "attempt": self.attempt, "url": started.url}
         self._save(self._sent)
 
+    @abc.abstractmethod
     def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
         """Start a run, or continue the one with the id `known`, and send it the config. May raise any error."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
         """Send lines of metrics.jsonl with their times, in seconds since 1970. May raise any error, as the next methods."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send_samples(self, samples: Sequence[Sample]) -> None:
         """Send the texts of one step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def send_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         """Send the contents of a JSON file of the run's folder, as `receipt`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, exit_code: int) -> None:
         """End the run."""
-        raise NotImplementedError
 
     def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
         """Send the lines and samples so far that the run there may lack: to a new run, all of them."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_runs import gpu_line, line, train_line
+from pages import curves_of
 from runs import events
 
 from jaxtrain.config import shapes
@@ -25,6 +26,8 @@ from jaxtrain.metrics import files, profiling, progress, samples, table
 from jaxtrain.metrics.samples import Sample
 from jaxtrain.metrics.tensorboard import TensorBoard
 from jaxtrain.metrics.throughput import Throughput, memory
+from jaxtrain.report import run_page
+from jaxtrain.report.run import read
 from jaxtrain.train.step_log import PendingMetrics
 
 # ---- metrics.jsonl, metrics.N.jsonl, samples.txt and tb/
@@ -119,8 +122,9 @@ def test_a_full_disk_ends_tensorboard_and_holds_nothing_up(tmp_path):
 
 
 def test_a_new_metric_is_one_entry_of_the_table(tmp_path, monkeypatch):
-    """The step returns it; it is in metrics.jsonl, the log's line, TensorBoard and the docs."""
-    metric = table.Metric("nats", "a metric of the test", "own {:.2f}", optional=True)
+    """The step returns it; it is in metrics.jsonl, the log's line, TensorBoard, the page of the run and the docs."""
+    chart = table.Chart("training", "Own, %")
+    metric = table.Metric("nats", "a metric of the test", "own {:.2f}", chart, "own curve", factor=100, optional=True)
     monkeypatch.setitem(table.METRICS, "own/metric", metric)
     pending = PendingMetrics()
     returned = dict.fromkeys(("loss", "grad_norm", "lr", "own/metric", "not_a_metric"), jnp.float32(0.5))
@@ -135,6 +139,7 @@ def test_a_new_metric_is_one_entry_of_the_table(tmp_path, monkeypatch):
     assert [x["own/metric"] for x in files.read(tmp_path / "metrics.jsonl")] == [0.5]
     assert "own 0.50" in out.getvalue() and "own 0.50" in (tmp_path / "log.txt").read_text()
     assert [values["train/own/metric"] for _, _, values in events(tmp_path / "tb")[0] if "train/own/metric" in values] == [0.5]
+    assert curves_of(run_page.html([read(tmp_path)]))["own curve"] == {1: 50.0}
     assert "| `own/metric` | a metric of the test (nats) |" in table.markdown()[0]
 
 

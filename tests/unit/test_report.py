@@ -16,7 +16,6 @@ import jaxtrain
 from jaxtrain.commands import report as command
 from jaxtrain.metrics import files, goodput
 from jaxtrain.metrics.receipt import ReceiptError
-from jaxtrain.metrics.table import METRICS, Chart, Metric
 from jaxtrain.report import run_page
 from jaxtrain.report.charts import Curve, LineChart, draw, thin
 from jaxtrain.report.run import RunError, read, read_all, verdict
@@ -187,13 +186,6 @@ def test_several_runs_share_each_chart(tmp_path: Path):
     # The evaluation of a new run comes before its first train line, without tokens and without time.
     (begun,) = read_all([fake(tmp_path / "new", [held_out(0, 5.0), line(10), line(20, time_unix=1e9 + 9), held_out(20, 4.0)])])
     assert begun.positions([0, 5, 20]) == [[0, 5, 20], [0, 500, 2000], [0.0, 0.0, 9.0]]
-
-
-def test_a_metric_of_the_table_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    chart = Chart("training", "Balance of a new kind, %")
-    monkeypatch.setitem(METRICS, "balance", Metric("fraction", "for this test", chart=chart, curve="balance", factor=100))
-    run = read(fake(tmp_path / "run", [line(step, balance=step / 10) for step in (1, 2, 3)]))
-    assert curves_of(run_page.html([run]))["balance"] == pytest.approx({1: 10.0, 2: 20.0, 3: 30.0})
 
 
 def test_each_run_links_to_its_own_page(tmp_path: Path):
