@@ -12,7 +12,6 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
 from jaxtrain.config.schema import Remat
 from jaxtrain.plan.program.roofline import label
-from jaxtrain.plan.program.traffic import Part, ratio
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
@@ -453,31 +452,6 @@ def loops_section(plan: Plan) -> Section:
         labels("iterations", [n for _, n in loops]),
     ]
     return Section("Loops", [Table("Loops of the program; all other figures are multiplied out", columns)])
-
-
-def traffic_section(found: Sequence[Part]) -> Section:
-    """Return the section of memory traffic outside of matmuls and attention, with the least possible traffic."""
-    found = sorted(found, key=lambda part: -part.counted_gb)
-
-    def layer(values: Sequence[float]) -> list[str]:
-        return [number(1e3 * v / p.times, 0) if p.times else "" for v, p in zip(values, found, strict=True)]
-
-    moved, least = [p.counted_gb for p in found], [p.least_gb for p in found]
-    columns = [
-        Column("part", [p.name for p in found], total="all"),
-        numbers("GB", moved),
-        numbers("least GB", least),
-        Column(
-            "ratio",
-            [f"{a / b:.2f}" if b else "-" for a, b in zip(moved, least, strict=True)],
-            kind="number",
-            total=f"{ratio(found):.2f}",
-        ),
-        Column("a layer, MB", layer(moved), kind="number"),
-        Column("least MB", layer(least), kind="number"),
-    ]
-    note = "jaxtrain/plan/program/traffic.py has the assumptions behind the least"
-    return Section("Memory traffic of a step outside of matmuls and attention, each GPU", [Table("", columns), note])
 
 
 # ---- pipeline and experts

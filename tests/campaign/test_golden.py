@@ -14,11 +14,10 @@ import plans
 import pytest
 from golden_plans import SHIPPED, compare, load, path
 
-from benchmarks import pictures, published
+from benchmarks import pictures, published, traffic
 from jaxtrain.config import installed, launch
 from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
-from jaxtrain.plan.program import traffic
 from jaxtrain.plan.result import Plan
 from jaxtrain.step.program import build
 

@@ -1,4 +1,6 @@
-"""Memory traffic of a step outside of matmuls and attention, part by part, with the least possible traffic.
+"""Memory traffic of a step outside of matmuls and attention, part by part, with the least: docs/evidence/performance.md.
+
+    python -m benchmarks.traffic --topology=h200:8 --config=FILE [--config.KEY=VALUE ...]
 
 The least traffic assumes one kernel for each elementwise part of the model. The kernel reads its inputs once, and writes the
 inputs of matmuls, attention and the residual stream once. No array is copied, filled or stacked.
@@ -23,16 +25,28 @@ The counted traffic comes from the compiled program, by the named scope of each 
 for the part of its last operation. In a loop over layers, stacking saved activations counts with the weights.
 """
 
+import argparse
 import dataclasses
 import math
+import os
 import re
+import sys
 from collections.abc import Sequence
 
 import jax
+from rich.console import Console
 
+from jaxtrain.config import hardware
+from jaxtrain.config.numbers import number
+from jaxtrain.data import loading
 from jaxtrain.models.activations import kept
 from jaxtrain.models.module import part
+from jaxtrain.plan import topology
+from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.result import Kernel
+from jaxtrain.report.tables import Column, Section, Table, numbers, print_sections
+from jaxtrain.runtime.startup import start_jax
 from jaxtrain.step.compiler import local_bytes
 from jaxtrain.step.program import Program
 
@@ -129,3 +143,48 @@ def _weights(program: Program, learnt: bool = False) -> tuple[float, float]:
         else:
             other += size
     return layer, other
+
+
+def section(found: Sequence[Part]) -> Section:
+    """Return the table of the parts, with the most traffic first."""
+    found = sorted(found, key=lambda part: -part.counted_gb)
+
+    def layer(values: Sequence[float]) -> list[str]:
+        return [number(1e3 * v / p.times, 0) if p.times else "" for v, p in zip(values, found, strict=True)]
+
+    moved, least = [p.counted_gb for p in found], [p.least_gb for p in found]
+    columns = [
+        Column("part", [p.name for p in found], total="all"),
+        numbers("GB", moved),
+        numbers("least GB", least),
+        Column(
+            "ratio",
+            [f"{a / b:.2f}" if b else "-" for a, b in zip(moved, least, strict=True)],
+            kind="number",
+            total=f"{ratio(found):.2f}",
+        ),
+        Column("a layer, MB", layer(moved), kind="number"),
+        Column("least MB", layer(least), kind="number"),
+    ]
+    return Section("Memory traffic of a step outside of matmuls and attention, each GPU", [Table("", columns)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile a config's step, print its traffic, and return the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks.traffic", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--topology", default="h200:8", help="machine to compile for; default %(default)s")
+    args, config = parser.parse_known_args(argv)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    start_jax(hardware.probe())
+    loaded = loading.load(config)
+    if loaded.problems:
+        raise SystemExit("\n".join(map(str, loaded.problems)))
+    machine = topology.parse(args.topology)
+    compiled = compile_step(loaded.run, machine)
+    plan = read_plan(compiled, machine)
+    print_sections([section(parts(compiled.program, plan.kernels))], Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
