@@ -130,9 +130,7 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
 
 @_with_own_line
 def search(config: Config, topology: str, budget: float = 600.0, **overrides: Any) -> "SearchResult":
-    """Return the fastest layouts of a config that fit on a machine.
-
-    A formula estimates the step time of every layout. Layouts are compiled in the order of that estimate.
+    """Return the fastest layout of a config that fits on a machine, and the others that were compiled.
 
     Args:
         budget: seconds after which the search and its running compiles are ended; 0: no limit.
@@ -147,7 +145,6 @@ def search(config: Config, topology: str, budget: float = 600.0, **overrides: An
     from jaxtrain.report.plan import shown
 
     run, machine = load(config, **overrides), machines.parse(topology)
-    _check_machine(run, machine)
     name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
     found = run_search(run, name, machine, budget_s=budget, cache=Cache(FOLDER))
     for candidate in found.tried:
@@ -402,7 +399,7 @@ def _label(name: str) -> str:
 
 def _check_machine(run: RunConfig, topology: Any) -> None:
     """Raise ConfigError if training on this machine would refuse the config."""
-    from jaxtrain.plan.search_space import training_check
+    from jaxtrain.plan.fit import training_check
 
     if problems := training_check(topology)(run):
         raise ConfigError(list(problems))

@@ -55,8 +55,6 @@ def parser() -> Parser:
     p.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
     p.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
     p.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=ONE)
-    p.option("why", "plan it without each setting that saves memory, one at a time", modes=ONE)
-    p.option("traffic", "memory traffic outside of matmuls and attention, with the least possible", modes=ONE)
     p.option(
         "cudnn",
         "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
@@ -76,7 +74,6 @@ def parser() -> Parser:
         example="1.5",
         modes=ONE,
     )
-    p.option("no-fit", "compile also a step that cannot fit by formula, and do not search settings that would fit", modes=ONE)
     p.option(
         "shardings",
         "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
@@ -85,17 +82,16 @@ def parser() -> Parser:
     )
     p.option(
         "search",
-        "instead: find the fastest layout that fits, by formula at once, then compiled; of layouts equal within 5%, the "
-        "one with the least communication",
+        "instead: find the fastest layout that fits: a few are compiled, the most promising first",
     )
     p.option(
         "budget",
-        "seconds of --search, of --why and of the search for settings that fit; 0: no limit",
+        "seconds of --search; 0: no limit",
         "SECONDS",
         0,
         type=whole(0),
         example="100",
-        modes=("", "search"),
+        modes=("search",),
     )
     p.option(
         "most",
@@ -105,9 +101,7 @@ def parser() -> Parser:
         type=whole(1),
         modes=("search",),
     )
-    p.option(
-        "jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("", "search")
-    )
+    p.option("jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("search",))
     p.option(
         "cache",
         f"folder of earlier plans; default {FOLDER}; '' keeps none",
@@ -115,7 +109,7 @@ def parser() -> Parser:
         FOLDER,
         type=place,
         may_be_empty=True,
-        modes=("", "search"),
+        modes=("search",),
     )
     p.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
     return p
@@ -200,8 +194,8 @@ def _act(args: Args) -> int:
 def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     """Run the selected mode (any mode except --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
+    from jaxtrain.plan.fit import training_check
     from jaxtrain.plan.search_cache import Cache
-    from jaxtrain.plan.search_space import training_check
     from jaxtrain.report import planning
     from jaxtrain.report.shardings import print_shardings
 
@@ -212,16 +206,16 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
         print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")
     job = planning.Job(args, topology, check, Cache(args.cache) if args.cache else None, make_console())
-    if not args.mode and planning.refused(job):
-        return 0
+    if args.mode == "search":
+        machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
+        return planning.search_layouts(job)
     if problems := check(run):
         raise ConfigError(list(problems))
     if args.mode == "shardings":
         print_shardings(run, topology, "" if args.shardings == "all" else args.shardings, job.console)
         return 0
-    if args.mode == "search":
-        machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
-        return planning.search_layouts(job)
+    if planning.refused(job):
+        return 0
     return planning.plan(job, cudnn)
 
 

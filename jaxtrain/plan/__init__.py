@@ -1,4 +1,4 @@
 """A plan: the train step compiled for GPUs that need not be present, its memory, communication and step time."""
 
 FOLDER = "~/.cache/jaxtrain/plans"  # finished plans
-MOST = 24  # largest number of plans of a search, unless --most is given
+MOST = 8  # largest number of plans of a search, unless --most is given

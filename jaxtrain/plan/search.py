@@ -1,65 +1,126 @@
-"""The search: order settings by the formula of search_bound.py, then compile them in that order.
+"""The search for the fastest layout that fits, with at most eight compiles.
 
-The config's own setting is compiled first, as the baseline. Objective "speed" searches for the fastest layout that fits.
-Objective "fit" searches for the cheapest change that makes a config fit. Changes that cost only time rank before narrower
-dtypes of the state, and few changes before many. A setting is not compiled if its lower bound of memory exceeds the usable
-memory. `rank` takes seconds and compiles nothing.
+`meshes` lists the layouts that training accepts. Those whose least memory (plan/fit.py) does not fit are left out. The others
+are ordered by the work that they repeat (recomputation, a pipeline's bubble), and equals by communication. Compiled are the
+config's own layout, the first of each kind (the axes it uses besides data and fsdp), and then neighbours of the fastest:
+microbatches, ZeRO stages, and meshes in which an axis has half of the devices, and another twice as many. Plans decide which
+is the fastest.
+
+If nothing fits with the config's dtypes of the state, narrower ones are tried (STORAGE).
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, declared
+from jaxtrain.config import schema
+from jaxtrain.config.context import METHODS
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.plan import MOST
 from jaxtrain.plan import topology as machines
+from jaxtrain.plan.fit import Check, Least, least, training_check
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Plan, Rates
-from jaxtrain.plan.search_bound import ABOVE, Bound, bound, least_state_gib, no_formula
 from jaxtrain.plan.search_cache import Cache
-from jaxtrain.plan.search_parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_each
-from jaxtrain.plan.search_space import (
-    Check,
-    Overrides,
-    changes,
-    fastest_space,
-    fitting_space,
-    split_over,
-    training_check,
-    with_overrides,
-)
-from jaxtrain.plan.topology import CHIPS, Topology, layout_of
+from jaxtrain.plan.search_parallel import MAKE, TIMEOUT_S, Outcome, Request, plan_many
+from jaxtrain.plan.topology import Topology, layout_of
 
-Objective = Literal["speed", "fit"]
-SHOWN = 10  # number of best settings by formula in the report
-MOST_FOR_FIT = 12  # largest number of plans of a search with objective "fit"
-MOST_GPUS = 4096  # of the largest machine that is suggested
-# Step times that differ by less count as equal. The ratio of planned to published step time of six XLA runs has a standard
-# deviation of 6% (docs/evidence/planned_vs_published.md). Layouts of one model share a part of that error.
-ERROR = 0.05
+Overrides = tuple[tuple[str, Any], ...]
+
+LONG = 32_768  # tokens; from this length on, meshes with mesh.seq are tried
+WIDEST_NODES = 8  # an fsdp group is over at most so many nodes, or over all: a ring's latency grows with its nodes
+ROUND = 3  # layouts that are compiled before the next ones are chosen
+ENOUGH = 16_384  # tokens of a microbatch on a device: larger ones make matmuls no faster, and compiles slower
+ALIKE = 0.1  # layouts whose repeated work differs by less count as equal
+ZEROS = ((3, "layer"), (3, "forward"), (2, "layer"), (1, "layer"))  # (sharding.zero, sharding.gather)
+SCHEDULES = (("interleaved", 2), ("interleaved", 4), ("1f1b", 1))  # (pipeline.schedule, pipeline.groups)
+# Storage dtypes of the state, tried in this order. Later ones round more.
+MOMENTS = (("dtypes.m", "bf16"), ("dtypes.v", "bf16"))
+STORAGE: tuple[Overrides, ...] = (
+    (),
+    MOMENTS,
+    (("dtypes.m", "int8"), ("dtypes.v", "int8")),
+    (*MOMENTS, ("dtypes.grads", "bf16"), ("dtypes.params", "bf16")),
+)
+WIDTH = {"f32": 4, "bf16": 2, "int8": 1}  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A layout: sizes of the mesh axes, and what belongs to them. rows: sequences of each shard of a microbatch."""
+
+    data: int
+    fsdp: int
+    expert: int = 1
+    tensor: int = 1
+    seq: int = 1
+    stage: int = 1
+    context: str = METHODS[0]
+    schedule: tuple[str, int] = SCHEDULES[0]
+    zero: tuple[int, str] = ZEROS[0]
+    rows: int = 1
+    stored: Overrides = ()
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Return the axes that the layout uses besides data and fsdp."""
+        return tuple(axis for axis in ("stage", "seq", "tensor", "expert") if getattr(self, axis) > 1)
+
+    def order(self, node: int) -> tuple[Any, ...]:
+        """Return the key by which layouts of equal repeated work are sorted: the least communication first.
+
+        Tokens to experts are fewer bytes than gathered experts. Tensor collectives are exposed. Rings over more nodes have more
+        latency. node: GPUs of a node.
+        """
+        nodes = -(-self.fsdp * self.expert * self.tensor * self.seq // node)
+        return self.stage > 1, self.seq, self.tensor, -self.expert, nodes, self.fsdp == 1, -self.rows
+
+    def overrides(self, run: RunConfig) -> Overrides | None:
+        """Return the layout as overrides of a run; None if the run's batch does not divide."""
+        accum, rest = divmod(run.train.global_batch, self.data * self.fsdp * self.expert * self.rows)
+        # With fewer microbatches than stages, a pipeline is idle for about half of the step.
+        if rest or accum < self.stage:
+            return None
+        axes = tuple((f"mesh.{axis}", getattr(self, axis)) for axis in ("data", "fsdp", "expert", "tensor", "seq", "stage"))
+        out = (*axes, ("train.grad_accum", accum), ("sharding.zero", self.zero[0]), ("sharding.gather", self.zero[1]))
+        out += (("remat.policy", "auto"), ("remat.tensors", ""), ("remat.every", 1))
+        out += (("parallel.context", self.context),) * (self.seq > 1)
+        if self.stage > 1:
+            out += ("pipeline.schedule", self.schedule[0]), ("pipeline.groups", self.schedule[1])
+        return (*out, *self.stored)
+
+    def neighbours(self) -> Iterator["Choice"]:
+        """Yield the layouts that differ in one respect."""
+        for zero in ZEROS:
+            yield dataclasses.replace(self, zero=zero)
+        yield dataclasses.replace(self, rows=self.rows * 2)
+        yield dataclasses.replace(self, rows=self.rows // 2) if self.rows > 1 else self
+        axes = ("data", "fsdp", "expert", "tensor", *(axis for axis in ("seq", "stage") if getattr(self, axis) > 1))
+        for a, b in itertools.permutations(axes, 2):
+            if getattr(self, b) % 2 == 0:
+                yield dataclasses.replace(self, **{a: getattr(self, a) * 2, b: getattr(self, b) // 2})
+        for schedule in SCHEDULES if self.stage > 1 else ():
+            yield dataclasses.replace(self, schedule=schedule)
+        for context in METHODS if self.seq > 1 else ():
+            yield dataclasses.replace(self, context=context)
 
 
 @dataclasses.dataclass(eq=False)
 class Candidate:
-    """A setting, its figures by formula, and its plan after it is compiled.
+    """A layout of a config, and its plan after it is compiled.
 
     Attributes:
-        changes: overrides of the config, such as "mesh.fsdp=8"; () for the config's own setting.
-        rank: 0 if the setting costs only time; higher if it stores more of the state in narrower dtypes.
-        verdict: best | equal | slower | too big | failed; "" before the setting is compiled.
+        changes: overrides of the config, such as "mesh.fsdp=8"; () for the config's own layout.
     """
 
     run: RunConfig
-    bound: Bound
-    changes: tuple[str, ...] = ()
-    rank: int = 0
+    choice: Choice
+    changes: tuple[str, ...]
+    least: Least
     outcome: Outcome | None = None
-    verdict: str = ""
-    reason: str = ""
 
     @property
     def plan(self) -> Plan | None:
@@ -67,8 +128,15 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Return whether the setting is compiled and fits."""
+        """Return whether the layout is compiled and fits."""
         return self.plan is not None and self.plan.fits
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """Return the key that sorts compiled layouts: what fits by step time, what is too big by memory, what failed."""
+        if self.plan is None:
+            return (2,)
+        return (0, self.plan.time.step_ms) if self.plan.fits else (1, self.plan.memory.taken_gib)
 
 
 @dataclasses.dataclass
@@ -76,318 +144,272 @@ class SearchResult:
     """The state of a search, and the reason why it ended.
 
     Attributes:
-        candidates: settings whose lower bound of memory fits, best first by formula. Each is checked before it is shown or
-            compiled.
-        no_formula: the setting for which the run has no formula (bound.no_formula). Then all settings are candidates, those
-            with the cheapest changes or the fewest mesh axes first; "" if there is a formula.
-        too_big: number of settings whose lower bound of memory does not fit.
-        shown: the first SHOWN legal candidates.
-        tried: compiled settings; best first after the search.
-        running: settings that are being compiled.
-        ended: complete (no better setting is left) | found (a setting fits) | most (number of plans) | budget | interrupted.
+        own_problems: the reasons why training refuses the config's own layout.
+        listed: number of layouts that may fit. too_big: number of layouts that cannot.
+        least_gib: the least memory of any layout.
+        tried: compiled layouts; best first after the search.
+        running: layouts that are being compiled.
+        ended: complete (no neighbour of the best is left) | most (number of plans) | budget | interrupted.
     """
 
     name: str
     topology: Topology
     run: RunConfig
-    objective: Objective
     usable_gib: float
     most: int
-    candidates: list[Candidate]
-    no_formula: str = ""
+    own_problems: tuple[Problem, ...] = ()
+    listed: int = 0
     too_big: int = 0
-    shown: tuple[Candidate, ...] = ()
+    least_gib: float = math.inf
     tried: list[Candidate] = dataclasses.field(default_factory=list)
     running: list[Candidate] = dataclasses.field(default_factory=list)
     ended: str = ""
     seconds: float = 0.0
 
-    def sort(self, some: list[Candidate], above: float = ABOVE) -> None:
-        """Sort settings by formula: settings that probably fit first, then by cheapest change ("fit") or step time ("speed").
-
-        Step times that differ by less than ERROR count as equal. Of these layouts, one with fewer mesh axes ranks higher.
-
-        Args:
-            above: ratio of a plan's memory to its lower bound, both without weights and moments.
-        """
-        fastest = min((c.bound.step_s for c in some if c.bound.step_s), default=1.0)
-
-        def key(c: Candidate) -> tuple[float, ...]:
-            likely = c.bound.state_gib + (c.bound.likely_gib - c.bound.state_gib) * above / ABOVE
-            if self.objective == "fit":
-                return likely > self.usable_gib, c.rank, len(c.changes), c.bound.step_s
-            slower = math.log(max(1.0, c.bound.step_s / fastest)) // math.log(1 + ERROR)
-            axes = sum(size > 1 for size in layout_of(c.run, self.topology).sizes.values())
-            return likely > self.usable_gib, slower, axes, c.bound.step_s, likely, len(c.changes)
-
-        some.sort(key=key)
-
     @property
     def best(self) -> Candidate | None:
-        """Return the best compiled setting that fits; else the first that probably fits by formula; else None."""
-        compiled = next((c for c in self.tried if c.fits), None)
-        if self.no_formula:
-            return compiled
-        return compiled or next((c for c in self.shown if c.outcome is None and c.bound.likely_gib <= self.usable_gib), None)
-
-
-def rank(
-    run: RunConfig, name: str, topology: Topology, objective: Objective, check: Check, rates: Rates, most: int = MOST
-) -> SearchResult:
-    """Order all settings by formula; compile nothing. After Ctrl-C, return the settings that have been evaluated."""
-    usable = topology.usable_gib(run.train.memory_fraction)
-    found = SearchResult(name, topology, run, objective, usable, most, [], no_formula(run.model.family, run.lora, run.train))
-    try:
-        if objective == "fit":
-            settings = fitting_space(run, topology, check)
-        else:
-            settings = ((0, overrides) for overrides in fastest_space(run, topology, check))
-        for group, overrides in settings:
-            changed = changes(run, overrides, topology)
-            if changed or not overrides:
-                other = with_overrides(run, overrides)
-                c = Candidate(other, bound(other, topology, rates), changed, group)
-                found.too_big += c.bound.memory_gib > usable
-                found.candidates += [c] * (c.bound.memory_gib <= usable)
-    except KeyboardInterrupt:
-        found.ended = "interrupted"
-    found.sort(found.candidates)
-    legal = (c for c in found.candidates if not check(c.run))
-    found.shown = tuple(itertools.islice(legal, SHOWN))
-    return found
+        """Return the fastest compiled layout that fits, or None."""
+        return min((c for c in self.tried if c.fits), key=lambda c: c.rank, default=None)
 
 
 def search(
     run: RunConfig,
     name: str,
     topology: Topology,
-    objective: Objective = "speed",
     *,
     budget_s: float = 0.0,
-    most: int = 0,
+    most: int = MOST,
     check: Check | None = None,
     rates: Rates | None = None,
-    own: Plan | None = None,
     plan_one: str = MAKE,
     jobs: int = 0,
     cache: Cache | None = None,
     timeout_s: float = TIMEOUT_S,
-    on_ranked: Callable[[SearchResult], None] = lambda found: None,
     on_progress: Callable[[SearchResult], None] = lambda found: None,
 ) -> SearchResult:
-    """Search for the best setting of a config on a machine. No setting changes the global batch.
+    """Search for the fastest layout of a config on a machine. No layout changes the global batch.
 
     Args:
         name: label of the config in plans.
         topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
-        most: largest number of plans; 0: MOST_FOR_FIT if the objective is "fit", else MOST.
+        most: largest number of plans.
         check: returns the problems of training a config; None: `training_check`.
         rates: rates of the GPU; None: `rates_for` this GPU.
-        own: the plan of the config itself, if it is made already.
         plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
         jobs: number of compiles that run at the same time; 0: the number of cores.
-        on_ranked: called once, before anything is compiled.
-        on_progress: called after each start and end of a compile.
+        on_progress: called when the layouts are listed, and after each start and end of a compile.
 
     Raises:
-        ConfigError: the first setting is refused for a key that no other setting changes.
+        ConfigError: training refuses every layout, for a key that the search does not change.
         TopologyError: the machine has no description.
     """
     began = time.monotonic()
     machines.parse(topology.name)
     check, rates = check or training_check(topology), rates or rates_for(topology.gpu, run.precision)
-    found = rank(run, name, topology, objective, check, rates, most or (MOST_FOR_FIT if objective == "fit" else MOST))
-    on_ranked(found)
-    # The config's own setting is compiled first, as the baseline.
-    todo = sorted(found.candidates, key=lambda c: bool(c.changes))
-    above = ABOVE
-    if own and not own.fits:
-        above = _above(bound(run, topology, rates), own)
-        found.sort(todo, above)
+    found = SearchResult(name, topology, run, topology.usable_gib(run.train.memory_fraction), most)
+    found.own_problems = tuple(check(run))
+    space = Space(run, topology, check, found)
+    how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
 
-    def following() -> tuple[Candidate, Request] | None:
-        while todo and not found.ended and len(found.tried) + len(found.running) < found.most and not _is_enough(found, todo):
-            c = todo.pop(0)
-            if not check(c.run):
-                found.running.append(c)
-                on_progress(found)
-                return c, Request(c.run, topology, name, c.changes, rates)
-        return None
+    def compile(some: list[Candidate]) -> None:
+        some = some[: most - len(found.tried)]
+        left = began + budget_s - time.monotonic() if budget_s else 0.0
+        if left < 0:
+            raise TimeoutError
+        requests = {c: Request(c.run, topology, name, c.changes, rates) for c in some}
+
+        def start(c: Candidate) -> None:
+            found.running.append(c)
+            on_progress(found)
+
+        def end(c: Candidate, outcome: Outcome) -> None:
+            found.running.remove(c) if c in found.running else None
+            c.outcome = outcome
+            if outcome.kind != "stopped":
+                found.tried.append(c)
+            on_progress(found)
+
+        outcomes = plan_many(requests, budget_s=left, on_start=start, on_done=end, **how)
+        if all(outcome.problems and _is_of_every_layout(outcome.problems) for outcome in outcomes.values()):
+            raise ConfigError([p for outcome in outcomes.values() for p in outcome.problems][:1])
+        if any(outcome.kind == "stopped" for outcome in outcomes.values()):
+            raise TimeoutError
 
     try:
-        how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-        with contextlib.closing(plan_each(following, deadline=began + (budget_s or math.inf), **how)) as outcomes:
-            for c, outcome in outcomes:
-                c.outcome = outcome
-                found.running.remove(c)
-                found.tried.append(c)
-                if len(found.tried) == 1 and not own and _is_of_every_setting(outcome.problems, found):
-                    raise ConfigError(list(outcome.problems))
-                if outcome.plan and not outcome.plan.fits and c.run.remat.policy != "auto":
-                    above = max(above, _above(c.bound, outcome.plan))
-                    found.sort(todo, above)
-                on_progress(found)
-        found.ended = found.ended or ("most" if len(found.tried) >= found.most else "complete")
+        own = [] if found.own_problems else [*filter(None, [space.own()])]
+        for stored in space.storage():
+            listed = space.listed(stored)
+            on_progress(found)
+            compile([*own, *space.first_of_each_kind(listed, max(1, most // 2 - len(own)))])
+            own = []
+            while not found.best and len(found.tried) < most and (smaller := space.smaller(listed)):
+                compile([smaller])
+            if found.best:
+                break
+        while found.best and len(found.tried) < most and (near := space.near(found.best)):
+            compile(near[:ROUND])
+        found.ended = "most" if len(found.tried) >= most else "complete"
     except TimeoutError:
         found.ended = "budget"
     except KeyboardInterrupt:
         found.ended = "interrupted"
-    if objective == "fit" and found.ended in ("complete", "most") and any(c.fits for c in found.tried):
-        found.ended = "found"
+    if not found.tried and not found.listed and found.own_problems and not found.too_big:
+        raise ConfigError(list(found.own_problems))
     found.running.clear()
-    _judge(found)
+    found.tried.sort(key=lambda c: c.rank)
     found.seconds = time.monotonic() - began
     return found
 
 
-def _is_of_every_setting(problems: Sequence[Problem], found: SearchResult) -> bool:
-    """Return whether there are problems, all of keys of the config that no setting of the search changes."""
-    changed = {change.partition("=")[0] for c in found.candidates for change in c.changes}
-    return bool(problems) and all(p.key in declared() and p.key not in changed for p in problems)
+class Space:
+    """The layouts of a run on a machine, each judged once."""
 
+    def __init__(self, run: RunConfig, topology: Topology, check: Check, found: SearchResult):
+        self.run, self.topology, self.check, self.found = run, topology, check, found
+        self._seen: dict[tuple[str, ...], Candidate | None] = {}
 
-def _above(least: Bound, plan: Plan) -> float:
-    """Return the ratio of a plan's memory to its lower bound, both without weights and moments."""
-    rest = least.memory_gib - least.state_gib
-    return (plan.memory.taken_gib - least.state_gib) / rest if rest > 0 else ABOVE
+    def own(self) -> Candidate | None:
+        """Return the config's own layout, which is legal; None if its least memory does not fit."""
+        r, sizes = self.run, layout_of(self.run, self.topology).sizes
+        rows = r.train.global_batch // r.train.grad_accum // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
+        zero, schedule = (r.sharding.zero, r.sharding.gather), (r.pipeline.schedule, r.pipeline.groups)
+        axes: dict[str, Any] = sizes
+        choice = Choice(**axes, context=r.parallel.context, schedule=schedule, zero=zero, rows=rows)
+        own = self._seen[()] = self._counted(r, choice, ())
+        return own
 
+    def storage(self) -> Iterator[Overrides]:
+        """Yield the config's dtypes of the state, as (), and then narrower ones."""
+        flat = self.run.flat
+        yield ()
+        for stored in STORAGE[1:]:
+            if narrower := tuple((key, dtype) for key, dtype in stored if WIDTH[dtype] < WIDTH[flat[key]]):
+                yield narrower
 
-def _is_enough(found: SearchResult, todo: list[Candidate]) -> bool:
-    """Return whether the search can end: for "fit", if a setting fits; for "speed", if no layout of `todo` can be faster.
+    def listed(self, stored: Overrides) -> list[Candidate]:
+        """Return all layouts with one sequence for each shard, sorted."""
+        choices = (dataclasses.replace(c, stored=stored) for c in meshes(self.run, self.topology))
+        own = self._seen.get(())
+        return sorted(dict.fromkeys(filter(None, [own, *map(self._judged, choices)])), key=self._order)
 
-    A layout's time is at least its time by formula, times the lowest ratio so far of planned time to time by formula.
-    """
-    fitting = [c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits]
-    if found.objective == "fit" or not fitting:
-        return bool(fitting)
-    ratios = [c.plan.time.step_ms / c.bound.step_s for c in found.tried if c.plan and c.bound.step_s]
-    return min(c.bound.step_s for c in todo) * min(ratios, default=0.0) >= min(fitting)
+    def first_of_each_kind(self, listed: list[Candidate], most: int) -> list[Candidate]:
+        """Return the first layout of each kind, with as many sequences of a microbatch as add no recomputation."""
+        first: dict[tuple[str, ...], Candidate] = {}
+        for c in listed:
+            first.setdefault(c.choice.kind, c)
+        return [self._widened(c) for c in first.values() if c.changes][:most]
 
+    def near(self, best: Candidate) -> list[Candidate]:
+        """Return the neighbours of a layout that were not compiled: other meshes and microbatches before other ZeRO stages."""
+        new = dict.fromkeys(c for c in map(self._judged, best.choice.neighbours()) if c and not c.outcome)
+        return sorted(new, key=lambda c: (c.choice.zero != best.choice.zero, self._order(c)))
 
-def _judge(found: SearchResult) -> None:
-    """Set the verdict and the reason of each compiled setting, and sort the settings: best first."""
-    fastest = min((c.plan.time.step_ms for c in found.tried if c.plan and c.plan.fits), default=0.0)
-    order: dict[Candidate, tuple[float, ...]] = {}
-    for c in found.tried:
-        plan = c.plan
-        if plan is None:
-            order[c], c.verdict, c.reason = (2,), "failed", f"{c.outcome.kind}: {c.outcome.reason}" if c.outcome else ""
-            continue
-        if not plan.fits:
-            order[c], c.verdict, c.reason = (1,), "too big", f"by {plan.memory.taken_gib - plan.memory.usable_gib:.1f} GiB"
-            continue
-        step_ms, links = plan.time.step_ms, plan.time.communication_ms / fastest
-        more = step_ms / fastest - 1
-        axes = sum(size > 1 for size in plan.mesh.values())
-        order[c] = (0, 0, round(links, 2), axes, step_ms) if more <= ERROR else (0, 1, step_ms)
-        if found.objective == "fit":
-            order[c] = 0, c.rank, step_ms
-        c.verdict = "equal" if more <= ERROR else "slower"
-        c.reason = f"{f'{more:.1%} slower than the fastest, ' if more else ''}links are busy {links:.0%} of the fastest step"
-    found.tried.sort(key=order.__getitem__)
-    if found.best and found.best.fits:
-        found.best.verdict = "best"
-
-
-# ---- configs that cannot fit
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """A config that cannot fit on its machine, by formula.
-
-    Attributes:
-        least_gib: lower bound of the memory that the config needs on each GPU.
-        fix: a setting that probably fits on this machine, or None.
-        larger: the next larger machine on which the config probably fits, and its overrides there; or None.
-    """
-
-    least_gib: float
-    state_gib: float
-    usable_gib: float
-    fix: Candidate | None
-    larger: tuple[Topology, Candidate] | None
-
-
-def refuse(run: RunConfig, topology: Topology) -> Refusal | None:
-    """Return the reason why a config cannot fit, and settings that probably fit; None if the config may fit.
-
-    A config that training on this machine would reject is refused only if its weights and moments are too big for every mesh.
-    The call takes about a second.
-    """
-    usable, check = topology.usable_gib(run.train.memory_fraction), training_check(topology)
-    legal, state = not check(run), least_state_gib(run, topology)
-    if not legal and state <= usable:
-        return None
-    rates = rates_for(topology.gpu, run.precision)
-    least = bound(run, topology, rates) if legal else Bound(0.0, state, state)
-    if least.memory_gib <= usable:
-        return None
-    fix = rank(run, "", topology, "fit", check, rates).best if legal else None
-    return Refusal(least.memory_gib, least.state_gib, usable, fix, larger_machine(run, topology, rates))
-
-
-def larger_machine(run: RunConfig, topology: Topology, rates: Rates) -> tuple[Topology, Candidate] | None:
-    """Return the next larger machine on which a config probably fits, and the config's overrides there.
-
-    The config is tried unchanged first, then with weights sharded over all GPUs.
-    """
-    total = topology.total
-    while topology.chip in CHIPS and 2 * total <= MOST_GPUS:
-        most = CHIPS[topology.chip][0]
-        total = 2 * total if 2 * total <= most or total % most == 0 else most * -(-total // most)
-        node = topology.gpus if topology.nodes > 1 else min(total, CHIPS[topology.chip][0])
-        if total % node:
+    def smaller(self, listed: list[Candidate]) -> Candidate | None:
+        """Return the layout with the least memory of those that were not compiled; None if no layout was too big."""
+        if not any(c.plan for c in self.found.tried):
             return None
-        machine = machines.parse(f"{topology.chip}:{node}x{total // node}")
-        check, usable = training_check(machine), machine.usable_gib(run.train.memory_fraction)
-        for overrides in _spreads(run, machine):
-            other = with_overrides(run, overrides)
-            if not check(other) and 0 < (c := bound(other, machine, rates)).likely_gib <= usable:
-                return machine, Candidate(other, c, changes(run, overrides))
-    return None
+        return min((c for c in listed if not c.outcome), key=lambda c: c.least.gib, default=None)
+
+    def _widened(self, c: Candidate) -> Candidate:
+        while 2 * c.choice.rows * self.run.data.seq_len <= ENOUGH:
+            wider = self._judged(dataclasses.replace(c.choice, rows=2 * c.choice.rows))
+            if not wider or not wider.changes or wider.least.repeated > c.least.repeated:
+                break
+            c = wider
+        return c
+
+    def _judged(self, choice: Choice) -> Candidate | None:
+        """Return the candidate of a layout; None if training refuses it, or its least memory does not fit."""
+        overrides = choice.overrides(self.run)
+        if overrides is None or choice.tensor > self.topology.gpus:
+            return None
+        changed = changes(self.run, overrides, self.topology)
+        if changed not in self._seen:
+            self._seen[changed] = self._new(choice, overrides, changed)
+        return self._seen[changed]
+
+    def _new(self, choice: Choice, overrides: Overrides, changed: tuple[str, ...]) -> Candidate | None:
+        run = with_overrides(self.run, overrides)
+        if self.check(run):
+            return None
+        return self._counted(run, choice, changed)
+
+    def _counted(self, run: RunConfig, choice: Choice, changed: tuple[str, ...]) -> Candidate | None:
+        try:
+            needs = least(run, self.topology)
+        except ConfigError:  # a rule that only `build` knows
+            return None
+        self.found.least_gib = min(self.found.least_gib, needs.gib)
+        if math.isinf(needs.repeated):
+            self.found.too_big += 1
+            return None
+        self.found.listed += 1
+        return Candidate(run, choice, changed, needs)
+
+    def _order(self, c: Candidate) -> tuple[Any, ...]:
+        return int(c.least.repeated / ALIKE), c.choice.order(self.topology.gpus), c.least.repeated
 
 
-def _spreads(run: RunConfig, machine: Topology) -> Iterator[Overrides]:
-    """Yield a run's own setting, then weights sharded over all GPUs, with a global batch that the shards divide."""
-    yield ()
-    try:
-        sizes = layout_of(run, machine).sizes
-    except ConfigError:
-        return
-    shared = machine.total // (sizes["stage"] * sizes["expert"] * sizes["seq"])
-    shards = max(1, shared // sizes["tensor"] * sizes["expert"])
-    batch, accum = run.train.global_batch, run.train.grad_accum
-    while accum > 1 and batch % (accum * shards):
-        accum -= 1
-    if batch % (accum * shards):
-        batch = math.ceil(batch / shards) * shards
-    yield *split_over(run.mesh.fsdp, shared, sizes["tensor"]), ("train.global_batch", batch), ("train.grad_accum", accum)
+def meshes(run: RunConfig, topology: Topology) -> Iterator[Choice]:
+    """Yield the meshes of the GPUs, with axes of powers of two.
+
+    A tensor group is inside a node. mesh.expert is above 1 only for models with experts, and inside a node or as in the
+    config. mesh.seq is above 1 only for sequences from LONG tokens, if the config sets it, or if a step has fewer sequences
+    than nodes. A stage is one or more whole nodes; if the config sets mesh.stage, any number of GPUs. An fsdp group is as wide
+    as a node, as 2, 4 or WIDEST_NODES nodes, or as all GPUs; or weights are replicated.
+    """
+    node, total = topology.gpus, topology.total
+    if run.mesh.seq != 1 or run.data.seq_len >= LONG:
+        seqs = _powers(total)
+    else:
+        seqs = [n for n in _powers(total) if topology.nodes <= run.train.global_batch * n][:1]
+    experts = {*_powers(run.model.num_experts, node), run.mesh.expert} if run.model.num_experts else {1}
+    for stage in _powers(total if run.mesh.stage != 1 else topology.nodes):
+        for expert, seq, tensor in itertools.product(sorted(experts), seqs, _powers(node)):
+            shards, rest = divmod(total, stage * expert * seq * tensor)
+            inside = max(1, node // (expert * seq * tensor))
+            widths = {inside * n for n in _powers(WIDEST_NODES)} | {1, shards}
+            for fsdp in sorted(width for width in widths if not rest and shards and shards % width == 0):
+                zero = (1, "layer") if stage > 1 else ZEROS[0]
+                yield Choice(shards // fsdp, fsdp, expert, tensor, seq, stage, run.parallel.context, zero=zero)
 
 
-# ---- settings that save memory
+def _powers(n: int, most: int = 2**20) -> tuple[int, ...]:
+    """Return the powers of two that divide n, up to `most`."""
+    return tuple(2**k for k in range(n.bit_length()) if n % 2**k == 0 and 2**k <= most)
 
 
-def savings(run: RunConfig, check: Check) -> dict[str, Overrides]:
-    """Return setting of the config that saves memory -> overrides that undo it."""
-    r, t, m = run.remat, run.train, run.mesh
-    everything = (("remat.policy", "none"), ("remat.tensors", ""), ("remat.every", 1))
-    more = everything if r.policy == "auto" else (("remat.policy", "auto"), *everything[1:])
-    found: dict[str, Overrides] = {} if r.policy == "none" else {f"remat.policy={r.policy}": more}
-    stored = dataclasses.asdict(run.dtypes)
-    found |= {f"dtypes.{k}={stored[k]}": ((f"dtypes.{k}", "f32"),) for k in ("m", "v", "grads", "params") if stored[k] != "f32"}
-    if run.optimizer.offload != "none":
-        found[f"optimizer.offload={run.optimizer.offload}"] = (("optimizer.offload", "none"),)
-    if run.loss.chunk < type(run.loss)().chunk:
-        found[f"loss.chunk={run.loss.chunk}"] = (("loss.chunk", type(run.loss)().chunk),)
-    for axis, size in (("tensor", m.tensor), ("stage", m.stage)):
-        if size > 1:
-            found[f"mesh.{axis}={size}"] = (("mesh.fsdp", m.fsdp if m.fsdp == -1 else m.fsdp * size), (f"mesh.{axis}", 1))
-    if run.moe.capacity_factor and run.model.num_experts:
-        found[f"moe.capacity_factor={run.moe.capacity_factor:g}"] = (("moe.capacity_factor", 0.0),)
-    fewer: Iterable[Overrides] = ((("train.grad_accum", n),) for n in range(t.grad_accum - 1, 0, -1))
-    fewer = (o for o in fewer if t.global_batch % o[0][1] == 0 and not check(with_overrides(run, o)))
-    if larger := next(iter(fewer), None):
-        found[f"train.grad_accum={t.grad_accum}"] = larger
-    return {choice: instead for choice, instead in found.items() if not check(with_overrides(run, instead))}
+def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunConfig:
+    """Return the run with these overrides. Raises ConfigError for an unknown key or a value of a wrong type."""
+    # A search makes hundreds of runs, so only changed sections are converted to dicts and back.
+    tree: dict[str, Any] = {schema.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
+    for key, value in overrides:
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            if dataclasses.is_dataclass(place[section]):
+                place[section] = schema.to_dict(place[section])
+            elif isinstance(place[section], tuple):  # config.OWN
+                place[section] = dict(place[section])
+            place = place[section]
+        place[name] = value
+    changed, problems = schema.from_dict(tree)
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = None) -> tuple[str, ...]:
+    """Return the overrides that change the run, such as "mesh.fsdp=8". topology: replaces mesh axes of -1 by their size."""
+    flat = run.flat
+    if topology:
+        flat = flat | {f"mesh.{axis}": size for axis, size in layout_of(run, topology).sizes.items()}
+    return tuple(f"{key}={value}" for key, value in overrides if flat[key] != value)
+
+
+def _is_of_every_layout(problems: Iterable[Problem]) -> bool:
+    """Return whether no problem is of a key that the search changes."""
+    return not any(
+        p.key.startswith(("mesh", "remat.", "sharding.", "pipeline.", "dtypes.", "parallel.", "train.")) for p in problems
+    )

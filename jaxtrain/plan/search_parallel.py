@@ -15,9 +15,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
@@ -132,85 +131,54 @@ def _delayed_interrupt() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def plan_each(
-    following: Callable[[], tuple[Any, Request] | None],
-    *,
-    jobs: int = 0,
-    deadline: float = float("inf"),
-    cache: Cache | None = None,
-    plan_one: str = MAKE,
-    timeout_s: float = TIMEOUT_S,
-) -> Generator[tuple[Any, Outcome]]:
-    """Plan requests that are not in the cache, `jobs` at a time. Yield (id, outcome) of each request.
-
-    Args:
-        following: returns (id, next request), or None if there is no request now. Called again after each outcome.
-        jobs: number of compiles that run at the same time; 0: the number of cores.
-        deadline: value of time.monotonic() at which running compiles are ended.
-        plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
-
-    Raises:
-        TimeoutError: the deadline has passed before all requests are done.
-    """
-    running: dict[Child, tuple[Any, Request]] = {}
-    try:
-        while True:
-            while len(running) < (jobs or cores()) and (item := following()):
-                if time.monotonic() >= deadline:
-                    raise TimeoutError
-                ident, request = item
-                if known := cache and cache.get(request, plan_one):
-                    yield ident, known
-                else:
-                    with _delayed_interrupt():
-                        running[Child(request, plan_one, timeout_s)] = item
-            if not running:
-                return
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            for child, outcome in _wait(running):
-                child.end()
-                ident, request = running.pop(child)
-                if cache:
-                    cache.put(request, plan_one, outcome)
-                yield ident, outcome
-    finally:
-        for child in running:
-            child.end()
-
-
-def _wait(running: Iterable[Child]) -> list[tuple[Child, Outcome]]:
-    """Wait POLL_S, and return (child, outcome) of the children that have ended."""
-    time.sleep(POLL_S)
-    return [(child, outcome) for child in running if (outcome := child.outcome())]
-
-
-def plan_many(
-    requests: dict[Any, Request],
+def plan_many[Id](
+    requests: dict[Id, Request],
     *,
     jobs: int = 0,
     budget_s: float = 0.0,
     cache: Cache | None = None,
     plan_one: str = MAKE,
     timeout_s: float = TIMEOUT_S,
-    on_done: Callable[[Any, Outcome], None] = lambda ident, outcome: None,
-) -> dict[Any, Outcome]:
-    """Return id -> outcome of each request.
+    on_start: Callable[[Id], None] = lambda ident: None,
+    on_done: Callable[[Id, Outcome], None] = lambda ident, outcome: None,
+) -> dict[Id, Outcome]:
+    """Plan the requests that are not in the cache, `jobs` at a time. Return id -> outcome of each request.
 
     Args:
+        jobs: number of compiles that run at the same time; 0: the number of cores.
         budget_s: seconds for all requests; 0: no limit. Requests without a plan by then have an outcome of kind "stopped".
+        plan_one: "package.module:function" of (run, topology, rates=...) -> Plan.
+        on_start: called with the id of each request that is not in the cache, when its compile starts.
         on_done: called with (id, outcome) of each request when it is done.
-
-    Other arguments: see `plan_each`.
     """
-    stopped = Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent")
-    todo, found = iter(requests.items()), dict.fromkeys(requests, stopped)
     deadline = time.monotonic() + (budget_s or float("inf"))
-    how = {"jobs": jobs, "deadline": deadline, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
-    with contextlib.suppress(TimeoutError):
-        for ident, outcome in plan_each(lambda: next(todo, None), **how):
-            found[ident] = outcome
-            on_done(ident, outcome)
-    for ident in [i for i, outcome in found.items() if outcome is stopped]:
-        on_done(ident, stopped)
-    return found
+    todo, running, outcomes = dict(requests), {}, {}
+
+    def done(ident: Id, outcome: Outcome) -> None:
+        outcomes[ident] = outcome
+        on_done(ident, outcome)
+
+    try:
+        while (todo or running) and time.monotonic() < deadline:
+            while todo and len(running) < (jobs or cores()):
+                ident, request = next(iter(todo.items()))
+                del todo[ident]
+                if known := cache and cache.get(request, plan_one):
+                    done(ident, known)
+                    continue
+                on_start(ident)
+                with _delayed_interrupt():
+                    running[Child(request, plan_one, timeout_s)] = ident
+            time.sleep(POLL_S if running else 0.0)
+            for child, outcome in [(child, outcome) for child in running if (outcome := child.outcome())]:
+                child.end()
+                ident = running.pop(child)
+                if cache:
+                    cache.put(requests[ident], plan_one, outcome)
+                done(ident, outcome)
+    finally:
+        for child in running:
+            child.end()
+    for ident in [*running.values(), *todo]:
+        done(ident, Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent"))
+    return outcomes

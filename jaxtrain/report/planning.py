@@ -1,31 +1,33 @@
-"""The work of `python -m jaxtrain plan`: plan a config, or search for settings that are faster or that fit, and print it."""
+"""The work of `python -m jaxtrain plan`: plan a config, or search for a faster layout, and print it."""
 
 import contextlib
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args
+from jaxtrain.config.commands import spelled
+from jaxtrain.config.numbers import size
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.metrics.files import write_output
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.cudnn_library import Library
+from jaxtrain.plan.fit import Check, least
 from jaxtrain.plan.make import read_plan
-from jaxtrain.plan.program import traffic
-from jaxtrain.plan.search import SearchResult, refuse, savings, search
+from jaxtrain.plan.search import SearchResult, search
 from jaxtrain.plan.search_cache import Cache
-from jaxtrain.plan.search_parallel import Outcome, Request, plan_many
-from jaxtrain.plan.search_space import Check, changes, with_overrides
 from jaxtrain.plan.topology import CHIPS, Topology
-from jaxtrain.report import layer_schedule, plan_page, plan_sections, search_page
+from jaxtrain.report import layer_schedule, plan_page, search_page
 from jaxtrain.report.plan import print_plan
-from jaxtrain.report.tables import print_sections
+from jaxtrain.report.tables import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,23 +59,13 @@ class Job:
     def overrides(self) -> tuple[str, ...]:
         return tuple(f"{key}={value}" for key, value in self.args.loaded.launch.overrides)
 
-    def search(self, **objective: Any) -> SearchResult:
-        """Search, print the result, and return it. objective: further arguments of `search`."""
-        limits: dict[str, Any] = {
-            "jobs": self.args.jobs,
-            "budget_s": self.args.budget,
-            "cache": self.cache,
-            "check": self.check,
-        }
+    def search(self) -> SearchResult:
+        """Search, print the result, and return it."""
+        args = self.args
+        limits: dict[str, Any] = {"jobs": args.jobs, "budget_s": args.budget, "most": args.most}
         with search_page.watch(self.console) as progress:
             found = search(
-                self.run,
-                self.name,
-                self.topology,
-                **limits,
-                **objective,
-                on_ranked=lambda ranked: search_page.show_ranked(ranked, self.console),
-                on_progress=progress,
+                self.run, self.name, self.topology, **limits, cache=self.cache, check=self.check, on_progress=progress
             )
         search_page.show(found, self.console)
         return found
@@ -85,21 +77,15 @@ class Job:
 
 
 def plan(job: Job, cudnn: Library | None) -> int:
-    """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code.
-
-    If the plan does not fit, search for settings that fit, unless --no-fit is given or the chip has no file in specs/.
-    """
+    """Plan the layout of the config, print the plan, write the files of --json, --html and --hlo, and return the exit code."""
     run, args, topology, console = job.run, job.args, job.topology, job.console
     busy = console.status(f"compiling the train step for {topology.name} ...")
     with busy if console.is_terminal else contextlib.nullcontext():
         compiled = compile_step(run, topology, cudnn)
         label: dict[str, Any] = {"name": job.name, "overrides": job.overrides}
-        planned = even = read_plan(compiled, topology, **label)
-        if args.experts_load > 1:  # the searches below assume an even load
-            planned = read_plan(compiled, topology, **label, experts_load=args.experts_load)
+        planned = read_plan(compiled, topology, **label, experts_load=args.experts_load)
     if args.hlo:
         write_output(args.hlo, compiled.text)
-    moved = traffic.parts(compiled.program, planned.kernels) if args.traffic else ()
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
@@ -108,74 +94,57 @@ def plan(job: Job, cudnn: Library | None) -> int:
     words = "" if epochs is None else f"{pipeline.epochs_in_words(epochs)} of {run.data.source}"
     length: dict[str, Any] = {"steps": run.train.steps, "epochs": words}
     print_plan(planned, console, **length)
-    if moved:
-        print_sections([plan_sections.traffic_section(moved)], console)
-
-    interrupted = False
-    if topology.chip not in CHIPS:
-        if (not planned.fits and not args.no_fit) or args.why:
-            more = f"nothing more is compiled: {topology.chip} has no description in jaxtrain/plan/specs"
-            console.print(f"\n{more}", markup=False)
-    elif not planned.fits and not args.no_fit:
-        found = job.search(objective="fit", own=even)
-        planned = dataclasses.replace(planned, hints=(*planned.hints, *search_page.hints(found)))
-        interrupted = found.ended == "interrupted"
-    elif args.why and planned.fits:
-        lines, interrupted = plan_without_savings(job, even)
-        planned = dataclasses.replace(planned, hints=(*planned.hints, *lines))
-    if args.why and not planned.fits:
-        console.print("\n--why needs a plan that fits. This one does not.")
+    if not planned.fits:
+        _print_search(job)
     job.write_json(result.to_json(planned))
     if args.html:
         write_output(args.html, plan_page.html(planned, **length, layer=layer))
     if written := [*filter(None, (args.json, args.html, args.hlo))]:
         console.print(f"\nwritten: {', '.join(written)}", markup=False, highlight=False, soft_wrap=True)
-    return INTERRUPTED if interrupted else 0
+    return 0
 
 
 def refused(job: Job) -> bool:
-    """Return whether the config cannot fit by formula. If so, print the refusal, and settings that probably fit.
+    """Return whether the config cannot fit, and print its least memory if so.
 
-    With --hlo, --html, --traffic or --no-fit, which need the compiled program, return False.
+    With --hlo or --html, which need the compiled program, return False.
     """
-    if any((job.args.no_fit, job.args.hlo, job.args.html, job.args.traffic)):
+    if job.args.hlo or job.args.html:
         return False
-    why = refuse(job.run, job.topology)
-    if why is None:
+    needs, usable = least(job.run, job.topology), job.topology.usable_gib(job.run.train.memory_fraction)
+    if needs.gib <= usable:
         return False
-    lines = search_page.show_refusal(why, job.name, job.overrides, job.topology, job.console)
+    where = f"{job.name} on {job.topology.name}"
+    say(
+        job.console,
+        f"does not fit: {where} needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable",
+        "bold red",
+    )
+    parts = (
+        ("weights and moments", needs.state_gib),
+        ("gradients", needs.gradients_gib),
+        ("gathered weights", needs.gathered_gib),
+    )
+    say(job.console, ", ".join(f"{name} {size(gib)}" for name, gib in parts) + "; nothing was compiled")
+    _print_search(job)
     tree = {"config": job.name, "topology": job.topology.name, "fits": False, "compiled": False}
-    tree |= {"least_gib": why.least_gib, "state_gib": why.state_gib, "usable_gib": why.usable_gib, "hints": lines}
-    job.write_json(tree)
+    job.write_json(tree | {"least_gib": needs.gib, "state_gib": needs.state_gib, "usable_gib": usable})
     return True
 
 
-def plan_without_savings(job: Job, planned: result.Plan) -> tuple[tuple[str, ...], bool]:
-    """For each setting of the config that saves memory (`savings`), plan the config without the setting.
-
-    Return a hint for each setting, and whether Ctrl-C interrupted the planning. planned: the plan of the config itself.
-    """
-    run, args = job.run, job.args
-    found, outcomes, interrupted = savings(run, job.check), {}, False
-    requests = {
-        choice: Request(with_overrides(run, o), job.topology, job.name, changes(run, o), planned.rates)
-        for choice, o in found.items()
-    }
-    try:
-        plan_many(requests, jobs=args.jobs, budget_s=args.budget, cache=job.cache, on_done=outcomes.__setitem__)
-    except KeyboardInterrupt:
-        interrupted = True
-        outcomes = dict.fromkeys(found, Outcome(None, "stopped", "interrupted")) | outcomes
-    return search_page.show_savings(planned, found, outcomes, run, job.console), interrupted
+def _print_search(job: Job) -> None:
+    """Print the command that searches for a layout that fits, if the machine has a description."""
+    if job.topology.chip not in CHIPS:
+        return
+    words = [f"--config={job.name}", *(f"--config.{o}" for o in job.overrides), f"--topology={job.topology.name}", "--search"]
+    say(job.console, "\nto search for a layout that fits", "bold")
+    job.console.print(Text(f"{spelled('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
 
 
 def search_layouts(job: Job) -> int:
     """Search for the fastest layout that fits, print and write the result, and return the exit code."""
-    found = job.search(most=job.args.most)
-    if found.best is None and (why := refuse(job.run, job.topology)):
-        search_page.show_refusal(why, job.name, job.overrides, job.topology, job.console)
+    found = job.search()
     job.write_json(search_page.to_json(found))
     if found.ended == "interrupted":
         return INTERRUPTED
-    failed = bool(found.tried) and all(c.verdict == "failed" for c in found.tried)
-    return FAILED if failed or found.best is None else 0
+    return 0 if found.best else FAILED

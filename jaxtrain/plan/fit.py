@@ -1,0 +1,109 @@
+"""The memory that a run needs at least, counted without a compile.
+
+These are bytes of arrays that a step holds, with the shapes and shardings of `step.program.build`: exact, but without saved
+activations, temporaries and workspaces.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxtrain.config import hardware
+from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.models import flops
+from jaxtrain.models.module import part
+from jaxtrain.plan import topology as machines
+from jaxtrain.plan.topology import Topology
+from jaxtrain.step import auto_remat
+from jaxtrain.step.compiler import local_bytes
+from jaxtrain.step.program import Program, build
+from jaxtrain.step.stages import schedule_of
+from jaxtrain.step.validate import validate_step
+
+Check = Callable[[RunConfig], Sequence[Problem]]
+
+# The memory of a step beyond `Least.gib`, over that of its saved activations. The plans of the shipped configs have 1.1 to 1.5.
+BESIDE_SAVED = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """The least memory of a run on each GPU, and the work that the rest of the memory makes it repeat.
+
+    Attributes:
+        state_gib: weights, moments that are not offloaded, and the batch.
+        gradients_gib: sums of gradients over several microbatches. Those of one microbatch count if they are clipped, since
+            their norm is needed before the update.
+        gathered_gib: gathered weights: all if they are gathered once a step, else the largest one of a layer.
+        repeated: FLOPs that the layout adds to a step's, as a fraction: recomputation by remat.policy=auto, which saves as many
+            activations as probably fit beside `gib`, and the pipeline's bubble; inf if not even the layers' inputs fit.
+    """
+
+    state_gib: float
+    gradients_gib: float
+    gathered_gib: float
+    repeated: float
+
+    @property
+    def gib(self) -> float:
+        return self.state_gib + self.gradients_gib + self.gathered_gib
+
+
+def least(run: RunConfig, topology: Topology) -> Least:
+    """Return the least memory of a run on a machine. Raises ConfigError if training refuses the run (see `build`)."""
+    program = build(run, machines.devices(topology))
+    params, zero = program.state.params, program.zero
+    state = local_bytes((params, program.batch, () if program.offload else program.state.optimizer))
+    gathered = jax.tree.map(lambda a, axes: _in_use(program, a, axes), params, program.definition.axes)
+    learnt = part(params, program.trained)
+    if run.train.grad_accum > 1:
+        summed = part(gathered, program.trained) if zero.reduce_once else jax.tree.map(_on_device, learnt)
+        gradients = sum(jax.tree.leaves(summed)) * zero.numerics.sums.itemsize
+    else:
+        clipped = run.optimizer.clip_norm > 0
+        gradients = sum(map(_on_device, jax.tree.leaves(learnt))) * zero.numerics.reduce.itemsize * clipped
+    largest = sum if zero.gather_once else max
+    width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
+    in_use = largest(jax.tree.leaves(gathered)) * width
+    left = topology.usable_gib(run.train.memory_fraction) * 2**30 - state - gradients - in_use
+    return Least(state / 2**30, gradients / 2**30, in_use / 2**30, _repeated(program, left))
+
+
+def _on_device(a: jax.ShapeDtypeStruct) -> int:
+    """Return the elements of a device's shard."""
+    return math.prod(a.sharding.shard_shape(a.shape))
+
+
+def _in_use(program: Program, a: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> int:
+    """Return the elements of a weight while it is used: of one layer, unless weights are gathered once a step."""
+    p = program.placement
+    of_layer = axes[:1] == ("layers",) and not program.zero.gather_once
+    sizes = zip(a.shape[of_layer:], axes[of_layer:], strict=True)
+    return math.prod(n // p.size(p.compute_axes(axis)) for n, axis in sizes)
+
+
+def _repeated(program: Program, left: float) -> float:
+    """Return `Least.repeated` of a program with `left` bytes for activations."""
+    run, layout = program.run, program.layout
+    bubble = schedule_of(layout).bubble
+    if run.model.outside:  # it names its own activations
+        return 1 / (1 - bubble) - 1
+    saved = auto_remat.Activations(run.model, run.moe, layout, program.placement.activation_shards)
+    inputs = saved.bytes_kept(("residual",))  # each layer's input is saved, and has the shape of the residual stream
+    remat = saved.least_recompute(left / BESIDE_SAVED - inputs)
+    if remat is None:
+        return math.inf
+    length = run.data.seq_len
+    again = flops.recompute(run.model, remat, length).causal / flops.per_token(run.model, length).causal
+    return (1 + again) / (1 - bubble) - 1
+
+
+def training_check(topology: Topology, source: str = "") -> Check:
+    """Return a function that returns the problems of training a run on this machine. source: the machine's name in errors."""
+    where = source or topology.name
+    devices = hardware.Devices(
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus
+    )
+    return lambda run: validate_step(run, devices, fits=False)
