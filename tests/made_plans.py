@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.config import launch, schema
 from jaxtrain.data import loading
-from jaxtrain.plan import search_bound, search_parallel, topology
+from jaxtrain.plan import fit, search_parallel, topology
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Buffer, Flops, Memory, Plan, Rates, Time
 from jaxtrain.plan.search_cache import Outcome, Request
@@ -41,14 +41,14 @@ def flat(run: schema.RunConfig) -> dict[str, Any]:
 
 def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_gib: float, rates: Rates | None = None) -> Plan:
     """Return a plan with this step time and this peak memory."""
-    usable = machine.usable_gib()
+    usable = machine.usable_gib(run.train.memory_fraction)
     held, buffer = {"parameters": peak_gib}, Buffer(peak_gib, "state", "f32[1]", "", "", "p")
     return Plan(
         config="made",
         overrides=(),
         topology=machine.name,
         chip=machine.device_kind,
-        mesh={},
+        mesh=dict(topology.layout_of(run, machine).mesh),
         attention="cudnn",
         fits=peak_gib <= usable,
         memory=Memory(
@@ -73,9 +73,13 @@ def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_
 
 
 def above(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
-    """Return a plan with 1.1 times the step time of the run's lower bound (search_bound.py), and with its likely memory."""
-    least = search_bound.bound(run, machine, rates or rates_for(machine.gpu, run.precision))
-    return made(run, machine, least.step_s * 1.1, least.likely_gib, rates)
+    """Return a plan with 10 GiB more than the run's least memory (plan/fit.py).
+
+    Its step takes a second, more for what the layout repeats, for tensor groups and for small microbatches.
+    """
+    least, layout = fit.least(run, machine), topology.layout_of(run, machine)
+    step_s = (1 + least.repeated) * (1 + 0.1 * (layout.size("tensor") - 1)) + 0.01 * run.train.grad_accum
+    return made(run, machine, step_s, least.gib + 10, rates)
 
 
 def by_accum(run: schema.RunConfig, machine: topology.Topology, rates: Rates | None = None) -> Plan:
