@@ -237,11 +237,20 @@ def ranges(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
     `ranges`: kind of run -> `spread` of its rows. `compilers`: kind of run -> text that names the compilers of its rows.
     """
     kinds = rows_by_kind(found)
-    programs = {True: "XLA programs", False: "programs of other compilers than XLA"}
     return {
         "ranges": {kind: spread(chosen) for kind, chosen in kinds.items()},
-        "compilers": {kind: programs[all(row.run.xla for row in chosen)] for kind, chosen in kinds.items()},
+        "compilers": {kind: programs(chosen) for kind, chosen in kinds.items()},
     }
+
+
+def programs(found: Iterable[Row]) -> str:
+    """Return a text that names the compilers of the rows' programs."""
+    texts = {
+        frozenset({True}): "XLA programs",
+        frozenset({False}): "programs of other compilers than XLA",
+        frozenset({True, False}): "programs of XLA and of other compilers",
+    }
+    return texts[frozenset(row.run.xla for row in found)]
 
 
 # ---- The page
@@ -252,8 +261,9 @@ HEADINGS = ("run", "by", "GPUs", "tokens x sequences", "published s", "planned s
 
 def kind_cells(kind: str, chosen: Sequence[Row]) -> list[str]:
     """Return the cells of a kind of run under KINDS."""
-    programs = "XLA, cuDNN attention" if all(row.run.xla for row in chosen) else "all; too few are of XLA"
-    return [kind, str(len(chosen)), programs, "{:.2f} to {:.2f}".format(*spread(chosen)), f"{mean(chosen):.2f}"]
+    of_xla = sum(row.run.xla for row in chosen)
+    compilers = "XLA, cuDNN attention" if of_xla == len(chosen) else f"all; too few ({of_xla}) are of XLA"
+    return [kind, str(len(chosen)), compilers, "{:.2f} to {:.2f}".format(*spread(chosen)), f"{mean(chosen):.2f}"]
 
 
 def cells(row: Row) -> list[str]:
@@ -295,7 +305,7 @@ def section(row: Row) -> list[str]:
 def page(tree: Mapping[str, Any]) -> list[str]:
     """Return the generated lines of the page. tree: result of `stored`."""
     found = rows(tree)
-    same = [row for row in found if row.run.xla]
+    same = [row for row in found if row.run.xla and row.run.run_config.precision == "bf16"]
     low, high = spread(same)
     others = "{:.2f} to {:.2f}".format(*spread(row for row in found if not row.run.xla))
     slowest, fastest = (end(row.gemm_rate for row in same) for end in (min, max))
@@ -303,10 +313,10 @@ def page(tree: Mapping[str, Any]) -> list[str]:
         "",
         "## The runs",
         "",
-        f"For XLA programs with cuDNN attention, as ours is, planned step times are **{low:.2f} to {high:.2f}** of the",
-        f"published ones (geometric mean {mean(same):.2f}): plans are optimistic. GEMMs at {slowest:.0f} to {fastest:.0f}",
-        "TFLOP/s instead of 720 would explain all of the difference. For programs of other compilers the ratio is",
-        f"{others}, which says more about the programs than about the estimate.",
+        "For XLA programs in bfloat16 with cuDNN attention, as ours is, planned step times are",
+        f"**{low:.2f} to {high:.2f}** of the published ones (geometric mean {mean(same):.2f}): plans are optimistic.",
+        f"GEMMs at {slowest:.0f} to {fastest:.0f} TFLOP/s instead of 720 would explain all of the difference. For programs of",
+        f"other compilers the ratio is {others}, which says more about the programs than about the estimate.",
         "",
         *markdown_table(KINDS, [kind_cells(kind, chosen) for kind, chosen in rows_by_kind(found).items()]),
         "",

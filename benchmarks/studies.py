@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import hardware, installed, launch
+from jaxtrain.models import preset
 from jaxtrain.models.families.llama import PRESETS
 from jaxtrain.plan import FOLDER
 from jaxtrain.plan.result import Plan
@@ -65,6 +66,7 @@ MODELS = {
     "llama3_405b": Model(
         "Llama 3 405B", _llama(126, 16384, 128, 8, 53248, 128256, rope_base=500_000.0), 8192, "arXiv 2407.21783"
     ),
+    "qwen3_30b_a3b": Model("Qwen3 30B-A3B", preset("qwen3_30b_a3b"), 4096, "arXiv 2505.09388"),
 }
 
 

@@ -96,7 +96,7 @@ COMPARED = Path(__file__).parent / "published_ranges.json"
 # the largest number of GPUs of a run.
 COMPARED_GPUS = ("H100 SXM", "H200 SXM")
 LONGEST = 8192
-SIZES = {"bf16": (8, 256), "fp8": (8, 8)}
+SIZES = {"bf16": (8, 256), "fp8": (8, 64)}
 
 
 def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
@@ -121,10 +121,7 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
 
 
 def compilers(kind: str) -> str:
-    """Return the compilers of the published runs of a kind: "XLA programs", or "programs of other compilers than XLA".
-
-    Returns "" for a kind without a range.
-    """
+    """Return the compilers of the published runs of a kind, such as "XLA programs"; "" for a kind without a range."""
     return json.loads(COMPARED.read_text(encoding="utf-8"))["compilers"].get(kind, "")
 
 

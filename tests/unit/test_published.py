@@ -40,6 +40,7 @@ def test_published_mfu_is_that_of_the_publishers():
     """Published MFU counts attention without a causal mask: Google's 508.371 of 989 TFLOP/s, and NVIDIA's 52.59%."""
     assert row("Llama 3.1 70B, 256 H200").mfu.full == pytest.approx(508.371 / 989.4, rel=1e-3)
     assert row("Llama 2 70B, 64 H100").mfu.full == pytest.approx(0.5259, rel=2e-3)
+    assert row("Llama 3.1 8B, 8 H100, 32 microbatches").mfu.full == pytest.approx(0.6247, rel=2e-3)
     assert row("Llama 3.1 8B, 8 H100 at 500 W").mfu.full == pytest.approx(0.390, rel=2e-3)
 
 
@@ -50,6 +51,11 @@ def test_causes_add_up_to_the_published_time():
         assert parts == pytest.approx(p["step_s"], rel=0.01), r.run.name
         explained = p["step_s"] - p["gemm_s"] + p["gemm_tflop"] / r.gemm_rate
         assert explained == pytest.approx(r.run.published_s, rel=1e-6), r.run.name
+
+
+def test_causal_mfu_of_experts_is_that_of_the_publisher():
+    """NeMo AutoModel's 277 TFLOP/s count half of the attention square, and the active experts of a token."""
+    assert row("Qwen3 30B-A3B, 8 H100").mfu.causal == pytest.approx(277 / 989.4, rel=5e-3)
 
 
 def test_ranges_are_over_published_runs_of_the_same_kind():
@@ -99,7 +105,8 @@ def test_a_range_is_given_to_the_kind_of_run_that_it_was_derived_from(monkeypatc
         ("h200:8", {}, "bf16 dense"),
         ("h100:8", {"precision": "fp8"}, "fp8 dense"),
         ("h200:8x32", {}, "bf16 dense"),
-        ("h200:8x2", {"precision": "fp8"}, ""),
+        ("h200:8x8", {"precision": "fp8"}, "fp8 dense"),
+        ("h200:8x16", {"precision": "fp8"}, ""),
         ("a100:8", {}, ""),
         ("h200:8", {"data.seq_len": 16_384}, ""),
         ("h200:8", {"mesh.tensor": 2}, ""),
