@@ -165,6 +165,11 @@ class SearchResult:
     seconds: float = 0.0
 
     @property
+    def is_full(self) -> bool:
+        """Return whether as many layouts were compiled as may be."""
+        return len(self.tried) >= self.most
+
+    @property
     def best(self) -> Candidate | None:
         """Return the fastest compiled layout that fits, or None."""
         return min((c for c in self.tried if c.fits), key=lambda c: c.rank, default=None)
@@ -243,13 +248,15 @@ def search(
             on_progress(found)
             compile([*own, *space.first_of_each_kind(listed, max(1, most // 2 - len(own)))])
             own = []
+            while not any(c.plan for c in found.tried) and (rest := [c for c in listed if not c.outcome]) and not found.is_full:
+                compile(rest[:ROUND])  # all failed
             if not found.best:
                 compile(space.smallest(listed))
-            if found.best:
+            if found.best or found.is_full:
                 break
-        while found.best and len(found.tried) < most and (near := space.near(found.best)):
+        while found.best and not found.is_full and (near := space.near(found.best)):
             compile(near[:ROUND])
-        found.ended = "most" if len(found.tried) >= most else "complete"
+        found.ended = "most" if found.is_full else "complete"
     except TimeoutError:
         found.ended = "budget"
     except KeyboardInterrupt:
@@ -409,6 +416,5 @@ def changes(run: RunConfig, overrides: Overrides, topology: Topology | None = No
 
 def _is_of_every_layout(problems: Iterable[Problem]) -> bool:
     """Return whether no problem is of a key that the search changes."""
-    return not any(
-        p.key.startswith(("mesh", "remat.", "sharding.", "pipeline.", "dtypes.", "parallel.", "train.")) for p in problems
-    )
+    searched = ("mesh", "remat.", "sharding.", "pipeline.", "dtypes.", "parallel.", "train.grad", "train.global")
+    return not any(p.key.startswith(searched) for p in problems)

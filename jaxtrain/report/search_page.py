@@ -18,7 +18,7 @@ from jaxtrain.report.plan_sections import describe_remat, span
 from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, say
 
 ENDINGS = {
-    "complete": "complete: every neighbour of the best was compiled",
+    "complete": "complete",
     "most": "ended after --most plans",
     "budget": "ended after --budget seconds",
     "interrupted": "interrupted",

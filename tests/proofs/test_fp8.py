@@ -24,7 +24,7 @@ from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.experts import eight, feed_forward, pallas
 from jaxtrain.models import flops, layers, precision
 from jaxtrain.models.zero import ComputeCopy
-from jaxtrain.plan import result, search_bound
+from jaxtrain.plan import fit, result
 from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
@@ -438,8 +438,7 @@ def test_weights_travel_in_fp8_and_scales_once_a_step():
 def test_rates_differ_by_type():
     """The plan uses the measured 1,280 TFLOP/s for FP8 matmuls, and 720 for bfloat16."""
     run, _, made = planned(LLAMA)
-    least = search_bound.bound(run, NODE, made.rates)
-    assert least.step_s <= made.time.step_ms / 1e3 and least.memory_gib <= made.memory.peak_gib
+    assert fit.least(run, NODE).gib <= made.memory.peak_gib
     product = Work("gemm", flops=1e15)
     eight_bits = dataclasses.replace(product, fp8=True).seconds(made.rates)
     assert eight_bits == pytest.approx(product.seconds(made.rates) * 720 / 1280, rel=1e-3)

@@ -15,7 +15,7 @@ from jaxtrain.config.schema import RunConfig
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.rates import rates_for
 from jaxtrain.plan.result import Collective, Plan, from_json, to_json
-from jaxtrain.plan.search_bound import bound
+from jaxtrain.plan.fit import least
 from jaxtrain.plan.topology import parse
 from jaxtrain.report import plan_sections
 from jaxtrain.step.stages import Schedule
@@ -111,12 +111,11 @@ def sharded(case: str) -> tuple[RunConfig, Plan]:
 def test_ranks_of_a_sequence_do_equal_work_and_none_for_nothing(case):
     """FLOPs of the program equal the formula's, which without a window is the same for every rank.
 
-    The search's bounds on step time and memory are below the plan's figures.
+    The least memory of the run is below the plan's.
     """
     run, made = sharded(case)
     assert made.attention == "cudnn" and made.flops.hardware_per_step == pytest.approx(made.flops.expected_per_step, rel=0.01)
-    least = bound(run, parse(made.topology), rates_for(parse(made.topology).gpu, run.precision))
-    assert 0 < least.step_s < made.time.step_ms / 1e3 and 0 < least.memory_gib < made.memory.taken_gib
+    assert 0 < least(run, parse(made.topology)).gib < made.memory.taken_gib
     if case != "window":
         asked = made.flops.attention_by_rank
         assert len(asked) == made.mesh["seq"] and max(asked) / min(asked) < 1.02
@@ -225,8 +224,8 @@ ONE_MICROBATCH = (
 
 @pytest.mark.more
 @pytest.mark.parametrize("case", [("sharding.gather=step",), ("sharding.zero=2",)], ids=" ".join)
-def test_the_bound_is_below_the_plan_of_one_microbatch(case):
-    """The search never compiles a config whose bound on memory is too high, so this bound may not exceed the plan's memory."""
+def test_the_least_memory_is_below_the_plan_of_one_microbatch(case):
+    """A config whose least memory is too high is refused, so it may not exceed the plan's memory."""
     asked = (*ONE_MICROBATCH, *case)
     made = plan("h200:8", *asked)
-    assert bound(config(*asked), parse("h200:8"), made.rates).memory_gib < made.memory.taken_gib
+    assert least(config(*asked), parse("h200:8")).gib < made.memory.taken_gib
