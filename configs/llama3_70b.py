@@ -5,10 +5,10 @@
         --output=data/fineweb-edu-llama3.tok --validation=0.001
     ./run.sh --config=configs/llama3_70b.py --workdir=runs/llama3_70b
 
-The first command below found mesh and remat. The second shows why each setting that saves memory is needed:
+A plan without the GPUs, and a search for a faster mesh, microbatch and remat:
 
-    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --search --budget=600
-    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --why
+    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8
+    ./run.sh plan --config=configs/llama3_70b.py --topology=h200:8 --search
 
 Moments are bfloat16. There are two variants for one node. int8 stores moments in 8-bit blocks, so there is memory to save
 queries too. f32 stores float32 moments in host memory, so there is memory for a batch of 64 by accumulation. docs/memory.md

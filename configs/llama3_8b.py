@@ -9,9 +9,9 @@ Half of the layers, for measurements on one GPU (all of 8B in float32 with momen
 
     ./run.sh --config=configs/llama3_8b.py:half --config.data.source=synthetic --config.train.steps=20
 
-The command below searched for mesh, microbatch and remat. Without --search, it plans this config, for this or another machine:
+The command below searches for mesh, microbatch and remat. Without --search, it plans this config, for this or another machine:
 
-    ./run.sh plan --config=configs/llama3_8b.py --topology=h200:8 --search --budget=600
+    ./run.sh plan --config=configs/llama3_8b.py --topology=h200:8 --search
 
 On up to 256 GPUs, the batch is the same and the accumulation changes: --config=configs/llama3_8b.py:gpus=16
 

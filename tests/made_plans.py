@@ -62,7 +62,6 @@ def made(run: schema.RunConfig, machine: topology.Topology, step_s: float, peak_
         tokens_per_step=run.train.global_batch * run.data.seq_len,
         compile_s=1.0,
         trip_counts={},
-        hints=(),
         warnings=(),
         versions={},
         options={},

@@ -123,7 +123,6 @@ def sample(**changes: Any) -> Plan:
         tokens_per_step=65_536,
         compile_s=21.4,
         trip_counts={"jit(train_step)/jvp(layers)/while": 32, "jit(train_step)/transpose(jvp(layers))/while": 32},
-        hints=("93.6 GiB are free: train.global_batch=16 with the same grad_accum keeps the GPUs busier",),
         warnings=("all-reduce in f32 over fsdp at optimizer.py:52: set dtypes.reduce=bf16 if it grows",),
         versions={"jax": "0.11.2", "jaxlib": "0.11.2"},
         options={"xla_gpu_enable_latency_hiding_scheduler": "true"},

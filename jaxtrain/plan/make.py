@@ -91,7 +91,6 @@ def read_plan(
         compile_s=compiled.seconds,
         trip_counts=_loops(module),
         host_waits=_host_waits(module),
-        hints=(),
         warnings=(
             *compiled.chosen.warnings(),
             *filter(None, [model_flops(run).note]),

@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 
 # (bytes of a message, fraction of the full rate), by increasing bytes.
 type Curve = tuple[tuple[float, float], ...]
@@ -229,7 +229,6 @@ class Plan:
     tokens_per_step: int
     compile_s: float
     trip_counts: dict[str, int]  # the program's loops: op_name -> iterations
-    hints: tuple[str, ...]
     warnings: tuple[str, ...]
     versions: dict[str, str]
     options: dict[str, str | bool]  # compiler options that training would use

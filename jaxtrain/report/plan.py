@@ -9,7 +9,7 @@ from rich.text import Text
 from jaxtrain.plan import result
 from jaxtrain.report import plan_page
 from jaxtrain.report.html import framed
-from jaxtrain.report.plan_sections import command, headline, mesh, notes, summary, verdict
+from jaxtrain.report.plan_sections import command, headline, mesh, summary, verdict, warnings_section
 from jaxtrain.report.tables import data_frame, print_sections, printed, say
 
 
@@ -64,7 +64,7 @@ def print_plan(plan: result.Plan, console: Console, *, steps: int | None = None,
         say(console, f"with {' '.join(plan.overrides)}")
     if plan.kept:
         say(console, plan.kept)
-    print_sections([*notes(plan), *summary(plan, steps, epochs)], console)
+    print_sections([warnings_section(plan), *summary(plan, steps, epochs)], console)
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
     console.print(Text(command(plan)), soft_wrap=True)  # unwrapped, so that it can be copied

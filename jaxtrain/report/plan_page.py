@@ -19,11 +19,11 @@ from jaxtrain.report.plan_sections import (
     mesh,
     mfu,
     no_range,
-    notes,
     range_source,
     span,
     summary,
     verdict,
+    warnings_section,
 )
 from jaxtrain.report.tables import Column, Drawing, Section, Table, html_sections
 
@@ -52,7 +52,7 @@ def html(
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
     found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
-    sections = html_sections([*notes(plan), *found])
+    sections = html_sections([warnings_section(plan), *found])
     sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
     body = [
         f"<header><h1>{escape(title)}</h1>",

@@ -51,12 +51,9 @@ PART_COLOURS = {
 }
 
 
-def notes(plan: Plan) -> list[Section]:
-    """Return warnings and hints. If the step does not fit, hints with settings that fit come first."""
-    warnings = Section("Warnings", [Listing(plan.warnings, "warning")])
-    if plan.fits:
-        return [warnings, Section("Hints", [Listing(plan.hints)])]
-    return [Section("Settings that would make it fit", [Listing(plan.hints)]), warnings]
+def warnings_section(plan: Plan) -> Section:
+    """Return the section of warnings."""
+    return Section("Warnings", [Listing(plan.warnings, "warning")])
 
 
 def summary(plan: Plan, steps: int | None = None, epochs: str = "") -> list[Section]:

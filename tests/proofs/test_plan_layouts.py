@@ -12,10 +12,9 @@ from benchmarks import collective_volumes, studies
 from benchmarks.collective_volumes import LAYOUTS, Row
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.plan.program import pipeline_moe
-from jaxtrain.plan.rates import rates_for
-from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.fit import least
+from jaxtrain.plan.program import pipeline_moe
+from jaxtrain.plan.result import Collective, Plan, from_json, to_json
 from jaxtrain.plan.topology import parse
 from jaxtrain.report import plan_sections
 from jaxtrain.step.stages import Schedule

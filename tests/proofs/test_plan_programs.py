@@ -108,7 +108,7 @@ def test_a_plan_is_printed_and_written(monkeypatch, request, tmp_path, capsys):
     assert files["hlo"].read_text().startswith("HloModule jit_train_step")
     assert tree["memory"]["workspace_gib"] > 0 and tree["memory"]["workspace_by"] == "formula"
     # Other programs depend on this form.
-    assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s", "hints"} <= tree.keys()
+    assert {"topology", "mesh", "fits", "memory", "flops", "collectives", "time", "compile_s"} <= tree.keys()
     assert {"hbm_gib", "usable_gib", "peak_gib", "arguments_gib", "temp_gib", "by_class"} <= tree["memory"].keys()
     assert {"kind", "dtype", "axis", "count", "wire_gib", "exposed_ms", "source"} <= tree["collectives"][0].keys()
     wanted = {"compute_ms", "communication_ms", "exposed_ms", "step_ms", "tokens_per_s_per_device", "mfu_causal", "mfu_full"}

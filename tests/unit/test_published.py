@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from jaxtrain.plan.search_space import training_check
 
 from benchmarks import published, studies
 from benchmarks.published import RUNS
@@ -11,7 +12,6 @@ from jaxtrain.config import hardware
 from jaxtrain.config.schema import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
-from jaxtrain.plan.search_space import training_check
 
 ROWS = published.rows(published.stored())
 
