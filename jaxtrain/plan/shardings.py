@@ -26,6 +26,7 @@ from jaxtrain.sharding import Axes
 from jaxtrain.step.batch import MICROBATCHES
 from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.program import Program
+from jaxtrain.step.state import dotted_name
 
 LAYER_INPUT = "layer_input"
 EMBEDDING, HEAD = "embed.embedding", "head"
@@ -112,12 +113,8 @@ def row_of(name: str, kind: str, a: Any, axes: Axes | None = None, copies: int =
 
 
 def _leaves(tree: Any, **how: Any) -> dict[str, Any]:
-    """Return dotted name -> leaf of a pytree. The names leave out indices of tuples."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **how):
-        names = [str(getattr(key, "name", None) or getattr(key, "key", "")) for key in path]
-        found[".".join(filter(None, names))] = leaf
-    return found
+    """Return dotted name -> leaf of a pytree."""
+    return {dotted_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **how)}
 
 
 def _axes(program: Program) -> dict[str, Axes]:
