@@ -1,12 +1,10 @@
 """The command line of plans: `python -m jaxtrain plan --config=FILE --topology=h200:8`."""
 
-import dataclasses
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
@@ -205,6 +203,7 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.plan.search_cache import Cache
     from jaxtrain.plan.search_space import training_check
     from jaxtrain.report import planning
+    from jaxtrain.report.shardings import of_run
 
     run, given = args.loaded.run, args.loaded.launch
     topology = machines.parse(args.topology) if args.topology else machines.here()
@@ -218,26 +217,14 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     if problems := check(run):
         raise ConfigError(list(problems))
     if args.mode == "shardings":
-        _print_shardings(args, topology)
+        name, _, kind = ("" if args.shardings == "all" else args.shardings).partition("kind=")
+        table = of_run(run, topology).filter(name, kind)
+        print(f"{table}\n\n{table.sums()}")
         return 0
     if args.mode == "search":
         machines.devices(machines.parse(topology.name))  # fail early: other processes compile by its name
         return planning.search_layouts(job)
     return planning.plan(job, cudnn)
-
-
-def _print_shardings(args: Args, topology: Any) -> None:
-    """Print the arrays that --shardings selects: all, those of a name, or with kind=KIND those of a kind."""
-    from jaxtrain.report.shardings import of_run
-
-    table, text = of_run(args.loaded.run, topology), args.shardings
-    kind = text.removeprefix("kind=")
-    try:
-        if text != "all":
-            table = table.filter(name=text) if kind == text else table.filter(kind=kind)
-    except ConfigError as error:
-        raise ConfigError([dataclasses.replace(p, key="--shardings", value=text) for p in error.problems]) from error
-    print(f"{table}\n\n{table.sums()}")
 
 
 def _load_cudnn(source: str) -> cudnn_library.Library | None:

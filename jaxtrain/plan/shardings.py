@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct as Array
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -134,7 +133,9 @@ def _state_rows(program: Program) -> Iterator[Row]:
         yield row_of(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
     for name, a in _leaves(part(program.state.params, program.trained)).items():
-        yield row_of(name, "gradient", Array(a.shape, program.zero.numerics.sums, sharding=a.sharding), axes[name])
+        yield row_of(
+            name, "gradient", jax.ShapeDtypeStruct(a.shape, program.zero.numerics.sums, sharding=a.sharding), axes[name]
+        )
 
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
@@ -150,7 +151,7 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
         axes, shape = (all_axes[name][1:], a.shape[1:]) if of_layer else (all_axes[name], a.shape)
         sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
-        rows.append(row_of(name, "gathered", Array(shape, dtype, sharding=sharding), axes))
+        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes))
     # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
     alike = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))
     for row in rows:
@@ -213,9 +214,11 @@ def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
     def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:
         axes, exchanged = AXES.get(name, ()), program.context.ulysses > 1 and name in ("attention_out", "attention_lse")
         if len(axes) != len(local) or exchanged:
-            return row_of(name, "activation", Array(local, dtype), None, copies, place)
+            return row_of(name, "activation", jax.ShapeDtypeStruct(local, dtype), None, copies, place)
         shape = tuple(n * p.size(p.mesh_axes(axis)) for n, axis in zip(local, axes, strict=True))
-        return row_of(name, "activation", Array(shape, dtype, sharding=p.sharding(axes, name)), axes, copies, place)
+        return row_of(
+            name, "activation", jax.ShapeDtypeStruct(shape, dtype, sharding=p.sharding(axes, name)), axes, copies, place
+        )
 
     p = program.placement
     # A saved array can have another dtype than the named array, since later operations can convert it before it is saved.
