@@ -133,9 +133,7 @@ def _state_rows(program: Program) -> Iterator[Row]:
         yield row_of(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
     for name, a in _leaves(part(program.state.params, program.trained)).items():
-        yield row_of(
-            name, "gradient", jax.ShapeDtypeStruct(a.shape, program.zero.numerics.sums, sharding=a.sharding), axes[name]
-        )
+        yield row_of(name, "gradient", a.update(dtype=program.zero.numerics.sums), axes[name])
 
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
