@@ -111,8 +111,8 @@ def mesh() -> str:
     name, sizes = "layers.mlp.gate", {"data": 2, "fsdp": 2, "tensor": 2}
     two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}}  # a layer's shards do not depend on the number of layers
     found: Any = jaxtrain.shardings("llama3_8b", "h200:8", mesh=sizes, **two)
-    weight, used, gradient = (found.row(name, kind) for kind in ("parameter", "gathered", "gradient"))
-    tokens, place = found.row("tokens", "batch"), shards(weight)
+    weight, used, gradient = (found.filter(kind=kind)[name] for kind in ("parameter", "gathered", "gradient"))
+    tokens, place = found["tokens"], shards(weight)
     letters = dict(zip(sorted({*place.values()}), "ABCD", strict=True))
     colours = dict(zip(letters, OF_GPU, strict=True))
     p = Picture("mesh.data=2, mesh.fsdp=2, mesh.tensor=2", f"{name} of Llama 3 8B: each shard is on {weight.replicas} GPUs")
@@ -332,7 +332,7 @@ def pipeline() -> str:
 def experts() -> str:
     """Return the picture of dispatch and combine: tokens of four GPUs are sent to their experts and back."""
     two = {"model": {"num_layers": 2}, "remat": {"policy": "full"}, "moe": {"impl": "ragged"}}  # traced in a second
-    row: Any = jaxtrain.shardings("mixtral_8x7b", "h200:4", mesh={"expert": 4}, **two).row("layers.mlp.gate", "parameter")
+    row: Any = jaxtrain.shardings("mixtral_8x7b", "h200:4", mesh={"expert": 4}, **two)["layers.mlp.gate"]
     count, each = row.shape[1], row.local_shape[1]
     top = {each * at[1] + i: 114 + 84 * gpu + 34 * i for gpu, at in shards(row).items() for i in range(each)}
     p = Picture(f"{count} experts with mesh.expert=4", "an example: two tokens of each GPU, two experts for each token")

@@ -92,21 +92,20 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
             fit.
         TopologyError: the machine is unknown.
     """
-    from jaxtrain.plan.shardings import describe, of_tree
-    from jaxtrain.report.shardings import shown
+    from jaxtrain.report.shardings import of_run, of_tree
 
     if not isinstance(config, RunConfig | str | os.PathLike):
-        return shown(of_tree(config))
+        return of_tree(config)
     import jax
 
     from jaxtrain.plan import topology as machines
 
     run = load(config, **overrides)
     if not topology:
-        return shown(describe(run, jax.devices()))
+        return of_run(run, jax.devices())
     machine = machines.parse(topology)
     _check_machine(run, machine)
-    return shown(describe(run, machine))
+    return of_run(run, machine)
 
 
 @_with_own_line

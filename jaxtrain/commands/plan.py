@@ -197,7 +197,7 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.plan.fit import training_check
     from jaxtrain.plan.search_cache import Cache
     from jaxtrain.report import planning
-    from jaxtrain.report.shardings import print_shardings
+    from jaxtrain.report.shardings import of_run
 
     run, given = args.loaded.run, args.loaded.launch
     topology = machines.parse(args.topology) if args.topology else machines.here()
@@ -212,7 +212,9 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     if problems := check(run):
         raise ConfigError(list(problems))
     if args.mode == "shardings":
-        print_shardings(run, topology, "" if args.shardings == "all" else args.shardings, job.console)
+        name, _, kind = ("" if args.shardings == "all" else args.shardings).partition("kind=")
+        table = of_run(run, topology).filter(name, kind)
+        print(f"{table}\n\n{table.sums()}")
         return 0
     if planning.refused(job):
         return 0

@@ -152,7 +152,7 @@ def create_state(
     return TrainState(step, params, optimizer, guarded, abstract.layers)
 
 
-def _name(path: Any) -> str:
+def dotted_name(path: Any) -> str:
     """Return the dotted name of a leaf from its path: attributes and dict keys, without positions in tuples."""
     parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
     return ".".join(p for p in parts if p)
@@ -198,7 +198,7 @@ def named_leaves(state: TrainState) -> list[NamedLeaf]:
 
 def _leaf(state: TrainState, path: Any, a: Any) -> NamedLeaf:
     order = () if not is_stacked(path) else state.layers.order if state.layers else tuple(range(a.shape[0]))
-    return NamedLeaf(_name(path), order, a)
+    return NamedLeaf(dotted_name(path), order, a)
 
 
 def abstract_tensors(abstract: TrainState) -> Tensors:
@@ -279,7 +279,7 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
     Each tensor is removed from `tensors` when it is used, so it is in memory once.
     """
-    others = {_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
+    others = {dotted_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
     def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
         leaf = _leaf(abstract, path, a)

@@ -29,8 +29,8 @@ from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.program import collectives, hlo, warnings
 from jaxtrain.plan.program.op_cost import Work
-from jaxtrain.plan.shardings import describe
 from jaxtrain.plan.topology import parse
+from jaxtrain.report.shardings import of_run
 from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.state import abstract_tensors
 from jaxtrain.step.validate import validate_step
@@ -318,8 +318,8 @@ def test_weights_are_excluded_by_name():
     shared = {f"layers.mlp.shared.{name}" for name in ("gate", "up", "down")}
     assert names(MOE | ALONE) == ALL and names(MOE | ALONE | {"model.shared_d_ff": 32}) == ALL | shared
     run = helpers.tiny(SMALL | FSDP | {"fp8.exclude": "wo"})
-    rows = [r for r in describe(run, helpers.devices_of(run)).entries if r.kind == "gathered"]
-    assert {r.name for r in rows if str(r.dtype) == "u8"} == ALL - {"layers.attention.wo"}
+    rows = of_run(run, helpers.devices_of(run)).filter(kind="gathered")
+    assert {r.name for r in rows if r.dtype == "u8"} == ALL - {"layers.attention.wo"}
     with pytest.raises(ConfigError, match="fp8.exclude"):  # a family of one's own is checked when it is made
         helpers.program(helpers.tiny(SMALL | {"model.family": "helpers:WiderFamily", "fp8.exclude": "router"}))
 

@@ -31,6 +31,9 @@ def test_shardings_are_printed_without_compiling(capsys):
     assert command.main([*SMALL, "--topology=h200:8", "--shardings=mlp"]) == 0
     printed = capsys.readouterr().out
     assert "mlp.gate" in printed and "attention.wq" not in printed
+    assert command.main([*SMALL, "--topology=h200:8", "--shardings=kind=activation"]) == 0
+    printed = capsys.readouterr().out
+    assert "mlp_gate" in printed and "mlp.gate" not in printed
 
 
 ON = "--topology=h200:8"
@@ -51,7 +54,8 @@ ON = "--topology=h200:8"
         ([ON, "--search", "--html=x.html"], "--html"),
         ([ON, "--experts-load=1.5"], "--experts-load"),
         ([ON, "--config.model.num_experts=8", "--experts-load=4.1"], "--experts-load"),
-        ([ON, "--shardings=nosuch"], "--shardings"),
+        ([ON, "--shardings=nosuch"], "name = 'nosuch'"),
+        ([ON, "--shardings=kind=nosuch"], "kind = 'nosuch'"),
         ([ON, "--cache=pyproject.toml/plans"], "pyproject.toml"),
         ([ON, f"--cache={'x' * 256}"], "--cache"),
         ([ON, "--experts-load=0"], "--experts-load"),

@@ -39,7 +39,7 @@ class Kept:
     """An activation that is saved for the backward pass."""
 
     name: str
-    dtype: str
+    dtype: Any
     dims: tuple[int, ...]  # shape of a device's shard; a stack over layers is (L, ...)
     stacked: bool  # stacked by a scan over layers
     again: bool  # saved by a forward pass that the backward pass repeats for one group of layers
@@ -90,7 +90,7 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a stacked output; a carry has the same shape inside the loop
                         host = outer.aval.memory_space == jax.memory.Space.Host
                         name = _activation(body, inner)
-                        yield Kept(name, _dtype(outer.aval.dtype), outer.aval.shape, True, repeated, host)
+                        yield Kept(name, outer.aval.dtype, outer.aval.shape, True, repeated, host)
             yield from _kept(body, here, repeated)
         if eqn.primitive.name == "dynamic_update_slice" and here.endswith(f"/{SLOTS}"):
             yield _in_a_slot(jaxpr, eqn)
@@ -109,7 +109,7 @@ def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
     """Return the activation that `update` writes into a buffer with a slot per layer or, in a pipeline, per microbatch."""
     made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
     name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
-    return Kept("layer input" if _ENTERS.fullmatch(name) else name, _dtype(aval.dtype), aval.shape, True, False, False)
+    return Kept("layer input" if _ENTERS.fullmatch(name) else name, aval.dtype, aval.shape, True, False, False)
 
 
 def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
@@ -120,13 +120,13 @@ def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
         stack = str(made.source_info.name_stack) if made is not None else ""
         if "jvp(layers)" in stack and "transpose(" not in stack:
             host = var.aval.memory_space == jax.memory.Space.Host
-            yield Kept(_activation(jaxpr, var), _dtype(var.aval.dtype), var.aval.shape, False, False, host)
+            yield Kept(_activation(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
 
 
 _HLO_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred"))
 
 
-def _dtype(dtype: Any) -> str:
+def _hlo_dtype(dtype: Any) -> str:
     """Return HLO's name of a dtype."""
     return functools.reduce(lambda name, pair: name.replace(*pair), _HLO_DTYPES, str(dtype))
 
@@ -174,7 +174,7 @@ def facts(program: Program, module: hlo.Module) -> Facts:
     saved = {}
     for k in kept_activations(program):
         if not k.offloaded:
-            key = k.stacked, k.again, k.dtype, _plain(k.dims)
+            key = k.stacked, k.again, _hlo_dtype(k.dtype), _plain(k.dims)
             name = AGAIN if k.again and k.name != WEIGHT else k.name
             saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
     shards = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
