@@ -29,16 +29,6 @@ LOGGER = logging.getLogger("jaxtrain")
 
 # Sections of the config that neither the train step nor its plan reads: places, output, and work between the steps.
 UNRELATED = ("checkpoint", "eval", "log", "paths", "profile", "sample")
-# Modules of jaxtrain that plan.make does not import, directly or indirectly; a test checks this. All others are hashed.
-OTHER_CODE = (
-    *("__init__", "__main__", "main", "commands", "data", "hf", "node", "report", "train"),
-    *("config.command_line", "config.explain", "runtime.signals", "runtime.timelimit", "runtime.watchdog"),
-    *("metrics.alerts", "metrics.goodput", "metrics.gpu_monitor", "metrics.profiling", "metrics.progress", "metrics.receipt"),
-    *("metrics.mlflow", "metrics.remote", "metrics.tensorboard", "metrics.trackers", "metrics.trackio", "metrics.wandb"),
-    *("plan.expect", "plan.program.traffic", "plan.search", "plan.search_bound", "plan.search_cache", "plan.search_parallel"),
-    *("plan.search_space", "plan.shardings", "step.resume", "step.stored_form", "step.validate", "step.validate_experts"),
-    *("step.validate_layout", "step.validate_pipeline", "step.validate_places"),
-)
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt", "flax", "optax")
 OWN = ("model.family", "loss.name", "optimizer.name")  # keys whose value may be code of the user
 
@@ -137,18 +127,9 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
 
 @functools.cache
 def _code() -> str:
-    """Return a digest of the files of jaxtrain that a plan depends on."""
+    """Return a digest of the code of jaxtrain."""
     root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
-        if not _is_other(name):
-            digest.update(f"{name}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _is_other(name: str) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in OTHER_CODE)
+    return hashlib.sha256(b"".join(map(Path.read_bytes, sorted(root.rglob("*.py"))))).hexdigest()
 
 
 def _digest_of_module(text: str) -> str:
