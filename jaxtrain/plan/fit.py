@@ -6,16 +6,18 @@ activations, temporaries and workspaces.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.config.shapes import STACK
 from jaxtrain.models import flops
-from jaxtrain.models.module import part
+from jaxtrain.models.module import Params, part
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
+from jaxtrain.sharding import Axes
 from jaxtrain.step import auto_remat
 from jaxtrain.step.compiler import local_bytes
 from jaxtrain.step.program import Program, build
@@ -36,7 +38,8 @@ class Least:
         state_gib: weights, moments that are not offloaded, and the batch.
         gradients_gib: sums of gradients over several microbatches. Those of one microbatch count if they are clipped, since
             their norm is needed before the update.
-        gathered_gib: gathered weights: all if they are gathered once a step, else the largest one of a layer.
+        gathered_gib: gathered weights: all if they are gathered once a step, those of layers with sharding.gather=forward, else
+            the largest one.
         repeated: FLOPs that the layout adds to a step's, as a fraction: recomputation by remat.policy=auto, which saves as many
             activations as probably fit beside `gib`, and the pipeline's bubble; inf if not even the layers' inputs fit.
     """
@@ -56,7 +59,8 @@ def least(run: RunConfig, topology: Topology) -> Least:
     program = build(run, machines.devices(topology))
     params, zero = program.state.params, program.zero
     state = local_bytes((params, program.batch, () if program.offload else program.state.optimizer))
-    gathered = jax.tree.map(lambda a, axes: _in_use(program, a, axes), params, program.definition.axes)
+    sharding, axes = run.sharding, program.definition.axes
+    gathered = jax.tree.map(lambda a, of: _in_use(program, a, of), params, axes)
     learnt = part(params, program.trained)
     if run.train.grad_accum > 1:
         summed = part(gathered, program.trained) if zero.reduce_once else jax.tree.map(_on_device, learnt)
@@ -64,9 +68,14 @@ def least(run: RunConfig, topology: Topology) -> Least:
     else:
         clipped = run.optimizer.clip_norm > 0
         gradients = sum(map(_on_device, jax.tree.leaves(learnt))) * zero.numerics.reduce.itemsize * clipped
-    largest = sum if zero.gather_once else max
+    if zero.gather_once:
+        held = jax.tree.leaves(gathered)
+    elif (sharding.zero, sharding.gather) == (3, "forward"):
+        held = jax.tree.leaves(gathered.get(STACK, {}))
+    else:
+        held = [max(_in_use(program, a, of, one=True) for a, of in _pairs(params, axes))]
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
-    in_use = largest(jax.tree.leaves(gathered)) * width
+    in_use = sum(held) * width
     left = topology.usable_gib(run.train.memory_fraction) * 2**30 - state - gradients - in_use
     return Least(state / 2**30, gradients / 2**30, in_use / 2**30, _repeated(program, left))
 
@@ -76,12 +85,16 @@ def _on_device(a: jax.ShapeDtypeStruct) -> int:
     return math.prod(a.sharding.shard_shape(a.shape))
 
 
-def _in_use(program: Program, a: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> int:
-    """Return the elements of a weight while it is used: of one layer, unless weights are gathered once a step."""
+def _in_use(program: Program, a: jax.ShapeDtypeStruct, axes: Axes, one: bool = False) -> int:
+    """Return the elements of a gathered weight on a device: of all layers, or of `one`."""
     p = program.placement
-    of_layer = axes[:1] == ("layers",) and not program.zero.gather_once
-    sizes = zip(a.shape[of_layer:], axes[of_layer:], strict=True)
-    return math.prod(n // p.size(p.compute_axes(axis)) for n, axis in sizes)
+    skip = int(one and axes[:1] == ("layers",))
+    return math.prod(n // p.size(p.compute_axes(axis)) for n, axis in zip(a.shape[skip:], axes[skip:], strict=True))
+
+
+def _pairs(params: Params, axes: Params) -> Iterator[tuple[jax.ShapeDtypeStruct, Axes]]:
+    """Yield each parameter and its logical axes."""
+    return zip(jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True)
 
 
 def _repeated(program: Program, left: float) -> float:

@@ -39,6 +39,10 @@ def test_zero_stages_hold_what_they_gather_and_sum():
     assert step.gathered_gib == stage1.gathered_gib == stage2.gathered_gib == pytest.approx(PARAMS * 2 / GIB)
     assert step.gradients_gib == stage1.gradients_gib == pytest.approx(PARAMS * 4 / GIB), "each device's own sums"
     assert stage2.gradients_gib == layer.gradients_gib
+    forward = of(*many, "sharding.gather=forward")
+    assert forward.gathered_gib == pytest.approx((PARAMS - 2 * 128_256 * 4096) * 2 / GIB, rel=1e-4), (
+        "kept for the backward pass"
+    )
     assert of(*many, "sharding.zero=0").state_gib == pytest.approx(PARAMS * 12 / GIB, rel=1e-4)
     assert of(*many, "optimizer.offload=moments").state_gib == pytest.approx(PARAMS * 4 / 8 / GIB, rel=1e-2)
 
