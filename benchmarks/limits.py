@@ -7,8 +7,9 @@ The limit of a layout is, for one GPU and its share of the tokens,
     limit = matmul FLOPs / best matmul rate + attention FLOPs / best attention rate + memory-bound time + least remat
 
 FLOPs are those of the model (flops.py), with 2.5 times as many for backward attention as for forward. The memory-bound time is
-that of the search formula (plan/search_bound.py). The remat is the least that may fit by this formula's lower bound of memory.
-The limit has no exposed communication, no pipeline bubble, and no padding in experts' matmuls.
+that of the bytes of the optimizer, sums of gradients, norms, SwiGLU and logits. The remat is the least whose saved activations
+fit beside the arrays that the step holds anyway (plan/fit.py), without temporaries. The limit has no exposed communication, no
+pipeline bubble, and no padding in experts' matmuls.
 
 --write stores the figures of the plans in limits_plans.json and writes the page. Tests compare the figures with tests/golden.
 """
@@ -23,21 +24,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import published, studies
 from jaxtrain.config import launch
 from jaxtrain.config.numbers import percent, rough
-from jaxtrain.config.schema import ConfigError, RunConfig
+from jaxtrain.config.schema import ConfigError, Remat, RunConfig
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.plan import rates
+from jaxtrain.plan import fit, rates
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.plan.result import Kernel, Plan
-from jaxtrain.plan.search_bound import Sizes, least_remat, memory_bound_s
 from jaxtrain.plan.search_parallel import Request
-from jaxtrain.plan.topology import Topology, layout_of
+from jaxtrain.plan.topology import Topology
 from jaxtrain.report.plan_sections import span
 from jaxtrain.report.tables import markdown_table
+from jaxtrain.step.auto_remat import Activations
+from jaxtrain.step.compiler import local_bytes
+from jaxtrain.step.program import Program, build
 
 PAGE = "docs/evidence/limits.md"
 COMMAND = "python -m benchmarks.limits --write"
@@ -155,16 +160,43 @@ def model_work(run: RunConfig, gpus: int) -> Work:
     return {kind: each * tokens for kind, each in found.items()}
 
 
-def least_again(run: RunConfig, topology: Topology) -> Work:
-    """Return the work that remat repeats, by the config's policy or by the policy `least_remat`: the lesser of the two."""
-    model, tokens = run.model, run.tokens_per_step / topology.total / 1e12
+def memory_bytes(program: Program, sums_bytes: float) -> float:
+    """Return the bytes that optimizer, sums of gradients, norms, SwiGLU and logits read and write on each GPU in a step.
+
+    sums_bytes: bytes of the sums of the microbatches' gradients (fit.Least).
+    """
+    run, numerics, p = program.run, program.zero.numerics, program.placement
+    m, micro, shards, compute = run.model, run.train.grad_accum, p.activation_shards, numerics.compute.itemsize
+    # The update reads and writes the state. The gradients are read for their norm, and for the update.
+    weights = sum(local_bytes(a) / a.dtype.itemsize for a in jax.tree.leaves(program.state.params))
+    gradient = numerics.sums.itemsize if micro > 1 else numerics.reduce.itemsize
+    moved = 2 * local_bytes(program.state) + 2 * weights * gradient
+    if micro > 1:  # each sum is read and written, and the microbatch's gradient read
+        moved += micro * sums_bytes * (2 + numerics.reduce.itemsize / gradient)
+    # Each of two norms accesses two arrays forward and three backward; SwiGLU three and five.
+    residual = m.d_model * shards["sequence"] / shards["residual"]
+    full = dataclasses.replace(run.moe, capacity_factor=1.0)  # buffers without an empty row
+    rows = m.d_ff * flops.expert_rows(m, full, run.mesh) + m.shared_d_ff if m.num_experts else m.d_ff
+    layer = 2 * (2 + 3) * residual + (3 + 5) * rows / shards["mlp"]
+    layers = m.stacked_layers / shards["layers"] + m.dense_layers + m.mtp_layers
+    logits = m.vocab_size / p.size(p.mesh_axes("vocab")) * (1 + m.mtp_layers)
+    tokens = run.tokens_per_step / shards["batch"] / shards["sequence"]
+    return moved + tokens * (layers * layer * compute + logits * (4 + compute))
+
+
+def least_remat(program: Program, room: float) -> Remat:
+    """Return the remat with the least recomputation whose saved activations take at most `room` bytes; "full" if none does."""
+    saved = Activations(program.run.model, program.run.moe, program.layout, program.placement.activation_shards)
+    return saved.least_recompute(room - saved.bytes_kept(("residual",))) or Remat("full")  # each layer's input is saved
+
+
+def repeated(run: RunConfig, gpus: int, remat: Remat) -> Work:
+    """Return the work that a remat policy repeats on each GPU in a step."""
+    model, tokens = run.model, run.tokens_per_step / gpus / 1e12
     attention = flops.attention(model, run.data.seq_len).causal * model.num_layers
-    choices = []
-    for remat in (run.remat, least_remat(run, topology)):
-        repeated = attention * (remat.policy != "none" and not {"attention_out", "attention_lse"} <= flops.kept(remat))
-        matmuls = flops.recompute(model, remat, run.data.seq_len).causal - repeated
-        choices.append({"fp8" if run.precision == "fp8" else "bf16": matmuls * tokens, "forward": repeated * tokens})
-    return min(choices, key=best_s)
+    attended = attention * (remat.policy != "none" and not {"attention_out", "attention_lse"} <= flops.kept(remat))
+    matmuls = flops.recompute(model, remat, run.data.seq_len).causal - attended
+    return {"fp8" if run.precision == "fp8" else "bf16": matmuls * tokens, "forward": attended * tokens}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +210,13 @@ class Row:
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
-        sizes = Sizes(run, layout_of(run, machine), machine.gpus)
-        full = dataclasses.replace(run.moe, capacity_factor=1.0)  # buffers without an empty row
-        even = dataclasses.replace(sizes, run=dataclasses.replace(run, moe=full))
+        program, needs = build(run, machines.devices(machine)), fit.least(run, machine)
+        moved = memory_bytes(program, needs.gradients_gib * 2**30)
+        room = (machine.usable_gib(run.train.memory_fraction) - needs.gib) * 2**30
         return {
             "model": best_s(model_work(run, machine.total)),
-            "memory": memory_bound_s(even, rates.datasheet(machine.gpu, run.precision)),
-            "remat": best_s(least_again(run, machine)),
+            "memory": moved / (rates.datasheet(machine.gpu, run.precision).memory_tb_s * 1e12),
+            "remat": min(best_s(repeated(run, machine.total, remat)) for remat in (run.remat, least_remat(program, room))),
         }
 
     @property

@@ -1,6 +1,9 @@
-"""The page of benchmarks/what_fits.py has a plan or a reason in every cell."""
+"""benchmarks/what_fits.py: its page and its search have a plan or a reason in every row."""
 
 import re
+
+import made_plans
+import pytest
 
 from benchmarks import studies, what_fits
 from benchmarks.studies import MODELS
@@ -24,3 +27,21 @@ def test_the_page_has_every_cell():
             parts = [float(cell[name]) for name in ("weights", "moments GiB", "gradients", "activations")]
             assert sum(parts) < float(cell["peak"]) < 134
         assert fitting[0]["scaling"] == "100.0%"
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "moments"),
+    [("llama2_7b", "h200:8", "f32"), ("llama2_13b", "h200:1", "bf16"), ("llama3_405b", "h200:8", "-")],
+    ids=["fits", "fits with narrower moments", "does not fit"],
+)
+def test_a_row_is_the_best_of_a_search_or_says_the_least_memory(model, machine, moments, monkeypatch):
+    planned = made_plans.plan_inline(monkeypatch)
+    found = what_fits.fill(MODELS[model], machine, plan_one="made_plans:above")
+    assert len(planned) == len(found.tried) <= what_fits.MOST
+    plan = found.best and found.best.plan
+    row = dict(zip(what_fits.HEADINGS, what_fits.cells(found, plan), strict=True))
+    assert (row["GPUs"], row["moments"]) == (machine, moments)
+    if plan:
+        assert row["peak"] == f"{plan.memory.peak_gib:.1f}" and row["scaling"] == "100.0%"
+    else:
+        assert f"{found.least_gib:,.0f} GiB" in row["layout"] and found.least_gib > found.usable_gib
