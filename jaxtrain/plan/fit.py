@@ -40,6 +40,8 @@ class Least:
             their norm is needed before the update.
         gathered_gib: gathered weights: all if they are gathered once a step, those of layers with sharding.gather=forward, else
             the largest one.
+        gib: all of this. The gradients of one microbatch are complete only when its weights are no longer needed, so the larger
+            of both counts.
         repeated: FLOPs that the layout adds to a step's, as a fraction: recomputation by remat.policy=auto, which saves as many
             activations as probably fit beside `gib`, and the pipeline's bubble; inf if not even the layers' inputs fit.
     """
@@ -47,11 +49,8 @@ class Least:
     state_gib: float
     gradients_gib: float
     gathered_gib: float
+    gib: float
     repeated: float
-
-    @property
-    def gib(self) -> float:
-        return self.state_gib + self.gradients_gib + self.gathered_gib
 
 
 def least(run: RunConfig, topology: Topology) -> Least:
@@ -76,8 +75,9 @@ def least(run: RunConfig, topology: Topology) -> Least:
         held = [max(_in_use(program, a, of, one=True) for a, of in _pairs(params, axes))]
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
     in_use = sum(held) * width
-    left = topology.usable_gib(run.train.memory_fraction) * 2**30 - state - gradients - in_use
-    return Least(state / 2**30, gradients / 2**30, in_use / 2**30, _repeated(program, left))
+    total = state + (gradients + in_use if run.train.grad_accum > 1 else max(gradients, in_use))
+    left = topology.usable_gib(run.train.memory_fraction) * 2**30 - total
+    return Least(*(n / 2**30 for n in (state, gradients, in_use, total)), repeated=_repeated(program, left))
 
 
 def _on_device(a: jax.ShapeDtypeStruct) -> int:

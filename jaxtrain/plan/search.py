@@ -92,7 +92,7 @@ class Choice:
 
     def neighbours(self) -> Iterator["Choice"]:
         """Yield the layouts that differ in one respect."""
-        for zero in ZEROS:
+        for zero in ZEROS if self.fsdp * self.expert * self.seq > 1 else ():
             yield dataclasses.replace(self, zero=zero)
         yield dataclasses.replace(self, rows=self.rows * 2)
         yield dataclasses.replace(self, rows=self.rows // 2) if self.rows > 1 else self

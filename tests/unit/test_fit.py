@@ -27,7 +27,8 @@ def test_least_memory_by_hand():
     assert one.gradients_gib == pytest.approx(PARAMS * 2 / 8 / GIB), "in the dtype of their reduction"
     assert many.gradients_gib == pytest.approx(PARAMS * 4 / 8 / GIB), "summed in float32"
     assert one.gathered_gib == many.gathered_gib == head * 2 / GIB
-    assert one.gib == one.state_gib + one.gradients_gib + one.gathered_gib
+    assert one.gib == pytest.approx(one.state_gib + max(one.gradients_gib, one.gathered_gib))
+    assert many.gib == pytest.approx(many.state_gib + many.gradients_gib + many.gathered_gib)
     assert of(*ONE, "optimizer.clip_norm=0.0").gradients_gib == 0, "each gradient may be freed once it is used"
 
 
