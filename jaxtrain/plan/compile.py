@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +32,12 @@ NO_TUNING: dict[str, str | bool] = {
     "xla_gpu_experimental_enable_fusion_autotuner": False,
     "xla_gpu_disable_gpuasm_optimizations": True,
 }
+# Stands in for ptxas, which XLA starts once for each of some 200 kernels. The result is a file without machine code.
+ASSEMBLER = """#!/bin/sh
+if [ "$1" = --version ]; then exec {ptxas} --version; fi
+while [ "$1" != -o ]; do shift; done
+echo > "$2"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Compiled:
     text: str  # the scheduled program of one device, as HLO
     module: hlo.Module  # the parsed `text`
     buffers: bytes  # XLA's HloProto, with the buffer assignment
+    workspace: assignment.Workspace  # of cuDNN's attention in `module`
+    assigned: assignment.Assignment  # read from `buffers`, with `workspace`
     chosen: compiler.Chosen  # the compiler options that training would use
     card: compiler.Card
     seconds: float
@@ -80,27 +89,47 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
     chosen = compiler.choose(program, card)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # Only a dump contains the buffer assignment: on GPUs, the executable's own copy is empty.
-        dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-        asked = cudnn.options(topology.description) if cudnn and topology.description else {}
+        # Only a dump contains the buffer assignment: on GPUs, the executable's own copy is empty. A later compile takes equal
+        # kernels from the cache.
+        files: dict[str, str | bool] = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_proto": True,
+            "xla_gpu_kernel_cache_file": str(Path(folder) / "kernels"),
+        }
+        extra = NO_TUNING | files
+        if topology.description:
+            extra |= _no_assembling(Path(folder) / "cuda") | (cudnn.options(topology.description) if cudnn else {})
 
         @functools.cache
-        def read(executable: Any) -> tuple[str, hlo.Module, bytes]:
+        def read(executable: Any) -> tuple[str, hlo.Module, bytes, assignment.Workspace, assignment.Assignment]:
             text = executable.as_text()
             if text is None:
                 raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
-            return text, hlo.parse(text), _newest_dump(folder)
+            module, buffers = hlo.parse(text), _newest_dump(folder)
+            workspace = assignment.read_workspace(module, chosen.options)
+            return text, module, buffers, workspace, assignment.read(buffers, workspace.missing)
 
         def taken(executable: Any) -> float:
-            _, module, buffers = read(executable)
-            workspace = assignment.read_workspace(module, chosen.options)
-            return assignment.read(buffers, workspace.missing).allocated / 2**30
+            return read(executable)[-1].allocated / 2**30
 
-        extra = NO_TUNING | asked | dump
         program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=taken)
-        text, module, buffers = read(executable)
+        found = read(executable)
     seconds = time.perf_counter() - began
-    return Compiled(program, run.remat.policy == "auto", executable, text, module, buffers, chosen, card, seconds)
+    return Compiled(program, run.remat.policy == "auto", executable, *found, chosen, card, seconds)
+
+
+def _no_assembling(folder: Path) -> dict[str, str | bool]:
+    """Make a CUDA folder with ASSEMBLER and the toolkit's libdevice, and return the options with which XLA uses this folder.
+
+    Where the file system of `folder` runs no programs, XLA finds the toolkit's own ptxas instead.
+    """
+    toolkit = machines.toolkit()
+    (folder / "bin").mkdir(parents=True)
+    (folder / "nvvm").symlink_to(toolkit / "nvvm")
+    ptxas = folder / "bin" / "ptxas"
+    ptxas.write_text(ASSEMBLER.format(ptxas=shlex.quote(str(toolkit / "bin" / "ptxas"))), encoding="utf-8")
+    ptxas.chmod(0o700)
+    return {"xla_gpu_cuda_data_dir": str(folder)}
 
 
 def _newest_dump(folder: str) -> bytes:

@@ -9,7 +9,7 @@ from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.models.attention import kind_shares
 from jaxtrain.plan.compile import Compiled, compile_step, no_garbage_collection
-from jaxtrain.plan.program import assignment, buffers, collectives, hlo, pipeline_moe, roofline, warnings
+from jaxtrain.plan.program import buffers, collectives, hlo, pipeline_moe, roofline, warnings
 from jaxtrain.plan.rates import expected_ms, kind, rates_for
 from jaxtrain.plan.result import Flops, Plan, Rates, Time
 from jaxtrain.plan.topology import Topology
@@ -63,9 +63,7 @@ def read_plan(
     module = dataclasses.replace(compiled.module, further_rounds=rounds - 1, kind_shares=kind_shares(run.model))
     mesh = dict(program.placement.mesh.shape)
 
-    workspace = assignment.read_workspace(module, compiled.chosen.options)
-    assigned = assignment.read(compiled.buffers, workspace.missing)
-    memory = buffers.memory(assigned, program, module, compiled.card, workspace)
+    memory = buffers.memory(compiled.assigned, program, module, compiled.card, compiled.workspace)
     found = collectives.read(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run.model, run.moe, ranks, experts_load)
     timed = roofline.predict(module, rates, found, filled=filled)

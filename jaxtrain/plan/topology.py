@@ -142,13 +142,22 @@ def here() -> Topology:
     return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
 
 
-LIBDEVICE = "nvvm/libdevice/libdevice.10.bc"
+LIBDEVICE, PTXAS = "nvvm/libdevice/libdevice.10.bc", "bin/ptxas"
 
 
-def _toolkits() -> list[Path]:
-    """Return the folders in which XLA searches for ptxas and libdevice: those of wheels, then CUDA's usual folders."""
+def toolkit() -> Path:
+    """Return the first folder with ptxas and libdevice in which XLA searches: those of wheels, then CUDA's usual folders.
+
+    Raises RuntimeError if there is none.
+    """
     wheels = [Path(p) / "nvidia" / name for p in sys.path for name in ("cuda_nvcc", "cu13")]
-    return [*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")]
+    for folder in (*wheels, Path("/usr/local/cuda"), Path("/opt/cuda")):
+        if (folder / LIBDEVICE).is_file() and (folder / PTXAS).is_file():
+            return folder.absolute()
+    raise RuntimeError(
+        "XLA's GPU compiler finds no CUDA assembler, and would crash: install the plan extra (./run.sh setup), which brings "
+        "ptxas and libdevice"
+    )
 
 
 def devices(topology: Topology) -> list[Any]:
@@ -159,11 +168,7 @@ def devices(topology: Topology) -> list[Any]:
     """
     if not topology.description:
         return jax.devices()
-    if not any((folder / LIBDEVICE).is_file() for folder in _toolkits()):
-        raise RuntimeError(
-            "XLA's GPU compiler finds no CUDA assembler, and would crash: install the plan extra (./run.sh setup), which "
-            "brings ptxas and libdevice"
-        )
+    toolkit()
     try:
         with quiet():
             found = topologies.get_topology_desc(

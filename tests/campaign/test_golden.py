@@ -17,7 +17,7 @@ from golden_plans import SHIPPED, compare, load, path
 from benchmarks import pictures, published, traffic
 from jaxtrain.config import installed, launch
 from jaxtrain.plan import search_parallel, topology
-from jaxtrain.plan.compile import NO_TUNING, Compiled, compile_step
+from jaxtrain.plan.compile import ASSEMBLER, NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.result import Plan
 from jaxtrain.step.program import build
 
@@ -102,12 +102,13 @@ def test_plan_of_llama3_8b_with_full_remat():
     assert made.time.exposed_ms < 0.01 * made.time.step_ms
 
 
-def test_without_tuning_the_program_is_the_same(monkeypatch):
-    """The autotuning that NO_TUNING skips changes fusions' kernels, but no other instruction and no memory size."""
+def test_without_tuning_and_machine_code_the_program_is_the_same(monkeypatch):
+    """Autotuning, which NO_TUNING skips, and ptxas change fusions' kernels, but no other instruction and no memory size."""
     run = plans.config(plans.TWO, *plans.ONE_EACH, of="configs/llama3_1b.py")
     steps = []
-    for without in (NO_TUNING, {}):
+    for without, assembler in ((NO_TUNING, ASSEMBLER), ({}, '#!/bin/sh\nexec {ptxas} "$@"\n')):
         monkeypatch.setattr("jaxtrain.plan.compile.NO_TUNING", without)
+        monkeypatch.setattr("jaxtrain.plan.compile.ASSEMBLER", assembler)
         steps.append(compile_step(run, H200S))  # on the same line for both: the program's text contains the line number
     fast, tuned = steps
 
