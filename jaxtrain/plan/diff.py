@@ -1,0 +1,200 @@
+"""What changed between two plans: figures, settings, and the collectives, kernels and memory of a step.
+
+Rows are matched by what they are, and never by line or instruction number: a commit that only moves lines changes nothing.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.plan.program.roofline import label
+from jaxtrain.plan.result import FORMAT, Plan, from_json
+
+SMALL = 0.001  # of the step time, and of the allocated memory: smaller differences of TIMES and SIZES are only counted
+GIB = 2**30
+TIMES, SIZES = ("collective", "kernel"), ("memory class", "array")  # rows of the step; all others are settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a row is. A property that it does not have is ""."""
+
+    what: str  # one of TIMES or SIZES, or the kind of a setting: mesh, override, compiler option, version
+    name: str  # all-gather, gemm, saved activations, fsdp
+    dtype: str = ""
+    axis: str = ""
+    scope: str = ""
+    file: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Amount:
+    """The sum of all parts of a plan with one Key. Times and bytes are those of each GPU in a step."""
+
+    text: str = ""  # value of a setting, or shape of the largest array
+    count: int = 1
+    ms: float = 0.0  # of the step: a kernel's time, a collective's exposed time
+    link_ms: float = 0.0  # a collective's time, overlapped or exposed
+    bytes: float = 0.0  # sent by a collective, moved by a kernel, held at the peak
+
+    def __add__(self, other: "Amount") -> "Amount":
+        sums = (getattr(self, name) + getattr(other, name) for name in ("count", "ms", "link_ms", "bytes"))
+        return Amount(max(other, self, key=lambda each: each.bytes).text, *sums)
+
+
+NONE = Amount(count=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A difference. `before` or `after` is None if that plan has no such part."""
+
+    key: Key
+    change: str  # came | went | grew | shrank | changed
+    before: Amount | None
+    after: Amount | None
+    source: str  # file:line,line of the lines whose amounts differ
+
+    def more(self, field: str) -> float:
+        """Return by how much a field of Amount is larger in the second plan."""
+        return getattr(self.after or NONE, field) - getattr(self.before or NONE, field)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diff:
+    """The differences between two plans."""
+
+    figures: dict[str, tuple[float, float]]  # name -> values of both plans, 0 if it has none; also of those that are equal
+    rows: tuple[Row, ...]  # largest first: by ms of the step, ms on the link, bytes; then settings
+    smaller: tuple[Row, ...]  # those below SMALL
+
+    @property
+    def same(self) -> bool:
+        return not self.rows and not self.smaller and all(math.isclose(*both) for both in self.figures.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the diff as plain data for `--json`."""
+        return {"format": FORMAT, "same": self.same, **dataclasses.asdict(self)}
+
+
+def diff(a: Plan, b: Plan) -> Diff:
+    """Return what changed from plan `a` to plan `b`."""
+    parts, others = _parts(a), _parts(b)
+    rows = [row for key in dict.fromkeys([*parts, *others]) if (row := _row(key, parts.get(key, {}), others.get(key, {})))]
+    rows.sort(key=lambda row: tuple(-abs(row.more(field)) for field in ("ms", "link_ms", "bytes")))
+    least_ms = SMALL * max(a.time.step_ms, b.time.step_ms)
+    least_bytes = SMALL * max(a.memory.taken_gib, b.memory.taken_gib) * GIB
+
+    def small(row: Row) -> bool:
+        if row.key.what in TIMES:
+            return max(abs(row.more("ms")), abs(row.more("link_ms"))) < least_ms
+        return row.key.what in SIZES and abs(row.more("bytes")) < least_bytes
+
+    figures = {name: (value, _figures(b)[name]) for name, value in _figures(a).items()}
+    return Diff(figures, tuple(r for r in rows if not small(r)), tuple(r for r in rows if small(r)))
+
+
+def _figures(plan: Plan) -> dict[str, float]:
+    t, m = plan.time, plan.memory
+    shortest, longest = t.expected_step_ms or (0.0, 0.0)
+    found = {"step ms": t.step_ms, "expected step ms, shortest": shortest, "expected step ms, longest": longest}
+    found |= {"GEMM ms": t.gemm_ms, "attention ms": t.attention_ms, "memory-bound ms": t.memory_ms}
+    found |= {"exposed communication ms": t.exposed_ms, "exposed host copies ms": t.host_exposed_ms}
+    found |= {"tokens a step": plan.tokens_per_step, "tokens/s/GPU": t.tokens_per_s_per_device}
+    return found | {"allocated GiB": m.taken_gib, "peak GiB": m.peak_gib, "usable GiB": m.usable_gib, "host GiB": m.host_gib}
+
+
+def _parts(plan: Plan) -> dict[Key, dict[str, Amount]]:
+    """Return the parts of a plan: key -> line -> sum of the parts on this line."""
+    out: dict[Key, dict[str, Amount]] = {}
+    for key, source, amount in (*_settings(plan), *_step(plan)):
+        file, _, line = source.rpartition(":")
+        lines = out.setdefault(dataclasses.replace(key, file=file), {})
+        lines[line] = lines[line] + amount if line in lines else amount
+    return out
+
+
+def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+    """Yield everything that a plan follows from, its verdict, and its warnings."""
+    named = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
+    named |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
+    overrides = dict(o.partition("=")[::2] for o in plan.overrides)
+    groups = {"plan": named, "override": overrides, "compiler option": plan.options, "version": plan.versions}
+    for what, found in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
+        yield from ((Key(what, name), "", Amount(str(value))) for name, value in found.items() if value != "")
+    yield from ((Key("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
+    # The figures in a warning differ from plan to plan.
+    yield from ((Key("warning", re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)) for text in plan.warnings)
+
+
+def _step(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+    """Yield the collectives, kernels and arrays of a step with their sources, and the classes of memory."""
+    for c in plan.collectives:
+        key = Key("collective", c.kind, c.dtype, c.axis, _scope(c.op_name, c.instruction))
+        yield key, c.source, Amount("", c.count, c.exposed_ms, c.ms, c.wire_gib * GIB)
+    for k in plan.kernels:
+        if k.kind != "communication":  # the collectives above
+            yield Key("kernel", k.kind, scope=k.op_name), k.source, Amount("", k.count, k.ms, bytes=k.gb * 1e9)
+    for b in plan.memory.largest:
+        key = Key("array", b.kind, b.shape.partition("[")[0], scope=_scope(b.op_name, b.instruction))
+        yield key, b.source, Amount(b.shape, bytes=b.gib * GIB)
+    m = plan.memory
+    classes = {name: gib for name, gib in m.by_class.items() if name != "temporaries" or not m.temporaries}
+    for name, gib in (classes | {f"temporaries: {part}": gib for part, gib in m.temporaries.items()}).items():
+        yield Key("memory class", name), "", Amount(bytes=gib * GIB)
+
+
+def _scope(op_name: str, instruction: str) -> str:
+    """Return the named scopes of an operation, the name of an argument, or the instruction without its number.
+
+    XLA combines collectives, and joins their paths as "prefix/(one:two)" in an order of its own.
+    """
+    if op_name.startswith(("state.", "batch[")):
+        return op_name
+    prefix, combined, inside = op_name.partition("/(")
+    names = {label(f"{prefix}/{part}") for part in inside[:-1].split(":")} if combined else {label(op_name)}
+    return "; ".join(sorted(names)) or re.sub(r"[.\d]+$", "", instruction)
+
+
+def _row(key: Key, before: Mapping[str, Amount], after: Mapping[str, Amount]) -> Row | None:
+    """Return the difference of one key; None if its sums are equal. before, after: line -> amount."""
+    x, y = sum(before.values(), NONE), sum(after.values(), NONE)
+    apart = [
+        field for field in ("ms", "link_ms", "bytes", "count") if not math.isclose(getattr(x, field), getattr(y, field))
+    ]  # sums in another order
+    if not apart and x.text == y.text:
+        return None
+    change = "changed" if not apart else "grew" if getattr(y, apart[0]) > getattr(x, apart[0]) else "shrank"
+    change = change if before and after else "came" if after else "went"
+    lines = sorted(_changed(before, after) or _changed(after, before), key=lambda line: int(line or 0))
+    return Row(key, change, x if before else None, y if after else None, f"{key.file}:{','.join(lines)}".strip(":"))
+
+
+def _changed(before: Mapping[str, Amount], after: Mapping[str, Amount]) -> list[str]:
+    """Return the lines of `after` whose amount no line of `before` has: a line that only moved is not among them."""
+    left = Counter(before.values())
+    left.subtract(after.values())
+    return [line for line, amount in after.items() if left[amount] < 0]
+
+
+def read(name: str, path: str) -> Plan:
+    """Return the plan in a file of `plan --json`. Raises ConfigError for any other file. name: the argument that names it."""
+    try:
+        tree = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        settings = [f"--config={tree['config']}", *(f"--config.{o}" for o in tree["overrides"])]
+        command = shlex.join([*settings, f"--topology={tree['topology']}", f"--json={path}"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no file of plan --json"
+        raise ConfigError([Problem(name, path, rule, "Name one, or a config such as configs/llama3_8b.py.")]) from error
+    try:
+        return from_json(tree)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = f"{'is ' * (tree.get('format') != FORMAT)}{error}"
+        raise ConfigError([Problem(name, path, rule, f"Make it again: python -m jaxtrain plan {command}")]) from error

@@ -1,0 +1,48 @@
+"""The differences between two plans on a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jaxtrain.config.numbers import column, number, plural
+from jaxtrain.plan.diff import GIB, NONE, SIZES, SMALL, TIMES, Diff, Row
+from jaxtrain.report.plan_sections import argument
+from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, print_sections, say, text_table
+
+ROWS = 30  # of a table
+
+
+def print_diff(found: Diff, console: Console) -> None:
+    """Print the figures, times, sizes and settings that differ, and the number of smaller differences."""
+    figures = [(name, *column((x, y)), *_signed([y - x])) for name, (x, y) in found.figures.items() if x != y]
+    times, sizes = ([row for row in found.rows if row.key.what in kinds] for kinds in (TIMES, SIZES))
+    settings = [r for r in found.rows if r.key.what not in TIMES + SIZES]
+    values = [[(each or NONE).text or "absent" for each in (r.before, r.after)] for r in settings]
+    words = [f"{r.change}: {r.key.what} {r.key.name}: {x} -> {y}" for r, (x, y) in zip(settings, values, strict=True)]
+    left = f"{plural(len(found.smaller), 'smaller difference')}, each below {SMALL:.1%} of the step or of the memory, with "
+    left += f"{number(sum(row.more('ms') for row in found.smaller))} ms in all"
+    sections = [Section("Figures", [text_table("", ("", "A", "B", "change"), figures)])] if figures else []
+    sections += [Section("Time of a step; of collectives exposed, and on the link", [_table(times, "ms", 1)])] if times else []
+    sections += [Section("Memory at the peak", [_table(sizes, "GiB", GIB)])] if sizes else []
+    sections.append(Section("Settings", [Listing(words)]))
+    print_sections(sections, console)
+    say(console, "nothing changed" if found.same else f"\n{left}" if found.smaller else "")
+
+
+def _table(rows: Sequence[Row], unit: str, scale: float) -> Table:
+    field = "ms" if unit == "ms" else "bytes"
+    changes = [("change", field, scale)] + ([("on link", "link_ms", 1), ("GB", "bytes", 1e9)] if unit == "ms" else [])
+    columns = [
+        Column("", [r.change for r in rows]),
+        Column("what", [" ".join(filter(None, (r.key.what, r.key.name, r.key.dtype, r.key.axis))) for r in rows]),
+        numbers(f"A {unit}", [getattr(r.before or NONE, field) / scale for r in rows], total=False),
+        numbers(f"B {unit}", [getattr(r.after or NONE, field) / scale for r in rows], total=False),
+        *(numbers(name, [r.more(of) / by for r in rows], _signed, total=False) for name, of, by in changes),
+        Column("operation", [argument(r.key.scope) if r.key.scope.startswith("state.") else r.key.scope for r in rows]),
+        Column("source", [r.source for r in rows], kind="source"),
+    ]
+    return Table("", columns, ROWS)
+
+
+def _signed(values: Sequence[float]) -> list[str]:
+    return ["+" * (value > 0) + text for value, text in zip(values, column(values), strict=True)]
