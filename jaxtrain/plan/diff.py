@@ -131,7 +131,7 @@ def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
         yield from ((Key(what, name), "", Amount(str(value))) for name, value in found.items() if value != "")
     yield from ((Key("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
     # The figures in a warning differ from plan to plan.
-    yield from ((Key("warning", re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)) for text in plan.warnings)
+    yield from ((Key("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)) for text in plan.warnings)
 
 
 def _step(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:

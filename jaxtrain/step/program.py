@@ -35,7 +35,7 @@ from jaxtrain.step.kernel import choose_kernel
 from jaxtrain.step.loss import Batch, LossSpec, find_loss, with_cross_entropy
 from jaxtrain.step.pipeline import Pipeline
 from jaxtrain.step.stages import schedule_of
-from jaxtrain.step.state import TrainState, abstract_state, shardings
+from jaxtrain.step.state import TrainState, abstract_state, abstract_tensors, shardings
 from jaxtrain.step.train_step import make_train_step
 
 
@@ -113,6 +113,11 @@ class Program:
     def saved(self, state: TrainState) -> TrainState:
         """Return the arrays of a state, abstract or not, that a checkpoint of this run has."""
         return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the size of the tensors in a checkpoint of this run, over all processes."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_tensors(self.saved(self.state)).values())
 
     def base(self, state: TrainState) -> TrainState:
         """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""

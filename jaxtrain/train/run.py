@@ -334,7 +334,7 @@ def check_room(setup: Setup) -> list[Problem]:
     """Return a problem if a disk has no room for one more checkpoint, or for the run's own files. Writes nothing."""
     run, storage = setup.run, setup.checkpoints.storage
     problems = []
-    free, size = free_bytes(setup.workdir), setup.checkpoint_bytes
+    free, size = free_bytes(setup.workdir), setup.program.checkpoint_bytes
     if free is not None and free < OWN_BYTES:
         rule = f"{decimal(free)} are free there, and log, metrics and receipt need some {decimal(OWN_BYTES)}"
         problems.append(Problem("--workdir", str(setup.workdir), rule, "Free some space, or name another folder."))
@@ -354,6 +354,7 @@ def room_note(setup: Setup) -> str:
     Old steps are deleted after a new one is complete, so checkpoint.keep + 1 of them are on the disk at a time.
     """
     c, steps, storage = setup.run.checkpoint, setup.run.train.steps, setup.checkpoints.storage
+    size = setup.program.checkpoint_bytes
     if jax.process_index() or (room := storage.room()) is None:
         return ""
     start, every = setup.start.step, c.every_steps
@@ -361,11 +362,11 @@ def room_note(setup: Setup) -> str:
     more = (steps // c.keep_every - start // c.keep_every if c.keep_every else 0) + c.keep_best
     there = [step for step in setup.checkpoints.steps() if not c.keep_every or step % c.keep_every]
     need = min(saves, c.keep + 1 + more - len(there))
-    if room >= need * setup.checkpoint_bytes:
+    if room >= need * size:
         return ""
-    fits = room // setup.checkpoint_bytes
+    fits = room // size
     return (
-        f"{storage.path} has room for {fits} checkpoints of {decimal(setup.checkpoint_bytes)}, and this run keeps up to {need} "
+        f"{storage.path} has room for {fits} checkpoints of {decimal(size)}, and this run keeps up to {need} "
         "more: later saves will fail. Free some space, or lower checkpoint.keep"
     )
 

@@ -26,7 +26,7 @@ from jaxtrain.plan.expect import Watch, expect
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.sharding import node_of
-from jaxtrain.step import compiler, state
+from jaxtrain.step import compiler
 from jaxtrain.step.memory import (
     OutOfMemory,
     check_host_memory,
@@ -67,12 +67,6 @@ class Setup:
     def run(self) -> RunConfig:
         """Return the config with settings from the data, and from compiling (remat.policy=auto)."""
         return self.program.run
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Return the size of the tensors in a checkpoint of this run, over all processes."""
-        tensors = state.abstract_tensors(self.program.saved(self.program.state)).values()
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in tensors)
 
 
 @dataclasses.dataclass(frozen=True)
