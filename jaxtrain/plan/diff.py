@@ -196,5 +196,5 @@ def read(name: str, path: str) -> Plan:
     try:
         return from_json(tree)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        rule = f"{'is ' * (tree.get('format') != FORMAT)}{error}"
+        rule = f"is {error if tree.get('format') != FORMAT else f'a plan of format {FORMAT} of another version: {error}'}"
         raise ConfigError([Problem(name, path, rule, f"Make it again: python -m jaxtrain plan {command}")]) from error

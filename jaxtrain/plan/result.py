@@ -250,11 +250,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(tree: dict[str, Any]) -> Plan:
-    """Return the plan whose `to_json` is `tree`. Raises ValueError if the format is not FORMAT."""
+    """Return the plan whose `to_json` is `tree`, without the `run` that --tokens adds. Raises ValueError for another format."""
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
-    return _decoded(Plan, {**tree, "memory": memory})
+    return _decoded(Plan, {name: value for name, value in tree.items() if name != "run"} | {"memory": memory})
 
 
 def rates_from_json(tree: dict[str, Any]) -> Rates:
