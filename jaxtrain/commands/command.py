@@ -32,7 +32,7 @@ def process_options(args: Args) -> dict[str, str]:
 def read_line(parser: Parser, argv: Sequence[str]) -> Args:
     """Return a command line with the config that it names, `Args.loaded`, and the problems of both. Nothing is raised."""
     args = parser.parse(argv)
-    if parser.config:
+    if parser.commands.get(args.command, parser).config:
         args.loaded = loading.load_line(args.line)
         args.problems[len(args.strays) : len(args.strays)] = args.loaded.problems
     return args
@@ -63,7 +63,7 @@ def run_command(
         return 0
     args = read_line(parser, argv)
     problems = args.problems + (check(args) if check else [])
-    given = args.loaded.launch if parser.config else None
+    given = args.loaded.launch if "loaded" in args else None
     if problems:
         return launch.report(problems, given)
     try:

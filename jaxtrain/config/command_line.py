@@ -112,7 +112,8 @@ class Parser(argparse.ArgumentParser):
         notes: the last paragraphs of the help, such as the exit codes.
         passes_on: whether unknown options are for another program: they are left in Args.rest.
         options: the options, in the order of the help.
-        commands: name -> parser of each subcommand.
+        commands: name -> parser of each subcommand. Without options of the command itself, a line must name one; with such
+            options, one that is named comes first.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class Parser(argparse.ArgumentParser):
         Args:
             argv: the arguments, without the program's name.
         """
-        if self.commands:
+        if self.commands and (not self.options or argv[:1] and argv[0] in self.commands):
             return self._parse_subcommand(argv)
         args = Args()
         words = list(argv)
@@ -284,7 +285,8 @@ class Parser(argparse.ArgumentParser):
     @property
     def usage_line(self) -> str:
         """Return the usage line of the help."""
-        words = [self.typed, *(o.usage for o in self.options if o.positional), *(["COMMAND"] if self.commands else [])]
+        words = [self.typed, *(o.usage for o in self.options if o.positional)]
+        words += [] if not self.commands else ["[COMMAND]"] if self.options else ["COMMAND"]
         words += [o.usage for o in self.options if o.required]
         if self.config:
             words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")

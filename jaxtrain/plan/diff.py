@@ -130,8 +130,8 @@ def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     for what, found in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
         yield from ((Key(what, name), "", Amount(str(value))) for name, value in found.items() if value != "")
     yield from ((Key("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
-    # The figures in a warning differ from plan to plan.
-    yield from ((Key("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)) for text in plan.warnings)
+    for text in (re.sub(r"(\.py):\d+", r"\1", warning) for warning in plan.warnings):
+        yield Key("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)
 
 
 def _step(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:

@@ -58,6 +58,11 @@ def test_a_line_that_moved_is_no_difference():
     assert diff(with_step(one), with_step(other)).same
 
 
+def test_a_warning_whose_line_moved_is_no_difference_and_one_of_other_figures_is_the_same_warning():
+    a, moved, more = (sample(warnings=(f"{ms} ms at models/x.py:{line}",)) for ms, line in ((12, 1), (12, 7), (13, 1)))
+    assert diff(a, moved).same and only(diff(a, more)).change == "changed"
+
+
 def test_a_collective_that_came_and_one_that_went():
     a, b = with_step(gemm(11, 30.0)), with_step(gemm(11, 30.0), gather(10, 20.0, 5.0, gib=2.0))
     came = only(diff(a, b))
