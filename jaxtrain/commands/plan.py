@@ -1,15 +1,19 @@
 """The command line of plans: `python -m jaxtrain plan --config=FILE --topology=h200:8`."""
 
+import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, Args, Invalid, Parser, make_console, output_file, place, whole
+from jaxtrain.config.command_line import FAILED, REFUSED, Args, Invalid, Parser, make_console, output_file, place, whole
+from jaxtrain.config.counts import read_count
 from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.data import loading
 from jaxtrain.plan import FOLDER, MOST, cudnn_library
 from jaxtrain.runtime.startup import start_jax
 from jaxtrain.step.validate_places import writable
@@ -25,7 +29,21 @@ def _load(text: str) -> float:
     raise Invalid("must be a number from 1, which is an even load")
 
 
+def _positive(text: str) -> float:
+    if not 0 < (value := float(text)) < math.inf:
+        raise Invalid("must be above 0")
+    return value
+
+
+def _tokens(text: str) -> int:
+    try:
+        return read_count(text)
+    except ValueError as error:
+        raise Invalid("must be a whole number of tokens, as 300B, 1.5T, 1e12 or 2_000_000") from error
+
+
 ONE = ("",)  # the plan of one layout
+OF_TOKENS = ("price-per-gpu-hour", "failures-per-1000-gpu-days", "storage-gb-s")  # options that only --tokens uses
 
 
 def parser() -> Parser:
@@ -40,9 +58,13 @@ def parser() -> Parser:
             "--config=configs/llama3_8b.py --topology=h200:8",
             "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
             "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
+            "--config=configs/llama3_8b.py --topology=h200:8x8 --tokens=15T --price-per-gpu-hour=2.5",
+            "diff before.json after.json",
+            "diff configs/llama3_8b.py configs/llama3_8b.py:half --topology=h200:8",
         ),
         notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
-        "read, or a file not written; 130 Ctrl-C, after the results so far.",
+        "read, or a file not written; 130 Ctrl-C, after the results so far. Of diff: 0 nothing changed; 1 something changed; 2 "
+        "the command, a plan or a config is wrong, or no step could be compiled or read.",
     )
     p.option(
         "topology",
@@ -51,6 +73,32 @@ def parser() -> Parser:
         "CHIP:GPUS[xNODES]",
         example="h200:8",
         modes=("", "shardings", "search"),
+    )
+    p.option(
+        "tokens",
+        "also the whole run of so many tokens: days, GPU hours, failures, and the interval of saves that loses least",
+        "N",
+        type=_tokens,
+        example="15T",
+        modes=ONE,
+    )
+    p.option("price-per-gpu-hour", "in any currency: the money of --tokens", "X", type=_positive, example="2.5", modes=ONE)
+    p.option(
+        "failures-per-1000-gpu-days",
+        "unexpected ends of the run of --tokens; default 0.47, by Llama 3's report",
+        "X",
+        type=_positive,
+        example="0.47",
+        modes=ONE,
+    )
+    p.option(
+        "storage-gb-s",
+        "GB/s of all nodes together at which a save of --tokens reaches its storage, as the log of a run prints it; default 1 "
+        "for each node",
+        "X",
+        type=_positive,
+        example="8",
+        modes=ONE,
     )
     p.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
     p.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
@@ -112,6 +160,11 @@ def parser() -> Parser:
         modes=("search",),
     )
     p.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
+    diff = p.command("diff", "what changed between two plans: step time, memory, collectives, kernels, arrays and settings")
+    diff.argument("a", "a file of plan --json, or a config", "A", type=place)
+    diff.argument("b", "the plan to compare it with", "B", type=place)
+    diff.option("topology", "the machine that configs are compiled for", "CHIP:GPUS[xNODES]", example="h200:8")
+    diff.option("json", "the differences, as JSON", "FILE", type=output_file)
     return p
 
 
@@ -120,8 +173,26 @@ def main(argv: Sequence[str]) -> int:
     return run_command(parser(), argv, _act, check=_check)
 
 
+def _check_diff(args: Args) -> list[Problem]:
+    """Return the problems of the configs of a diff, which are loaded, and of its topology."""
+    args.configs, problems = {}, []
+    for name in ("A", "B"):
+        text = getattr(args, name.lower())
+        if re.search(r"\.py(:|$)", text):
+            loaded = args.configs[name] = loading.load([f"--config={text}"])
+            problems += [dataclasses.replace(p, key=name if p.key == "--config" else p.key) for p in loaded.problems]
+    if args.configs and "topology" not in args.given:
+        rule = f"is missing, and {' and '.join(args.configs)} must be compiled for a machine"
+        problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
+    elif not args.configs and "topology" in args.given:
+        problems.append(Problem("--topology", args.topology, "both plans are compiled, and do not use it", "Leave it out."))
+    return problems
+
+
 def _check(args: Args) -> list[Problem]:
     """Return the problems of the command line that can be found before JAX is imported."""
+    if args.command:
+        return _check_diff(args)
     problems = []
     here, found = not args.topology, hardware.probe()
     if args.mode == "calibrate":
@@ -129,6 +200,9 @@ def _check(args: Args) -> list[Problem]:
         if given:
             problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([found.problem] if found.problem else [])]
+    if not args.mode and "tokens" not in args.given:
+        unused = [f"--{name}" for name in OF_TOKENS if name in args.given]
+        problems += [Problem(key, None, "only --tokens uses it", "Add --tokens=1e12, or leave it out.") for key in unused]
     if args.cache and "cache" in args.given:
         problems += writable("--cache", Path(args.cache).expanduser())
     written: dict[Path, str] = {}
@@ -153,10 +227,10 @@ def _check(args: Args) -> list[Problem]:
 
 def _act(args: Args) -> int:
     """Start JAX, run the parsed command, and return its exit code."""
-    here = not args.topology
+    here = not args.topology and not args.command
     cudnn = None
-    if not args.mode and not here:  # before JAX starts: XLA searches for its libraries only once
-        cudnn = _load_cudnn(args.cudnn)
+    if not args.mode and args.topology:  # before JAX starts: XLA searches for its libraries only once
+        cudnn = _load_cudnn("auto" if args.command else args.cudnn)
     # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
     if not here:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -176,11 +250,15 @@ def _act(args: Args) -> int:
             calibrate(console=make_console())
             return 0
         with own_parts.refusing():
-            return _run(args, cudnn)
+            if not args.command:
+                return _run(args, cudnn)
+            from jaxtrain.report import planning
+
+            return planning.compare(args, machines.parse(args.topology) if args.topology else None, cudnn)
     except ConfigError:
         raise
     except (HloError, AssignmentError) as error:
-        return _fail(f"the compiled program cannot be read: {error}")
+        return _fail(args, f"the compiled program cannot be read: {error}")
     except machines.TopologyError as error:
         topology = args.topology
         rule = str(error).removeprefix(f"topology {topology!r}: ").rstrip(".")
@@ -188,7 +266,7 @@ def _act(args: Args) -> int:
     except (CalibrationError, ValueError) as error:
         raise ConfigError([Problem("cannot plan", None, str(error).rstrip("."), "")]) from error
     except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
-        return _fail(f"the train step could not be compiled: {type(error).__name__}: {error}")
+        return _fail(args, f"the train step could not be compiled: {type(error).__name__}: {error}")
 
 
 def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
@@ -236,6 +314,6 @@ def _load_cudnn(source: str) -> cudnn_library.Library | None:
         raise ConfigError([Problem("--cudnn", "library", str(error), "Write --cudnn=formula.")]) from error
 
 
-def _fail(why: str) -> int:
+def _fail(args: Args, why: str) -> int:
     print(f"error: {why}", file=sys.stderr)
-    return FAILED
+    return REFUSED if args.command else FAILED  # of a diff, 1 says that something changed

@@ -44,8 +44,8 @@ class End:
     gpu_hours: float
     money: float | None
     failures: float
-    failures_h: float  # lost by failures: repeated steps and restarts
-    saves_h: float  # lost by copies of saves
+    failures_s: float  # lost by failures: repeated steps and restarts
+    saves_s: float  # lost by copies of saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Cost:
     every_steps: int  # between saves, to lose least
     config_steps: int
     config_every_steps: int
-    config_lost_h: float | None  # by failures and saves with the config's own interval, at the first end; None: without end
+    config_lost_s: float | None  # by failures and saves with the config's own interval, at the first end; None: without end
     assumptions: tuple[tuple[str, str, str], ...]  # what, value, source
 
 
@@ -115,7 +115,7 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         saves_s, gpu_hours = solve_s / interval_s * save_s, all_s / HOUR * gpus
         money = gpu_hours * asked.price if asked.price else None
         failed_s = all_s - solve_s - saves_s
-        return End(step_s, all_s / DAY, gpu_hours, money, all_s / between_s, failed_s / HOUR, saves_s / HOUR)
+        return End(step_s, all_s / DAY, gpu_hours, money, all_s / between_s, failed_s, saves_s)
 
     own = end(step_s[0], run.checkpoint.every_steps or steps)
     kind = f"the expected range, by published runs ({plan.kind})" if plan.time.expected_step_ms else "roofline: a lower bound"
@@ -131,7 +131,7 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         ("start of an attempt", f"{START_S:g} s", "not measured: processes, JAX, NCCL; no wait for another node"),
         ("compilation", f"{plan.compile_s:.3g} s", "this plan's, on this machine; GPUs also tune kernels"),
         ("read of a checkpoint", f"{write_s:.3g} s", "at the rate of the storage"),
-        ("left out", "", "evaluations, samples, waits for data, slow nodes, planned stops; failures come independently"),
+        ("left out", "", "evaluations, samples, waits for data, slow nodes, planned stops, other waits at a save"),
     )
     return Cost(
         tokens=asked.tokens,
@@ -147,6 +147,6 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         every_steps=every,
         config_steps=run.train.steps,
         config_every_steps=run.checkpoint.every_steps,
-        config_lost_h=own.failures_h + own.saves_h if math.isfinite(own.days) else None,
+        config_lost_s=own.failures_s + own.saves_s if math.isfinite(own.days) else None,
         assumptions=assumptions,
     )

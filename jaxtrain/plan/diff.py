@@ -191,8 +191,8 @@ def read(name: str, path: str) -> Plan:
         settings = [f"--config={tree['config']}", *(f"--config.{o}" for o in tree["overrides"])]
         command = shlex.join([*settings, f"--topology={tree['topology']}", f"--json={path}"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no file of plan --json"
-        raise ConfigError([Problem(name, path, rule, "Name one, or a config such as configs/llama3_8b.py.")]) from error
+        rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no compiled plan of plan --json"
+        raise ConfigError([Problem(name, path, rule, "Name one, or a config: configs/llama3_8b.py.")]) from error
     try:
         return from_json(tree)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

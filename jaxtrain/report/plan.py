@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtrain.plan import result
+from jaxtrain.plan.cost import Cost
 from jaxtrain.report import plan_page
 from jaxtrain.report.html import framed
 from jaxtrain.report.plan_sections import command, headline, mesh, summary, verdict, warnings_section
@@ -51,11 +52,13 @@ def shown(plan: result.Plan) -> Plan:
     return Plan(**vars(plan))
 
 
-def print_plan(plan: result.Plan, console: Console, *, steps: int | None = None, epochs: str = "") -> None:
+def print_plan(
+    plan: result.Plan, console: Console, *, steps: int | None = None, epochs: str = "", cost: Cost | None = None
+) -> None:
     """Print the verdict, the speed, warnings, memory, time and the collectives that take longest.
 
     Args:
-        steps, epochs: as in `summary`.
+        steps, epochs, cost: as in `summary`.
     """
     say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     say(console, headline(plan), "bold")
@@ -64,7 +67,7 @@ def print_plan(plan: result.Plan, console: Console, *, steps: int | None = None,
         say(console, f"with {' '.join(plan.overrides)}")
     if plan.kept:
         say(console, plan.kept)
-    print_sections([warnings_section(plan), *summary(plan, steps, epochs)], console)
+    print_sections([warnings_section(plan), *summary(plan, steps, epochs, cost)], console)
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
     console.print(Text(command(plan)), soft_wrap=True)  # unwrapped, so that it can be copied

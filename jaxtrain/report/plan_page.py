@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from jaxtrain.config.numbers import GB_PER_GIB, decimals, gib, number, percent, plural, rough, size
+from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.result import Plan
 from jaxtrain.report.charts import cursor_data, lanes, ticks
 from jaxtrain.report.html import contents, document, heading, key, paragraph, tiles
@@ -41,17 +42,22 @@ LARGEST = 4  # groups of arrays that the peak is named by
 
 
 def html(
-    plan: Plan, *, steps: int | None = None, epochs: str = "", layer: Mapping[str, Sequence[Stretch]] | None = None
+    plan: Plan,
+    *,
+    steps: int | None = None,
+    epochs: str = "",
+    cost: Cost | None = None,
+    layer: Mapping[str, Sequence[Stretch]] | None = None,
 ) -> str:
     """Return the page of a plan as HTML.
 
     Args:
-        steps, epochs: as in `summary`.
+        steps, epochs, cost: as in `summary`.
         layer: result of `layer_schedule.read`; None: no schedule of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
-    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs), *schedule, *details(plan)]
+    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs, cost), *schedule, *details(plan)]
     sections = html_sections([warnings_section(plan), *found])
     sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
     body = [

@@ -17,15 +17,15 @@ def run_section(cost: Cost | None) -> list[Section]:
         ("GPU-hours", [rough(end.gpu_hours) for end in cost.ends]),
         ("money", [rough(end.money) for end in cost.ends if end.money is not None]),
         ("failures", [rough(end.failures) for end in cost.ends]),
-        ("hours lost by failures", [rough(end.failures_h) for end in cost.ends]),
-        ("hours lost by saves", [rough(end.saves_h) for end in cost.ends]),
+        ("lost by failures", [duration(end.failures_s) for end in cost.ends]),
+        ("lost by saves", [duration(end.saves_s) for end in cost.ends]),
     ]
     title = f"{short_count(cost.tokens)} tokens on {plural(cost.gpus, 'GPU')}, with failures and saves"
     table = text_table(title, ("", *names), [(name, *cells) for name, cells in rows if cells])
     end = cost.ends[0]
     bound = "so that each write ends before the next" if cost.write_s > cost.daly_s else "by Daly's formula"
     own = f"every {cost.config_every_steps:,} steps" if cost.config_every_steps else "only at the end"
-    lost = "the run has no end" if cost.config_lost_h is None else f"failures and saves lose {rough(cost.config_lost_h)} h"
+    lost = "the run has no end" if cost.config_lost_s is None else f"failures and saves lose {duration(cost.config_lost_s)}"
     lines = [
         f"{cost.steps:,} steps; this config has {cost.config_steps:,}",
         f"a checkpoint has {number(cost.checkpoint_bytes / 1e9)} GB, a restart takes {duration(cost.restart_s)}, and a failure "
@@ -33,7 +33,7 @@ def run_section(cost: Cost | None) -> list[Section]:
         f"a save every {cost.every_steps:,} steps, {duration(cost.every_steps * end.step_s)}, loses least, {bound}. Best "
         f"intervals: {duration(cost.young_s)} by Young 1974, sqrt(2 d M); {duration(cost.daly_s)} by Daly 2006, higher "
         f"order; at least {duration(cost.write_s)}, the time of a write",
-        f"with saves {own}, as in this config, {lost}; with these, {rough(end.failures_h + end.saves_h)} h",
+        f"with saves {own}, as in this config, {lost}; with these, {duration(end.failures_s + end.saves_s)}",
     ]
     options = f"--config.train.steps={cost.steps} --config.checkpoint.every_steps={cost.every_steps}"
     used = text_table("Assumptions", ("", "value", "source"), cost.assumptions)

@@ -11,11 +11,13 @@ from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
 from jaxtrain.config.schema import Remat
+from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.program.roofline import label
 from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 from jaxtrain.report.charts import stacked
+from jaxtrain.report.plan_run import run_section
 from jaxtrain.report.tables import Column, Drawing, Listing, Section, Table, bars, counts, labels, numbers, shares
 
 TRILLION = 1e12
@@ -56,18 +58,20 @@ def warnings_section(plan: Plan) -> Section:
     return Section("Warnings", [Listing(plan.warnings, "warning")])
 
 
-def summary(plan: Plan, steps: int | None = None, epochs: str = "") -> list[Section]:
+def summary(plan: Plan, steps: int | None = None, epochs: str = "", cost: Cost | None = None) -> list[Section]:
     """Return the sections that both terminal and page show: for a step that does not fit, only memory.
 
     Args:
         steps: training steps of the config, for the time to train.
         epochs: those steps as epochs, in words; "" if unknown.
+        cost: the whole run of --tokens.
     """
     if not plan.fits:
         return [memory_section(plan)]
     return [
         memory_section(plan),
         time_section(plan, steps, epochs),
+        *run_section(cost),
         collectives_section(plan),
         Section("Pipeline", [Listing(pipeline(plan))]),
         Section("Experts", [Listing(experts(plan))]),

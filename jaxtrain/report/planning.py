@@ -11,22 +11,25 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args, make_console
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.numbers import size
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data import pipeline
 from jaxtrain.metrics.files import write_output
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
+from jaxtrain.plan.cost import Asked, estimate
 from jaxtrain.plan.cudnn_library import Library
-from jaxtrain.plan.fit import Check, least
+from jaxtrain.plan.diff import diff, read
+from jaxtrain.plan.fit import Check, least, training_check
 from jaxtrain.plan.make import read_plan
 from jaxtrain.plan.search import SearchResult, search
 from jaxtrain.plan.search_cache import Cache
 from jaxtrain.plan.topology import CHIPS, Topology
 from jaxtrain.report import layer_schedule, plan_page, search_page
 from jaxtrain.report.plan import print_plan
+from jaxtrain.report.plan_diff import print_diff
 from jaxtrain.report.tables import say
 
 
@@ -89,14 +92,19 @@ def plan(job: Job, cudnn: Library | None) -> int:
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
+    asked = Asked(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
+    counted = asked.tokens and planned.fits
+    cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, asked) if counted else None
     del compiled
     epochs = pipeline.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
     words = "" if epochs is None else f"{pipeline.epochs_in_words(epochs)} of {run.data.source}"
-    length: dict[str, Any] = {"steps": run.train.steps, "epochs": words}
+    length: dict[str, Any] = {"steps": run.train.steps, "epochs": words, "cost": cost}
     print_plan(planned, console, **length)
     if not planned.fits:
         _print_search(job)
-    job.write_json(result.to_json(planned))
+    if asked.tokens and not cost:
+        say(console, "\n--tokens: a step that does not fit has no time, and its run no cost")
+    job.write_json(result.to_json(planned) | ({"run": dataclasses.asdict(cost)} if cost else {}))
     if args.html:
         write_output(args.html, plan_page.html(planned, **length, layer=layer))
     if written := [*filter(None, (args.json, args.html, args.hlo))]:
@@ -139,6 +147,35 @@ def _print_search(job: Job) -> None:
     words = [f"--config={job.name}", *(f"--config.{o}" for o in job.overrides), f"--topology={job.topology.name}", "--search"]
     say(job.console, "\nto search for a layout that fits", "bold")
     job.console.print(Text(f"{spelled('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
+
+
+def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int:
+    """Print and write what changed from plan A to plan B, and return the exit code: 1 if something changed.
+
+    Raises ConfigError with the problems of both plans. topology: the machine for which configs are compiled.
+    """
+    plans, problems = {}, []
+    for name, text in (("A", args.a), ("B", args.b)):
+        try:
+            if topology and name in args.configs:
+                problems += training_check(topology, f"--topology={topology.name}")(args.configs[name].run)
+            else:
+                plans[name] = read(name, text)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError([*dict.fromkeys(problems)])
+    console = make_console()
+    for name, loaded in args.configs.items():
+        assert topology
+        with console.status(f"compiling {name} for {topology.name} ...") if console.is_terminal else contextlib.nullcontext():
+            compiled = compile_step(loaded.run, topology, cudnn)
+            plans[name] = read_plan(compiled, topology, name=getattr(args, name.lower()))
+    found = diff(plans["A"], plans["B"])
+    print_diff(found, console)
+    if args.json:
+        write_output(args.json, json.dumps(found.to_json(), indent=1) + "\n")
+    return 0 if found.same else 1
 
 
 def search_layouts(job: Job) -> int:

@@ -89,10 +89,10 @@ def test_a_run_by_hand():
         all_s = DAY * math.exp(220 / DAY) * (math.exp((interval_s + 1) / DAY) - 1) * solve_s / interval_s
         assert end.days == pytest.approx(all_s / DAY) and end.gpu_hours == pytest.approx(8 * all_s / 3600)
         assert end.money == pytest.approx(2 * end.gpu_hours) and end.failures == pytest.approx(all_s / DAY)
-        assert end.saves_h == pytest.approx(15_259 / 519 / 3600)
-        assert (end.failures_h + end.saves_h) * 3600 == pytest.approx(all_s - solve_s)
+        assert end.saves_s == pytest.approx(15_259 / 519)
+        assert end.failures_s + end.saves_s == pytest.approx(all_s - solve_s)
         # To first order a failure costs half an interval, the write of a save, and a restart.
-        assert end.failures_h * 3600 == pytest.approx(end.failures * (interval_s / 2 + 220), rel=0.01)
+        assert end.failures_s == pytest.approx(end.failures * (interval_s / 2 + 220), rel=0.01)
 
 
 def test_saves_are_never_closer_than_a_write():
@@ -100,15 +100,15 @@ def test_saves_are_never_closer_than_a_write():
     assert found.write_s == 800.0 > found.daly_s and found.every_steps == 1000
     assert all(end.step_s * found.every_steps >= found.write_s for end in found.ends)
     # With the config's 100 steps, each save waits 720 s for the write before it.
-    assert found.config_lost_h and found.config_lost_h > 15_259 / 100 * 720 / 3600
+    assert found.config_lost_s and found.config_lost_s > 15_259 / 100 * 720
 
 
 def test_the_interval_of_the_config_is_compared():
     found = made("checkpoint.every_steps=519", failures=1000.0 / 8, storage_gb_s=40.0)
     assert found.config_every_steps == 519
-    assert found.config_lost_h == pytest.approx(found.ends[0].failures_h + found.ends[0].saves_h)
+    assert found.config_lost_s == pytest.approx(found.ends[0].failures_s + found.ends[0].saves_s)
     never = made("checkpoint.every_steps=0", tokens=10**15, failures=1000.0 / 8, storage_gb_s=40.0)
-    assert never.config_lost_h is None and json.loads(json.dumps(dataclasses.asdict(never)))["config_lost_h"] is None
+    assert never.config_lost_s is None and json.loads(json.dumps(dataclasses.asdict(never)))["config_lost_s"] is None
 
 
 def test_defaults():
