@@ -60,7 +60,7 @@ def parser() -> Parser:
             "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
             "--config=configs/llama3_8b.py --topology=h200:8x8 --tokens=15T --price-per-gpu-hour=2.5",
             "diff before.json after.json",
-            "diff configs/llama3_8b.py configs/llama3_8b.py:half --topology=h200:8",
+            "diff configs/llama3_8b.py configs/llama3_8b.py:long --topology=h200:8",
         ),
         notes="Exit codes: 0 planned, whether it fits or not; 2 the command or config is wrong; 1 no step could be compiled or "
         "read, or a file not written; 130 Ctrl-C, after the results so far. Of diff: 0 nothing changed; 1 something changed; 2 "

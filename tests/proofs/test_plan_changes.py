@@ -5,7 +5,7 @@ import inspect
 import textwrap
 
 import pytest
-from made_plans import tiny
+from plans import FULL, ONE_EACH, TWO, config
 
 from jaxtrain.models import layers
 from jaxtrain.plan.diff import Diff, diff
@@ -16,8 +16,12 @@ from jaxtrain.plan.topology import parse
 LINE = "h_BTF = GATED[activation](gate_BTF, up_BTF)"
 
 
+SIZES = ("d_model=256", "num_heads=4", "num_kv_heads=2", "head_dim=64", "d_ff=512", "vocab_size=1024")
+SMALL = (TWO, *(f"model.{size}" for size in SIZES), *ONE_EACH, "data.seq_len=256", "loss.chunk=256", *FULL[:2])
+
+
 def plan() -> Plan:
-    return make_plan(tiny(), parse("h200:8"))
+    return make_plan(config(*SMALL), parse("h200:8"))
 
 
 before = functools.cache(plan)

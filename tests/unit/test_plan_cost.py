@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from made_plans import load
+from plans import config
 from sample_plan import sample
 
 from jaxtrain.config.counts import read_count
@@ -72,7 +72,7 @@ def made(
     """Return the run of a plan with steps of 65,536 tokens that take 0.8 to 1 s, compiled in 5 s."""
     time = dataclasses.replace(sample().time, step_ms=700.0, expected_step_ms=(800.0, 1000.0) if expected else None)
     plan = sample(time=time, compile_s=5.0)
-    return estimate(plan, load(*overrides), machine, CHECKPOINT, Asked(tokens, **asked))
+    return estimate(plan, config(*overrides), machine, CHECKPOINT, Asked(tokens, **asked))
 
 
 def test_a_run_by_hand():
