@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from sample_plan import sample
 
 from jaxtrain.commands import plan as command
+from jaxtrain.commands.command import read_line
 from jaxtrain.plan import result
 
 SMALL = (
@@ -97,6 +99,24 @@ ON = "--topology=h200:8"
 )
 def test_mistakes_are_named(argv, said, capsys):
     assert said in refused(capsys, *SMALL, *argv)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--tokens=many", "--price-per-gpu-hour=free", "--failures-per-1000-gpu-days=-1", "--storage-gb-s=inf"]
+)
+def test_the_example_that_a_refusal_names_is_accepted(wrong, capsys):
+    given = [*SMALL, ON, "--tokens=1e12"]
+    (example,) = re.findall(r"For example (--.*)\.$", refused(capsys, *given, wrong), re.MULTILINE)
+    assert example.partition("=")[0] == wrong.partition("=")[0]
+    assert not read_line(command.parser(), [*given, example]).problems
+
+
+def test_the_command_that_makes_an_old_plan_again_is_accepted(plans, capsys):
+    said = refused(capsys, "diff", str(plans / "a.json"), str(plans / "old.json"))
+    (words,) = re.findall(r"jaxtrain plan (--config.*)$", said, re.MULTILINE)
+    again = read_line(command.parser(), shlex.split(words))
+    assert not again.problems and again.json == str(plans / "old.json")
+    assert again.loaded.launch.overrides == (("train.global_batch", "8"), ("train.grad_accum", "1"))
 
 
 @pytest.fixture
