@@ -58,7 +58,7 @@ def parser() -> Parser:
             "--config=configs/llama3_8b.py --topology=h200:8",
             "--config=configs/llama3_70b.py:gpus=64 --topology=h200:8x8 --html=plan.html",
             "--config=configs/llama3_8b.py --topology=h200:8 --search --budget=600",
-            "--config=configs/llama3_8b.py --topology=h200:8x8 --tokens=15T --price-per-gpu-hour=2.5",
+            "--config=configs/llama3_8b.py:gpus=64 --topology=h200:8x8 --tokens=15T --price-per-gpu-hour=2.5",
             "diff before.json after.json",
             "diff configs/llama3_8b.py configs/llama3_8b.py:long --topology=h200:8",
         ),

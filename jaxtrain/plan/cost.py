@@ -13,6 +13,7 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.plan.result import Plan
 from jaxtrain.plan.topology import Topology
 from jaxtrain.runtime.service import HEARTBEAT_S
+from jaxtrain.runtime.watchdog import parse_budgets
 
 FAILURES = 0.47  # unexpected interruptions per 1,000 GPU-days
 REPORT = "Llama 3's report, arXiv 2407.21783"
@@ -121,16 +122,22 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
     kind = f"the expected range, by published runs ({plan.kind})" if plan.time.expected_step_ms else "roofline: a lower bound"
     by_report = f"{REPORT}, table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs"
     by_storage = f"{STORAGE_GB_S:g} GB/s a node, as in {REPORT}, section 3.3.1: 2 TB/s for 2,048 nodes"
+    hang_s = parse_budgets(run.train.timeouts)[0]["step"]
     assumptions = (
+        *([("price of a GPU-hour", f"{asked.price:g}", "--price-per-gpu-hour")] if asked.price else []),
         ("step", f"{' to '.join(f'{each:.4g}' for each in step_s)} s", kind),
-        ("failures per 1,000 GPU-days", f"{rate:g}", "--failures-per-1000-gpu-days" if asked.failures else by_report),
+        (
+            "independent failures per 1,000 GPU-days",
+            f"{rate:g}",
+            "--failures-per-1000-gpu-days" if asked.failures else by_report,
+        ),
         ("storage, all nodes together", f"{storage:g} GB/s", "--storage-gb-s" if asked.storage_gb_s else by_storage),
+        ("checkpoint", f"{checkpoint_bytes:,} bytes", "the tensors of this config's parameters and optimizer"),
         ("copies of a save", f"{copy_s:.2g} s", f"no step runs; {plan.rates.host_gb_s:.3g} GB/s from each GPU to its host"),
-        ("write of a save", f"{write_s:.3g} s", "at the rate of the storage; steps run, and the next save waits"),
-        ("lost process noticed", f"{HEARTBEAT_S} s", "jaxtrain/runtime/service.py; a hang: train.timeouts, 900 s"),
+        ("write or read of a checkpoint", f"{write_s:.3g} s", "by the storage; steps run beside a write, the next save waits"),
+        ("lost process noticed", f"{HEARTBEAT_S} s", f"jaxtrain/runtime/service.py; a hang after {hang_s:g} s: train.timeouts"),
         ("start of an attempt", f"{START_S:g} s", "not measured: processes, JAX, NCCL; no wait for another node"),
         ("compilation", f"{plan.compile_s:.3g} s", "this plan's, on this machine; GPUs also tune kernels"),
-        ("read of a checkpoint", f"{write_s:.3g} s", "at the rate of the storage"),
         ("left out", "", "evaluations, samples, waits for data, slow nodes, planned stops, other waits at a save"),
     )
     return Cost(

@@ -30,9 +30,9 @@ def run_section(cost: Cost | None) -> list[Section]:
         f"{cost.steps:,} steps; this config has {cost.config_steps:,}",
         f"a checkpoint has {number(cost.checkpoint_bytes / 1e9)} GB, a restart takes {duration(cost.restart_s)}, and a failure "
         f"comes every {duration(cost.between_failures_s)}",
-        f"a save every {cost.every_steps:,} steps, {duration(cost.every_steps * end.step_s)}, loses least, {bound}. Best "
-        f"intervals: {duration(cost.young_s)} by Young 1974, sqrt(2 d M); {duration(cost.daly_s)} by Daly 2006, higher "
-        f"order; at least {duration(cost.write_s)}, the time of a write",
+        f"a save every {cost.every_steps:,} steps, {duration(cost.every_steps * end.step_s)}, loses least, {bound}",
+        f"intervals for copies of d and failures M apart: {duration(cost.young_s)} by Young 1974, sqrt(2 d M); "
+        f"{duration(cost.daly_s)} by Daly 2006, sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d; at least a write",
         f"with saves {own}, as in this config, {lost}; with these, {duration(end.failures_s + end.saves_s)}",
     ]
     options = f"--config.train.steps={cost.steps} --config.checkpoint.every_steps={cost.every_steps}"

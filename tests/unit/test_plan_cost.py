@@ -119,7 +119,10 @@ def test_defaults():
     assert found.between_failures_s == pytest.approx(1000 * DAY / 0.47 / 32)
     assert found.ends[0].money is None
     said = {name: (value, source) for name, value, source in found.assumptions}
-    assert said["failures per 1,000 GPU-days"][0] == "0.47" and "2407.21783" in said["failures per 1,000 GPU-days"][1]
+    assert (
+        said["independent failures per 1,000 GPU-days"][0] == "0.47"
+        and "2407.21783" in said["independent failures per 1,000 GPU-days"][1]
+    )
     assert said["storage, all nodes together"][0] == "4 GB/s"
 
 
