@@ -125,7 +125,7 @@ def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     """Yield everything that a plan follows from, its verdict, and its warnings."""
     named = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
     named |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
-    overrides = dict(o.partition("=")[::2] for o in plan.overrides)
+    overrides = {key: value for key, _, value in (o.partition("=") for o in plan.overrides)}
     groups = {"plan": named, "override": overrides, "compiler option": plan.options, "version": plan.versions}
     for what, found in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
         yield from ((Key(what, name), "", Amount(str(value))) for name, value in found.items() if value != "")

@@ -22,7 +22,7 @@ def run_section(cost: Cost | None) -> list[Section]:
     ]
     title = f"{short_count(cost.tokens)} tokens on {plural(cost.gpus, 'GPU')}, with failures and saves"
     table = text_table(title, ("", *names), [(name, *cells) for name, cells in rows if cells])
-    end = cost.ends[0]
+    end = next(iter(cost.ends))
     bound = "so that each write ends before the next" if cost.write_s > cost.daly_s else "by Daly's formula"
     own = f"every {cost.config_every_steps:,} steps" if cost.config_every_steps else "only at the end"
     lost = "the run has no end" if cost.config_lost_s is None else f"failures and saves lose {duration(cost.config_lost_s)}"
