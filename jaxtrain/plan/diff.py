@@ -125,6 +125,7 @@ def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     """Yield everything that a plan follows from, its verdict, and its warnings."""
     named = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
     named |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
+    named |= {"workspace by": plan.memory.workspace_by}
     overrides = {key: value for key, _, value in (o.partition("=") for o in plan.overrides)}
     groups = {"plan": named, "override": overrides, "compiler option": plan.options, "version": plan.versions}
     for what, found in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():

@@ -45,4 +45,4 @@ def _table(rows: Sequence[Row], unit: str, scale: float) -> Table:
 
 
 def _signed(values: Sequence[float]) -> list[str]:
-    return ["+" * (value > 0) + text for value, text in zip(values, column(values), strict=True)]
+    return ["+" * (value > 0 and text[0] != "<") + text for value, text in zip(values, column(values), strict=True)]
