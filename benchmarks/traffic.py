@@ -1,6 +1,6 @@
 """Memory traffic of a step outside of matmuls and attention, part by part, with the least: docs/evidence/performance.md.
 
-    python -m benchmarks.traffic --topology=h200:8 --config=FILE [--config.KEY=VALUE ...]
+    python -m benchmarks.traffic --topology=h200:8 -- --config=FILE [--config.KEY=VALUE ...]
 
 The least traffic assumes one kernel for each elementwise part of the model. The kernel reads its inputs once, and writes the
 inputs of matmuls, attention and the residual stream once. No array is copied, filled or stacked.
@@ -171,12 +171,10 @@ def section(found: Sequence[Part]) -> Section:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile a config's step, print its traffic, and return the exit code."""
-    parser = argparse.ArgumentParser("python -m benchmarks.traffic", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--topology", default="h200:8", help="machine to compile for; default %(default)s")
-    args, config = parser.parse_known_args(argv)
+    args = parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     start_jax(hardware.probe())
-    loaded = loading.load(config)
+    loaded = loading.load(args.config)
     if loaded.problems:
         raise SystemExit("\n".join(map(str, loaded.problems)))
     machine = topology.parse(args.topology)
@@ -184,6 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = read_plan(compiled, machine)
     print_sections([section(parts(compiled.program, plan.kernels))], Console())
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.traffic", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--topology", default="h200:8", help="machine to compile for; default %(default)s")
+    parser.add_argument("config", nargs="+", help="after --: --config=FILE and --config.KEY=VALUE, as for training")
+    return parser
 
 
 if __name__ == "__main__":
