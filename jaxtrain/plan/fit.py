@@ -40,15 +40,17 @@ class Least:
             their norm is needed before the update.
         gathered_gib: gathered weights: all if they are gathered once a step, those of layers with sharding.gather=forward, else
             the largest one.
-        gib: all of this. The gradients of one microbatch are complete only when its weights are no longer needed, so the larger
-            of both counts.
+        inputs_gib: inputs of the layers, which every remat policy saves; 0 for a family from outside, and with offloading.
+        gib: all of this. The gradients of one microbatch are complete only when its weights and activations are no longer
+            needed, so the larger of both counts.
         repeated: FLOPs that the layout adds to a step's, as a fraction: recomputation by remat.policy=auto, which saves as many
-            activations as probably fit beside `gib`, and the pipeline's bubble; inf if not even the layers' inputs fit.
+            activations as probably fit beside `gib`, and the pipeline's bubble; inf if `gib` does not fit.
     """
 
     state_gib: float
     gradients_gib: float
     gathered_gib: float
+    inputs_gib: float
     gib: float
     repeated: float
 
@@ -75,9 +77,13 @@ def least(run: RunConfig, topology: Topology) -> Least:
         held = [max(_in_use(program, a, of, one=True) for a, of in _pairs(params, axes))]
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
     in_use = sum(held) * width
-    total = state + (gradients + in_use if run.train.grad_accum > 1 else max(gradients, in_use))
+    saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards)
+    known = not run.model.outside and "=offload" not in run.remat.tensors
+    inputs = saved.bytes_kept(("residual",)) / run.remat.every if known else 0.0  # they have the shape of the residual stream
+    while_used = in_use + inputs
+    total = state + (gradients + while_used if run.train.grad_accum > 1 else max(gradients, while_used))
     left = topology.usable_gib(run.train.memory_fraction) * 2**30 - total
-    return Least(*(n / 2**30 for n in (state, gradients, in_use, total)), repeated=_repeated(program, left))
+    return Least(*(n / 2**30 for n in (state, gradients, in_use, inputs, total)), repeated=_repeated(program, saved, left))
 
 
 def _on_device(a: jax.ShapeDtypeStruct) -> int:
@@ -97,15 +103,12 @@ def _pairs(params: Params, axes: Params) -> Iterator[tuple[jax.ShapeDtypeStruct,
     return zip(jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True)
 
 
-def _repeated(program: Program, left: float) -> float:
-    """Return `Least.repeated` of a program with `left` bytes for activations."""
-    run, layout = program.run, program.layout
-    bubble = schedule_of(layout).bubble
+def _repeated(program: Program, saved: auto_remat.Activations, left: float) -> float:
+    """Return `Least.repeated` of a program with `left` bytes for further activations."""
+    run, bubble = program.run, schedule_of(program.layout).bubble
     if run.model.outside:  # it names its own activations
         return 1 / (1 - bubble) - 1
-    saved = auto_remat.Activations(run.model, run.moe, layout, program.placement.activation_shards)
-    inputs = saved.bytes_kept(("residual",))  # each layer's input is saved, and has the shape of the residual stream
-    remat = saved.least_recompute(left / BESIDE_SAVED - inputs)
+    remat = saved.least_recompute(left / BESIDE_SAVED)
     if remat is None:
         return math.inf
     length = run.data.seq_len

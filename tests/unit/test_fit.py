@@ -27,8 +27,10 @@ def test_least_memory_by_hand():
     assert one.gradients_gib == pytest.approx(PARAMS * 2 / 8 / GIB), "in the dtype of their reduction"
     assert many.gradients_gib == pytest.approx(PARAMS * 4 / 8 / GIB), "summed in float32"
     assert one.gathered_gib == many.gathered_gib == head * 2 / GIB
-    assert one.gib == pytest.approx(one.state_gib + max(one.gradients_gib, one.gathered_gib))
-    assert many.gib == pytest.approx(many.state_gib + many.gradients_gib + many.gathered_gib)
+    inputs = 32 * 8192 * 4096 * 2 / GIB
+    assert one.inputs_gib == many.inputs_gib == inputs and of(*ONE, "remat.every=2").inputs_gib == inputs / 2
+    assert one.gib == pytest.approx(one.state_gib + max(one.gradients_gib, one.gathered_gib + inputs))
+    assert many.gib == pytest.approx(many.state_gib + many.gradients_gib + many.gathered_gib + inputs)
     assert of(*ONE, "optimizer.clip_norm=0.0").gradients_gib == 0, "each gradient may be freed once it is used"
 
 
@@ -64,7 +66,8 @@ def test_what_is_repeated_grows_as_memory_shrinks():
     nodes = topology.parse("h200:8x2")
     piped = ("mesh.stage=2", "mesh.fsdp=8", "train.grad_accum=8", "train.global_batch=64", "train.accumulate=auto")
     assert of(*piped, machine=nodes).repeated == pytest.approx((2 - 1) / 8), "the bubble"
-    assert of("model.family=helpers:WiderFamily").repeated == 0, "its activations are not known"
+    own = of("model.family=helpers:WiderFamily")
+    assert own.repeated == own.inputs_gib == 0, "its activations are not known"
 
 
 @pytest.mark.parametrize("name", golden_plans.SHIPPED)
