@@ -308,10 +308,21 @@ class Space:
         return [self._widened(c) for c in first.values() if c.changes][:most]
 
     def near(self, best: Candidate) -> list[Candidate]:
-        """Return the neighbours of a layout that were not compiled: other kinds last, and before them other ZeRO stages."""
+        """Return layouts near the best one that were not compiled, sorted.
+
+        First the meshes of other compiled layouts of its kind with its microbatches, then its neighbours: other kinds last, and
+        before them other ZeRO stages.
+        """
         own = best.choice
-        new = dict.fromkeys(c for c in map(self._judged, own.neighbours()) if c and not c.outcome)
-        return sorted(new, key=lambda c: (c.choice.kind != own.kind, c.choice.zero != own.zero, self._order(c)))
+        how = {"rows": own.rows, "zero": own.zero, "schedule": own.schedule, "stored": own.stored}
+        alike = [c.choice for c in self.found.tried if c.choice.kind == own.kind]
+        crossed = [dataclasses.replace(choice, **how) for choice in alike]
+        new = dict.fromkeys(c for c in map(self._judged, (*crossed, *own.neighbours())) if c and not c.outcome)
+
+        def key(c: Candidate) -> tuple[Any, ...]:
+            return c.choice.kind != own.kind, c.choice not in crossed, c.choice.zero != own.zero, self._order(c)
+
+        return sorted(new, key=key)
 
     def smallest(self, listed: list[Candidate]) -> list[Candidate]:
         """Return the layout with the least memory, if it was not compiled."""
