@@ -31,6 +31,9 @@ from jaxtrain.plan.topology import Topology, layout_of
 Overrides = tuple[tuple[str, Any], ...]
 
 LONG = 32_768  # tokens; from this length on, meshes with mesh.seq are tried
+# A compile may take so many times as long as the longest of the same search, and at least so many seconds. XLA can take half an
+# hour where a step barely fits.
+PATIENCE, LEAST_S = 5, 120
 ROUND = 2  # layouts that are compiled before the next ones are chosen
 ENOUGH = 16_384  # tokens of a microbatch on a device: larger ones make matmuls no faster, and compiles slower
 # What twice the size of an axis, or of the nodes of an fsdp group, adds to a step, as a fraction. It orders the layouts, and
@@ -213,7 +216,7 @@ def search(
     found = SearchResult(name, topology, run, topology.usable_gib(run.train.memory_fraction), most)
     found.own_problems = tuple(check(run))
     space = Space(run, topology, check, found)
-    how = {"jobs": jobs, "cache": cache, "plan_one": plan_one, "timeout_s": timeout_s}
+    how = {"jobs": jobs, "cache": cache, "plan_one": plan_one}
 
     def compile(some: list[Candidate]) -> None:
         some = some[: most - len(found.tried)]
@@ -235,7 +238,9 @@ def search(
                 found.tried.append(c)
             on_progress(found)
 
-        outcomes = plan_many(requests, budget_s=left, on_start=start, on_done=end, **how)
+        longest = max((c.plan.compile_s for c in found.tried if c.plan), default=math.inf)
+        limit = min(timeout_s, max(LEAST_S, PATIENCE * longest))
+        outcomes = plan_many(requests, budget_s=left, timeout_s=limit, on_start=start, on_done=end, **how)
         if all(outcome.problems and _is_of_every_layout(outcome.problems) for outcome in outcomes.values()):
             raise ConfigError([p for outcome in outcomes.values() for p in outcome.problems][:1])
         if any(outcome.kind == "stopped" for outcome in outcomes.values()):

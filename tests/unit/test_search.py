@@ -210,6 +210,15 @@ def test_an_early_end_keeps_what_is_compiled(inline, monkeypatch, how):
     assert not result.running
 
 
+def test_a_compile_may_take_a_few_times_as_long_as_the_others(inline, monkeypatch):
+    """made_plans.made compiles in one second."""
+    limits = []
+    real = search.plan_many
+    monkeypatch.setattr(search, "plan_many", lambda *args, **how: limits.append(how["timeout_s"]) or real(*args, **how))
+    find()
+    assert limits[0] == search_parallel.TIMEOUT_S and set(limits[1:]) == {search.LEAST_S}
+
+
 def of_outcomes(monkeypatch, *outcomes: search_parallel.Outcome) -> search.SearchResult:
     """Return the search that has these outcomes, one after the other."""
     left = list(outcomes)
