@@ -3,7 +3,6 @@
 A config is a RunConfig, the path of a config file, or the name of a file in configs/: "llama3_8b", "llama3_8b:half".
 """
 
-import dataclasses
 import functools
 import os
 import warnings
@@ -21,9 +20,9 @@ from jaxtrain.metrics.samples import Ask
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxtrain.plan.search import SearchResult
     from jaxtrain.report.plan import Plan
     from jaxtrain.report.run_page import OpenRun
+    from jaxtrain.report.search_page import Search
     from jaxtrain.report.shardings import Shardings
     from jaxtrain.train.parity_report import Result as ParityResult
     from jaxtrain.train.run import Result
@@ -128,28 +127,29 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
 
 
 @_with_own_line
-def search(config: Config, topology: str, budget: float = 600.0, **overrides: Any) -> "SearchResult":
+def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, **overrides: Any) -> "Search":
     """Return the fastest layout of a config that fits on a machine, and the others that were compiled.
 
     Args:
         budget: seconds after which the search and its running compiles are ended; 0: no limit.
+        most: largest number of plans; 0: 8.
 
     Raises:
         ConfigError, TopologyError: as `shardings`.
     """
-    from jaxtrain.plan import FOLDER
+    from jaxtrain.plan import FOLDER, MOST
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.search import search as run_search
     from jaxtrain.plan.search_cache import Cache
-    from jaxtrain.report.plan import shown
+    from jaxtrain.report.search_page import shown
 
+    if not budget >= 0 or most < 0:
+        raise ValueError(f"budget = {budget}, most = {most}: must not be negative. Fix: 0 for no limit, and for 8 plans.")
     run, machine = load(config, **overrides), machines.parse(topology)
     name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
-    found = run_search(run, name, machine, budget_s=budget, cache=Cache(FOLDER))
-    for candidate in found.tried:
-        if candidate.outcome and candidate.outcome.plan:
-            candidate.outcome = dataclasses.replace(candidate.outcome, plan=shown(candidate.outcome.plan))
-    return found
+    given = tuple(f"{k}={v}" for k, v in flatten(overrides))
+    how = {"budget_s": budget, "most": most or MOST, "cache": Cache(FOLDER)}
+    return shown(run_search(run, name, machine, overrides=given, **how))
 
 
 @_with_own_line

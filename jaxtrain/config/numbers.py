@@ -61,6 +61,6 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, 1)}%"
 
 
-def plural(n: int, noun: str) -> str:
-    """Return a count with its noun: `1 GPU`, `8 GPUs`."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+def plural(n: int, noun: str, several: str = "") -> str:
+    """Return a count with its noun: `1 GPU`, `8 GPUs`. several: the plural, if it is not the noun with an s."""
+    return f"{n:,} {noun if n == 1 else several or f'{noun}s'}"

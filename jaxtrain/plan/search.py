@@ -146,7 +146,8 @@ class SearchResult:
 
     Attributes:
         own_problems: the reasons why training refuses the config's own layout.
-        listed: number of layouts that may fit. too_big: number of layouts that cannot.
+        stored: narrower dtypes of the state that are tried; () for the config's.
+        listed: number of meshes with these dtypes that may fit. too_big: number of those that cannot.
         least_gib: the least memory of any layout.
         tried: compiled layouts; best first after the search.
         running: layouts that are being compiled.
@@ -159,6 +160,7 @@ class SearchResult:
     usable_gib: float
     most: int
     own_problems: tuple[Problem, ...] = ()
+    stored: Overrides = ()
     listed: int = 0
     too_big: int = 0
     least_gib: float = math.inf
@@ -183,6 +185,7 @@ def search(
     name: str,
     topology: Topology,
     *,
+    overrides: tuple[str, ...] = (),
     budget_s: float = 0.0,
     most: int = MOST,
     check: Check | None = None,
@@ -196,7 +199,7 @@ def search(
     """Search for the fastest layout of a config on a machine. No layout changes the global batch.
 
     Args:
-        name: label of the config in plans.
+        name, overrides: config and its overrides, as labels of plans.
         topology: a machine whose name `topology.parse` accepts, since other processes compile for it by name.
         budget_s: seconds after which running compiles are ended; 0: no limit.
         most: largest number of plans.
@@ -225,7 +228,7 @@ def search(
         left = began + budget_s - time.monotonic() if budget_s else 0.0
         if left < 0:
             raise TimeoutError
-        requests = {c: Request(c.run, topology, name, c.changes, rates) for c in some}
+        requests = {c: Request(c.run, topology, name, (*overrides, *c.changes), rates) for c in some}
 
         def start(c: Candidate) -> None:
             found.running.append(c)
@@ -249,6 +252,7 @@ def search(
     try:
         own = [] if found.own_problems else [*filter(None, [space.own()])]
         for stored in space.storage():
+            found.stored, found.running = stored, []
             listed = space.listed(stored)
             on_progress(found)
             compile([*own, *space.first_of_each_kind(listed, max(1, most // 2 - len(own)))])
@@ -280,6 +284,7 @@ class Space:
     def __init__(self, run: RunConfig, topology: Topology, check: Check, found: SearchResult):
         self.run, self.topology, self.check, self.found = run, topology, check, found
         self._seen: dict[tuple[str, ...], Candidate | None] = {}
+        self._too_big = 0
 
     def own(self) -> Candidate | None:
         """Return the config's own layout, which is legal; None if its least memory does not fit."""
@@ -302,15 +307,18 @@ class Space:
     def listed(self, stored: Overrides) -> list[Candidate]:
         """Return all layouts with one sequence for each shard, sorted."""
         choices = (dataclasses.replace(c, stored=stored) for c in meshes(self.run, self.topology))
-        own = self._seen.get(())
-        return sorted(dict.fromkeys(filter(None, [own, *map(self._judged, choices)])), key=self._order)
+        before = self._too_big
+        own = None if stored else self._seen.get(())
+        some = sorted(dict.fromkeys(filter(None, [own, *map(self._judged, choices)])), key=self._order)
+        self.found.listed, self.found.too_big = len(some), self._too_big - before
+        return some
 
     def first_of_each_kind(self, listed: list[Candidate], most: int) -> list[Candidate]:
         """Return the first layout of each kind, with as many sequences of a microbatch as add no recomputation."""
         first: dict[tuple[str, ...], Candidate] = {}
         for c in listed:
             first.setdefault(c.choice.kind, c)
-        return [self._widened(c) for c in first.values() if c.changes][:most]
+        return [c for c in map(self._widened, first.values()) if c.changes][:most]
 
     def near(self, best: Candidate) -> list[Candidate]:
         """Return layouts near the best one that were not compiled, sorted.
@@ -364,9 +372,8 @@ class Space:
             return None
         self.found.least_gib = min(self.found.least_gib, needs.gib)
         if math.isinf(needs.repeated):
-            self.found.too_big += 1
+            self._too_big += 1
             return None
-        self.found.listed += 1
         return Candidate(run, choice, changed, needs)
 
     def _order(self, c: Candidate) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import shlex
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from jaxtrain.report import layer_schedule, plan_page, search_page
 from jaxtrain.report.plan import print_plan
 from jaxtrain.report.plan_diff import print_diff
 from jaxtrain.report.tables import say
+
+NO_COST = "--tokens: a step that does not fit has no time, and its run no cost"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +68,10 @@ class Job:
     def search(self) -> SearchResult:
         """Search, print the result, and return it."""
         args = self.args
-        limits: dict[str, Any] = {"jobs": args.jobs, "budget_s": args.budget, "most": args.most}
+        how: dict[str, Any] = {"jobs": args.jobs, "budget_s": args.budget, "most": args.most, "cache": self.cache}
+        how |= {"overrides": self.overrides, "check": self.check}
         with search_page.watch(self.console) as progress:
-            found = search(
-                self.run, self.name, self.topology, **limits, cache=self.cache, check=self.check, on_progress=progress
-            )
+            found = search(self.run, self.name, self.topology, on_progress=progress, **how)
         search_page.show(found, self.console)
         return found
 
@@ -103,7 +105,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
     if not planned.fits:
         _print_search(job)
     if asked.tokens and not cost:
-        say(console, "\n--tokens: a step that does not fit has no time, and its run no cost")
+        say(console, f"\n{NO_COST}")
     job.write_json(result.to_json(planned) | ({"run": dataclasses.asdict(cost)} if cost else {}))
     if args.html:
         write_output(args.html, plan_page.html(planned, **length, layer=layer))
@@ -122,18 +124,13 @@ def refused(job: Job) -> bool:
     needs, usable = least(job.run, job.topology), job.topology.usable_gib(job.run.train.memory_fraction)
     if needs.gib <= usable:
         return False
-    where = f"{job.name} on {job.topology.name}"
-    say(
-        job.console,
-        f"does not fit: {where} needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable",
-        "bold red",
-    )
-    parts = (
-        ("weights and moments", needs.state_gib),
-        ("gradients", needs.gradients_gib),
-        ("gathered weights", needs.gathered_gib),
-    )
-    say(job.console, ", ".join(f"{name} {size(gib)}" for name, gib in parts) + "; nothing was compiled")
+    missing = f"needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable"
+    say(job.console, f"does not fit: {job.name} on {job.topology.name} {missing}", "bold red")
+    parts = f"weights and moments {size(needs.state_gib)}, gradients {size(needs.gradients_gib)}"
+    parts += f", gathered weights {size(needs.gathered_gib)}, inputs of layers {size(needs.inputs_gib)}"
+    say(job.console, f"{parts}; nothing was compiled")
+    if job.args.tokens:
+        say(job.console, NO_COST)
     _print_search(job)
     tree = {"config": job.name, "topology": job.topology.name, "fits": False, "compiled": False}
     job.write_json(tree | {"least_gib": needs.gib, "state_gib": needs.state_gib, "usable_gib": usable})
@@ -179,7 +176,11 @@ def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int
 
 
 def search_layouts(job: Job) -> int:
-    """Search for the fastest layout that fits, print and write the result, and return the exit code."""
+    """Search for the fastest layout that fits, print and write the result, and return the exit code.
+
+    SIGTERM ends the search as Ctrl-C does.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     found = job.search()
     job.write_json(search_page.to_json(found))
     if found.ended == "interrupted":

@@ -1,6 +1,7 @@
 """The report of a search: each plan when it is done, all of them sorted, and the overrides to paste."""
 
 import contextlib
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import percent, plural, rough, size
 from jaxtrain.plan.search import Candidate, SearchResult
 from jaxtrain.plan.topology import Topology, layout_of
+from jaxtrain.report import plan
 from jaxtrain.report.live import live
 from jaxtrain.report.plan_sections import describe_remat, span
-from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, say
+from jaxtrain.report.tables import Column, Listing, Section, Table, labels, numbers, print_sections, printed, say
 
 ENDINGS = {
     "complete": "complete",
@@ -35,13 +37,13 @@ FORMAT = 5  # version of the JSON of a search
 @contextlib.contextmanager
 def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
     """Yield the `on_progress` callback of `search`. It shows a bar on a terminal, and prints a line per plan elsewhere."""
-    printed = -1
+    printed, stored = 0, None
     with live(console) as show:
 
         def changed(found: SearchResult) -> None:
-            nonlocal printed
-            lines = [_listed(found)] if printed < 0 else []
-            printed = max(printed, 0)
+            nonlocal printed, stored
+            lines = [] if stored == found.stored else _listed(found)
+            stored = found.stored
             new = list(enumerate(found.tried, 1))[printed:]
             printed += len(new)
             lines += [f"{n}: {describe(c, found.topology)}: {_came_of(c)}" for n, c in new]
@@ -50,8 +52,12 @@ def watch(console: Console) -> Iterator[Callable[[SearchResult], None]]:
         yield changed
 
 
-def _listed(found: SearchResult) -> str:
-    return f"{found.name} on {found.topology.name}: {plural(found.listed, 'layout')} may fit, {found.too_big:,} cannot"
+def _listed(found: SearchResult) -> list[str]:
+    """Return what is known when the meshes of a dtype of the state are listed."""
+    with_dtypes = f" with {' '.join(f'{key}={dtype}' for key, dtype in found.stored)}" if found.stored else ""
+    line = f"{found.name} on {found.topology.name}{with_dtypes}: {plural(found.listed, 'mesh', 'meshes')} may fit"
+    refused = [] if found.stored else [f"the config's own layout is refused: {problem}" for problem in found.own_problems]
+    return [*refused, f"{line}, {found.too_big:,} cannot"]
 
 
 def mesh(candidate: Candidate, topology: Topology) -> str:
@@ -88,8 +94,7 @@ def show(found: SearchResult, console: Console) -> None:
     title = f"{len(planned)} compiled" + (f", {len(failed)} failed" if failed else "")
     sections = [Listing([*own, *failed], "warning")]
     print_sections([Section(title, [*([_table(planned, found.topology)] if planned else []), *sections])], console)
-    left = found.listed - len(found.tried)
-    say(console, f"{ENDINGS[found.ended]}; {left:,} layouts that may fit were not compiled; {duration(found.seconds)}")
+    say(console, f"{ENDINGS[found.ended]}; {duration(found.seconds)}")
     show_best(found, console)
 
 
@@ -127,18 +132,37 @@ def show_best(found: SearchResult, console: Console) -> None:
             need = f"the smallest of those compiled needs {size(min(too_big))}"
         elif math.isfinite(found.least_gib) and not found.listed:
             need = f"every layout needs at least {size(found.least_gib)} for weights, moments and gradients"
+        elif found.ended == "budget" and not found.tried:
+            say(console, "no compile ended within --budget: raise it", "bold red")
+            return
         else:
             need = "no layout could be compiled"
         say(console, f"no layout was found that fits: {need}, and {size(found.usable_gib)} are usable on each GPU", "bold red")
         say(console, "more GPUs, fewer or shorter sequences in a step (train.global_batch, data.seq_len), or a smaller model")
     elif not best.changes:
-        say(console, "the best layout is the config's own", "bold")
+        say(console, f"the best of {len(found.tried)} layouts is the config's own", "bold")
     else:
         keys = [change.partition("=")[0] for change in best.changes]
         costs = [f"{key}: {ROUNDED[key]}" for key in keys if key in ROUNDED]
         print_sections([Section("The best layout costs accuracy", [Listing(costs)])], console)
         say(console, "the best layout, to paste behind the config", "bold")
         console.print(Text(paste(best)), soft_wrap=True)
+
+
+class Search(SearchResult):
+    """A search as the Python API returns it: it shows itself as text."""
+
+    def __repr__(self) -> str:
+        """Return the report of `python -m jaxtrain plan --search`."""
+        return printed(lambda console: show(self, console), 120)
+
+
+def shown(found: SearchResult) -> Search:
+    """Return the search, and each plan of it, that show themselves."""
+    for c in found.tried:
+        if c.outcome and c.outcome.plan:
+            c.outcome = dataclasses.replace(c.outcome, plan=plan.shown(c.outcome.plan))
+    return Search(**vars(found))
 
 
 def paste(candidate: Candidate) -> str:
