@@ -279,10 +279,6 @@ def _saved(names: tuple[str, ...]) -> tuple[str, str]:
 WORKSPACE = "cuDNN workspace"
 
 
-def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
-    return made_by.target == BACKWARD and shape is not None and shape.dtype == "u8"
-
-
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """Return (class, name of the saved activation or "") of a value in the heap.
 
@@ -290,7 +286,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """
     made_by = facts.module.instruction(value.instruction)
     shape = _part(made_by, value.index)
-    if _is_workspace(made_by, shape):
+    if made_by.target == BACKWARD and shape is not None and shape.dtype == "u8":
         return WORKSPACE, ""
     if shape is None or not shape.dtype.startswith(FLOATS):
         return "temporaries", ""
@@ -398,12 +394,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         timeline.append(((base.total() + held) / GIB, now))
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
     top = max(points, key=lambda at: timeline[at][0])
-    saved = collections.Counter[str]()
-    temporaries = collections.Counter[str]()
-    for kind, a in outside:
-        if kind == "temporaries":
-            temporaries[written_by(known, assignment.values[a.value])] += a.size
-    largest = [(a.size, kind, assignment.values[a.value]) for kind, a in outside]
+    held_at_peak = [(a.size, kind, "", assignment.values[a.value]) for kind, a in outside]
     for at, (_, alive) in enumerate(replay(assignment)):
         if at not in points:
             continue
@@ -413,11 +404,15 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
             kind, name = kind_of(last)
             points[at][kind] += size
             if at == top:
-                largest.append((size, kind, assignment.values[last]))
-                if kind == "saved activations":
-                    saved[name] += size
-                if kind == "temporaries":
-                    temporaries[written_by(known, assignment.values[last])] += size
+                held_at_peak.append((size, kind, name, assignment.values[last]))
+    saved = collections.Counter[str]()
+    temporaries = collections.Counter[str]()
+    for size, kind, name, value in held_at_peak:
+        if kind == "saved activations":
+            saved[name] += size
+        if kind == "temporaries":
+            temporaries[written_by(known, value)] += size
+    largest = sorted((held for held in held_at_peak if held[0] >= LISTED), key=lambda held: -held[0])
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
         MemoryClass(kind, tuple(p[kind] / GIB for p in points.values())) for kind in dict.fromkeys(chain(*points.values()))
@@ -436,7 +431,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         peak_at=next(iter(_op_names(module, module.instruction(at_peak))), at_peak),
         timeline=tuple(timeline[at] for at in points),
         over_time=tuple(sorted(over_time, key=lambda c: -max(c.gib))),
-        largest=tuple(_buffer(known, *at) for at in sorted(largest, key=lambda at: -at[0]) if at[0] >= LISTED),
+        largest=tuple(_buffer(known, size, kind, value) for size, kind, _, value in largest),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
         temporaries={name: size / GIB for name, size in temporaries.most_common()},
@@ -449,7 +444,7 @@ def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     made_by = module.instruction(value.instruction)
     shape = _part(made_by, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
-    if _is_workspace(made_by, shape):
+    if kind == WORKSPACE:
         text = f"u8[{size}]"  # without cuDNN the program has u8[0] here
     found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
     found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
