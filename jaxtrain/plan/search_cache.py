@@ -1,7 +1,7 @@
 """Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config without
-UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
+UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.compared`), XLA_FLAGS, the compiler's
 versions, and the code.
 """
 
@@ -13,15 +13,15 @@ import importlib.util
 import json
 import logging
 import os
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import installed
 from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan import FOLDER
-from jaxtrain.plan.rates import ranges, rates_for
+from jaxtrain.plan.rates import compared, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.topology import Topology, layout_of
 
@@ -78,7 +78,7 @@ class Cache:
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(request.rates or rates_for(topology.gpu, run.precision)),
-            "ranges": ranges(),
+            "ranges": compared()["ranges"],
             "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
@@ -110,11 +110,7 @@ class Cache:
             return
         tree = to_json(outcome.plan) if outcome.plan else {"failure": outcome.reason}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete_on_close=False) as file:
-                file.write(gzip.compress(json.dumps(tree).encode()))
-                file.close()
-                os.replace(file.name, self.path(request, plan_one))
+            write_atomic(self.path(request, plan_one), gzip.compress(json.dumps(tree).encode()))
         except OSError as error:
             LOGGER.warning("the plan is not cached: %s", error)
 
