@@ -6,7 +6,6 @@ versions, and the code.
 """
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib.util
@@ -73,7 +72,7 @@ class Cache:
     def path(self, request: Request, plan_one: str) -> Path:
         """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
-        own = {key: value for key, value in run.flat.items() if key in OWN and ":" in value}
+        own = [value for key, value in run.flat.items() if key in OWN and ":" in value]
         facts = {
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
@@ -82,8 +81,7 @@ class Cache:
             "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
-            "code": _code(),
-            "own code": {key: _digest_of_module(value) for key, value in own.items()},
+            "code": {name: _digest_of_module(name) for name in ("jaxtrain", *own)},
         }
         return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 
@@ -121,15 +119,8 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     return {k: v for k, v in flat.items() if k.partition(".")[0] not in UNRELATED}
 
 
-@functools.cache
-def _code() -> str:
-    """Return a digest of the code of jaxtrain."""
-    root = Path(__file__).resolve().parents[1]
-    return hashlib.sha256(b"".join(map(Path.read_bytes, sorted(root.rglob("*.py"))))).hexdigest()
-
-
 def _digest_of_module(text: str) -> str:
-    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if there is no file."""
+    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if it has no files."""
     spec = importlib.util.find_spec(text.partition(":")[0].partition(".")[0])
     if spec is None:
         return text
