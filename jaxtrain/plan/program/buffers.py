@@ -73,7 +73,8 @@ def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
     for eqn in jaxpr.eqns:
         here = f"{scope}/{eqn.source_info.name_stack}"
         repeated = again or "rematted_computation" in here or eqn.primitive.name == "remat2"
-        for body in jaxprs_in_params(eqn.params):
+        bodies: Any = jaxprs_in_params(eqn.params)
+        for body in bodies:
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
             # Scans of the loss run over tokens, those of optimizer and ZeRO over weights. A reverse scan stacks gradients.
