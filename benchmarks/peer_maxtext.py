@@ -38,7 +38,7 @@ from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import loading
 from jaxtrain.metrics.receipt import now
 from jaxtrain.models import flops
-from jaxtrain.plan.program import assignment, hlo, roofline
+from jaxtrain.plan.program import hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
 from jaxtrain.report.tables import markdown_table
 from jaxtrain.runtime.startup import start_jax
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PeerError as error:
             print(f"peer_maxtext: {error}", file=sys.stderr)
             return 2 if str(error).startswith("--python") else 1
-        except (hlo.HloError, assignment.AssignmentError, TopologyError, OSError) as error:
+        except (hlo.HloError, TopologyError, OSError) as error:
             print(f"peer_maxtext: {error}", file=sys.stderr)
             return 1
     print(table(steps))

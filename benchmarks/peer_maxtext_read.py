@@ -46,7 +46,7 @@ def read(at: Path, name: str, machine: Topology, per_token: float, tokens: int) 
       per_token: model FLOPs of a token.
       tokens: tokens of one GPU in a step.
 
-    Raises HloError or AssignmentError if a file cannot be parsed, OSError if a file is missing.
+    Raises HloError if a file cannot be parsed, OSError if a file is missing.
     """
     facts = json.loads((at / f"{name}.json").read_text())
     module = hlo.parse((at / f"{name}.hlo").read_text())

@@ -129,7 +129,7 @@ class Inline:
 def plan_inline(monkeypatch: Any) -> list[schema.RunConfig]:
     """Let the search plan in this process, one run after the other. Returns the list to which each planned run is appended."""
     monkeypatch.setattr(search_parallel, "Child", Inline)
-    monkeypatch.setattr(search_parallel, "cores", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
     monkeypatch.setattr(search_parallel, "POLL_S", 0.0)
     monkeypatch.setattr(Inline, "started", [])
     return Inline.started

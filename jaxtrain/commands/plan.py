@@ -242,7 +242,6 @@ def _act(args: Args) -> int:
     from jaxtrain.node.calibrate import CalibrationError
     from jaxtrain.node.calibrate import run as calibrate
     from jaxtrain.plan import topology as machines
-    from jaxtrain.plan.program.assignment import AssignmentError
     from jaxtrain.plan.program.hlo import HloError
 
     try:
@@ -257,7 +256,7 @@ def _act(args: Args) -> int:
             return planning.compare(args, machines.parse(args.topology) if args.topology else None, cudnn)
     except ConfigError:
         raise
-    except (HloError, AssignmentError) as error:
+    except HloError as error:
         return _fail(args, f"the compiled program cannot be read: {error}")
     except machines.TopologyError as error:
         topology = args.topology

@@ -98,7 +98,7 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
         }
         extra = NO_TUNING | files
         if topology.description:
-            extra |= _no_assembling(Path(folder) / "cuda") | (cudnn.options(topology.description) if cudnn else {})
+            extra |= _no_assembling(Path(folder) / "cuda") | (cudnn.options(topology.gpu.sm) if cudnn else {})
 
         @functools.cache
         def read(executable: Any) -> tuple[str, hlo.Module, bytes, assignment.Workspace, assignment.Assignment]:

@@ -7,7 +7,6 @@ driver and the CUDA runtime, but launch nothing. Two stubs, built with this mach
 
 import ctypes
 import importlib.metadata
-import re
 import shutil
 import subprocess
 import sys
@@ -69,17 +68,9 @@ class Library:
         self.name = f"cudnn {VERSION.rpartition('.')[0]}"
         self._capability = (ctypes.c_int * 2).in_dll(runtime, "jaxtrain_capability")
 
-    def options(self, description: str) -> dict[str, str | bool]:
-        """Set the compute capability that the stub reports to cuDNN, and return the options with which XLA calls cuDNN.
-
-        description: `Topology.description`.
-
-        Raises LibraryError for a description without a compute capability.
-        """
-        found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", description)
-        if not found:
-            raise LibraryError("the card's description has no cuda_compute_capability")
-        self._capability[:] = [int(found[1]), int(found[2] or 0)]
+    def options(self, sm: int) -> dict[str, str | bool]:
+        """Set the compute capability times ten that the stub reports to cuDNN, and return the options for XLA to call cuDNN."""
+        self._capability[:] = divmod(sm, 10)
         return COMPILE
 
 

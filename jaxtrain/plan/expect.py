@@ -72,7 +72,6 @@ class Watch:
         self.steps: list[float] = []
         self.peak_gib: float | None = None
         self.seen = 0
-        self.told = False
 
     def note(self, step_s: float | None, peak_gib: float | None) -> list[str]:
         """Add the step time and peak memory of a line of metrics. Return warnings if the run differs from the plan; else [].
@@ -81,11 +80,11 @@ class Watch:
         """
         self.seen += 1
         self.peak_gib = peak_gib
-        if step_s is not None and self.seen > FIRST:
-            self.steps.append(step_s)
-        if self.told or len(self.steps) < ENOUGH:
+        if step_s is None or self.seen <= FIRST:
             return []
-        self.told = True
+        self.steps.append(step_s)
+        if len(self.steps) != ENOUGH:
+            return []
         planned, measured = self.expected, self.measured()
         said = []
         step_s, peak_gib = measured["step_s"], measured["peak_gib"]

@@ -36,8 +36,7 @@ def make_plan(
       name, overrides: name and overrides of the config, shown in the plan.
       experts_load: load of the busiest expert of each layer, as a multiple of an even load; 1 or more.
 
-    Raises ConfigError, RuntimeError (see `compile_step`), and HloError or AssignmentError for a program that
-    cannot be read.
+    Raises ConfigError, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
     how = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
     return read_plan(compile_step(run, topology), topology, **how)

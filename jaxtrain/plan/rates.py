@@ -10,6 +10,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -120,14 +121,9 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     return f"{run.precision} dense" if alike and dense and all_weights and on_device and data_parallel else ""
 
 
-def compilers(kind: str) -> str:
-    """Return the compilers of the published runs of a kind, such as "XLA programs"; "" for a kind without a range."""
-    return json.loads(COMPARED.read_text(encoding="utf-8"))["compilers"].get(kind, "")
-
-
-def ranges() -> dict[str, list[float]]:
-    """Return kind of run (`kind`) -> [lowest, highest] ratio of planned to published step time."""
-    return json.loads(COMPARED.read_text(encoding="utf-8"))["ranges"]
+def compared() -> dict[str, dict[str, Any]]:
+    """Return what COMPARED has under "ranges" and "compilers", each by kind of run (`kind`)."""
+    return json.loads(COMPARED.read_text(encoding="utf-8"))
 
 
 def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, float] | None:
@@ -139,7 +135,7 @@ def expected_ms(step_ms: float, kind: str, rates: result.Rates) -> tuple[float, 
         step_ms: step time of the roofline.
         kind: result of `kind`.
     """
-    ratios = ranges().get(kind) if rates.source == PUBLISHED else None
+    ratios = compared()["ranges"].get(kind) if rates.source == PUBLISHED else None
     return (step_ms / ratios[1], step_ms / ratios[0]) if ratios else None
 
 
@@ -154,11 +150,6 @@ def fp8_attention(keys: int) -> float:
     """Return attention's forward rate in FP8 over its rate in 16 bits, interpolated in log keys (FA3_FORWARD)."""
     gains = [eight / sixteen for sixteen, eight in FA3_FORWARD.values()]
     return float(np.interp(math.log(max(keys, 1)), [math.log(length) for length in FA3_FORWARD], gains))
-
-
-def fastest_attention(backward: bool) -> float:
-    """Return the largest `over_length` of any call: an upper bound of attention's rate over its rate at ATTENTION_AT keys."""
-    return max(over_length(keys, backward) for keys in CUDNN_H100)
 
 
 def datasheet(gpu: hardware.Gpu, precision: str) -> result.Rates:
@@ -232,16 +223,12 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
             raise ValueError(f"it is not of format {FORMAT}")
         if tree["gpu"] != gpu_name:
             raise ValueError(f"it holds rates of {tree['gpu']!r}")
-        rates = result.rates_from_json(tree["rates"])
-        for field in dataclasses.fields(rates):
-            value = getattr(rates, field.name)
-            if field.name.endswith("_curve"):
-                _check_curve(field.name, value)
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            number = number and (value > 0 or (field.name == "fp8_tflops" and value == 0))
-            if not (isinstance(value, str) if field.name == "source" else number):
-                raise ValueError(f"{field.name} = {value!r} is no {'text' if field.name == 'source' else 'positive number'}")
+        rates = result.decoded(result.Rates, tree["rates"])
+        for name, value in dataclasses.asdict(rates).items():
+            if name.endswith("_curve"):
+                _check_curve(name, value)
+            elif name != "source" and not (0 < value < math.inf or (name == "fp8_tflops" and value == 0)):
+                raise ValueError(f"{name} = {value!r} is no positive number")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: not a calibration of {gpu_name} ({error}). Delete it for published kernel rates, or measure again on "
@@ -252,9 +239,8 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 
 def _check_curve(name: str, curve: result.Curve) -> None:
     """Raise ValueError unless a curve has entries, increasing sizes, positive values, and fractions of at most 1."""
-    numbers = [n for pair in curve for n in pair]
-    good = curve and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 < n < math.inf for n in numbers)
-    if not good or any(part > 1 for _, part in curve) or any(a >= b for (a, _), (b, _) in itertools.pairwise(curve)):
+    increasing = all(a < b for (a, _), (b, _) in itertools.pairwise([(0.0, 0.0), *curve]))
+    if not (curve and increasing and all(0 < part <= 1 for _, part in curve)):
         raise ValueError(f"{name} = {curve!r} is no table of increasing sizes in bytes and fractions of a rate")
 
 

@@ -254,27 +254,22 @@ def from_json(tree: dict[str, Any]) -> Plan:
     if tree.get("format") != FORMAT:
         raise ValueError(f"a plan of format {tree.get('format')!r}; this jaxtrain reads {FORMAT}")
     memory = {name: value for name, value in tree["memory"].items() if name != "taken_gib"}
-    return _decoded(Plan, {name: value for name, value in tree.items() if name != "run"} | {"memory": memory})
-
-
-def rates_from_json(tree: dict[str, Any]) -> Rates:
-    """Return the rates whose fields are in `tree`, as read from JSON."""
-    return _decoded(Rates, tree)
+    return decoded(Plan, {name: value for name, value in tree.items() if name != "run"} | {"memory": memory})
 
 
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _decoded(kind: Any, data: Any) -> Any:
+def decoded(kind: Any, data: Any) -> Any:
     """Return data from JSON converted to the type `kind`: dicts to its dataclasses, lists to its tuples."""
     if isinstance(kind, typing.TypeAliasType):
-        return _decoded(kind.__value__, data)
+        return decoded(kind.__value__, data)
     if dataclasses.is_dataclass(kind):
-        return kind(**{name: _decoded(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
+        return kind(**{name: decoded(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
     parts = typing.get_args(kind)
     if types.NoneType in parts and data is not None:
-        return _decoded(parts[0], data)
+        return decoded(parts[0], data)
     if typing.get_origin(kind) is tuple and data is not None:
         each = itertools.repeat(parts[0]) if parts[-1] is Ellipsis else parts
-        return tuple(_decoded(part, value) for part, value in zip(each, data, strict=False))
+        return tuple(decoded(part, value) for part, value in zip(each, data, strict=False))
     return data

@@ -1,27 +1,26 @@
 """Cached plans on disk, so that each plan is compiled once.
 
 An entry is a plan as gzipped JSON, some 12 KB. Its name is a hash of everything that the plan depends on: the config without
-UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.ranges`), XLA_FLAGS, the compiler's
+UNRELATED sections, the machine, kernel rates, the ranges of published runs (`rates.compared`), XLA_FLAGS, the compiler's
 versions, and the code.
 """
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib.util
 import json
 import logging
 import os
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import installed
 from jaxtrain.config.schema import Problem, RunConfig
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan import FOLDER
-from jaxtrain.plan.rates import ranges, rates_for
+from jaxtrain.plan.rates import compared, rates_for
 from jaxtrain.plan.result import Plan, Rates, from_json, to_json
 from jaxtrain.plan.topology import Topology, layout_of
 
@@ -73,17 +72,16 @@ class Cache:
     def path(self, request: Request, plan_one: str) -> Path:
         """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
-        own = {key: value for key, value in run.flat.items() if key in OWN and ":" in value}
+        own = [value for key, value in run.flat.items() if key in OWN and ":" in value]
         facts = {
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
             "rates": dataclasses.asdict(request.rates or rates_for(topology.gpu, run.precision)),
-            "ranges": ranges(),
+            "ranges": compared()["ranges"],
             "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
-            "code": _code(),
-            "own code": {key: _digest_of_module(value) for key, value in own.items()},
+            "code": {name: _digest_of_module(name) for name in ("jaxtrain", *own)},
         }
         return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 
@@ -110,11 +108,7 @@ class Cache:
             return
         tree = to_json(outcome.plan) if outcome.plan else {"failure": outcome.reason}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete_on_close=False) as file:
-                file.write(gzip.compress(json.dumps(tree).encode()))
-                file.close()
-                os.replace(file.name, self.path(request, plan_one))
+            write_atomic(self.path(request, plan_one), gzip.compress(json.dumps(tree).encode()))
         except OSError as error:
             LOGGER.warning("the plan is not cached: %s", error)
 
@@ -125,15 +119,8 @@ def relevant(run: RunConfig, topology: Topology) -> dict[str, Any]:
     return {k: v for k, v in flat.items() if k.partition(".")[0] not in UNRELATED}
 
 
-@functools.cache
-def _code() -> str:
-    """Return a digest of the code of jaxtrain."""
-    root = Path(__file__).resolve().parents[1]
-    return hashlib.sha256(b"".join(map(Path.read_bytes, sorted(root.rglob("*.py"))))).hexdigest()
-
-
 def _digest_of_module(text: str) -> str:
-    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if there is no file."""
+    """Return a digest of all files of the top-level package of `package.module:name`; `text` itself if it has no files."""
     spec = importlib.util.find_spec(text.partition(":")[0].partition(".")[0])
     if spec is None:
         return text

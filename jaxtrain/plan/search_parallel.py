@@ -21,6 +21,7 @@ from pathlib import Path
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import ConfigError
+from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan.search_cache import Cache, Outcome, Request
 
 MAKE = "jaxtrain.plan.make:make_plan"  # with workspaces by formula
@@ -38,11 +39,6 @@ sys.path[:] = sys.argv[3:]  # as in the parent, whose own modules the plan may n
 from {__name__} import work
 work(sys.argv[1])
 """
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 class Child:
@@ -104,8 +100,7 @@ def work(folder: str) -> None:
         outcome = Outcome(
             None, "refused" if problems else _kind(error), reason if len(reason) <= 400 else reason[:400] + "...", problems
         )
-    (Path(folder) / "partial").write_bytes(pickle.dumps(outcome))
-    os.replace(Path(folder) / "partial", Path(folder) / "outcome")
+    write_atomic(Path(folder) / "outcome", pickle.dumps(outcome))
 
 
 def _kind(error: Exception) -> str:
@@ -160,7 +155,7 @@ def plan_many[Id](
 
     try:
         while (todo or running) and time.monotonic() < deadline:
-            while todo and len(running) < (jobs or cores()):
+            while todo and len(running) < (jobs or len(os.sched_getaffinity(0))):
                 ident, request = next(iter(todo.items()))
                 del todo[ident]
                 if known := cache and cache.get(request, plan_one):

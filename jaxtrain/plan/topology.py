@@ -86,7 +86,7 @@ class Topology:
 
 def parse(text: str) -> Topology:
     """Return the machine of a name such as "h200:8" or "h200:8x16". Raises TopologyError for any other text."""
-    form = re.fullmatch(r"\s*([\w.-]+)(?::(\d+)(?:x(\d+))?)?\s*", text.lower())
+    form = re.fullmatch(r"\s*([\w.-]+):([1-9]\d*)(?:x([1-9]\d*))?\s*", text.lower())
     if not form:
         raise TopologyError(f"topology {text!r}: not of the form {FORM}.")
     chip = form[1]
@@ -94,12 +94,7 @@ def parse(text: str) -> Topology:
         near = difflib.get_close_matches(chip, CHIPS, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise TopologyError(f"topology {text!r}: no chip {chip!r}. {hint}Known: {', '.join(CHIPS)}.")
-    if form[2] is None:
-        raise TopologyError(f"topology {text!r}: how many GPUs? Write {FORM}.")
     gpus, nodes = int(form[2]), int(form[3] or 1)
-    if not gpus or not nodes:
-        what = "GPUs in a node" if not gpus else "nodes"
-        raise TopologyError(f"topology {text!r}: 0 {what}. Write at least 1, as in {chip}:1.")
     most, who = CHIPS[chip]
     if gpus > most:
         nodes_instead, rest = divmod(gpus * nodes, most)

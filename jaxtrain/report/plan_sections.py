@@ -13,7 +13,7 @@ from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, pl
 from jaxtrain.config.schema import Remat
 from jaxtrain.plan.cost import Cost
 from jaxtrain.plan.program.roofline import label
-from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compilers, fp8_attention, fraction
+from jaxtrain.plan.rates import ATTENTION_AT, PALLAS_ATTENTION, PUBLISHED, compared, fp8_attention, fraction
 from jaxtrain.plan.result import SHOWN, Collective, Plan
 from jaxtrain.plan.topology import CHIPS
 from jaxtrain.report.charts import stacked
@@ -146,7 +146,7 @@ def range_source(plan: Plan) -> str:
     if not (steps := plan.time.expected_step_ms):
         return ""
     low, high = (plan.time.step_ms / each for each in reversed(steps))
-    runs = ", ".join(filter(None, (plan.kind, compilers(plan.kind))))
+    runs = ", ".join(filter(None, (plan.kind, compared()["compilers"].get(plan.kind))))
     return f"The expected range is by published runs ({runs}): their roofline was {low:.2f} to {high:.2f} of the measured time"
 
 

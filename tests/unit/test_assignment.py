@@ -7,7 +7,7 @@ import pytest
 from cudnn_answers import ANSWERS, near, sequences
 
 from jaxtrain.kernels.attention import cudnn
-from jaxtrain.plan.program import assignment
+from jaxtrain.plan.program import assignment, hlo
 
 GAP = 5  # bytes of the heap's allocation that no value uses
 
@@ -74,13 +74,13 @@ def test_peak(events, sizes, around, peak):
 
 
 def test_two_heaps_on_the_device_are_refused():
-    with pytest.raises(assignment.AssignmentError, match=r"\[0, 1\]"):
+    with pytest.raises(hlo.HloError, match=r"\[0, 1\]"):
         assignment.read(proto([(A, 1), (A, 2)], {1: 100, 2: 7}, colors={1: 1, 2: 0}))
 
 
 @pytest.mark.parametrize("event", [(3, 1), (S, 1, 9)])
 def test_an_event_that_is_not_understood_is_refused(event):
-    with pytest.raises(assignment.AssignmentError, match=f"kind {event[0]}, value 1"):
+    with pytest.raises(hlo.HloError, match=f"kind {event[0]}, value 1"):
         assignment.read(proto([event], {1: 100}))
 
 

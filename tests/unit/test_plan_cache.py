@@ -50,7 +50,7 @@ def test_key_holds_what_matters_and_nothing_else(tmp_path, monkeypatch):
     assert path(topology=topology.parse("h200:4x2")) != first
     slower: Rates = dataclasses.replace(RATES, gemm_tflops=500.0)
     assert path(rates=slower) != path(rates=RATES)
-    monkeypatch.setattr(search_cache, "_code", lambda: "other code")
+    monkeypatch.setattr(search_cache, "_digest_of_module", lambda name: "other code")
     assert path() != first
     monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-from jaxtrain.plan.search_space import training_check
 
 from benchmarks import published, studies
 from benchmarks.published import RUNS
@@ -12,6 +11,7 @@ from jaxtrain.config import hardware
 from jaxtrain.config.schema import default_config, resolve
 from jaxtrain.plan import rates
 from jaxtrain.plan import topology as machines
+from jaxtrain.plan.fit import training_check
 
 ROWS = published.rows(published.stored())
 
@@ -72,7 +72,7 @@ def test_ranges_are_over_published_runs_of_the_same_kind():
     hopper = [r for r in RUNS if r.machine[0] == "h" and r.seq_len <= 8192]
     eight = [r for r in hopper if "FP8" in r.name]
     bf16 = [r for r in hopper if r not in eight and r.xla]
-    assert rates.ranges() == {"bf16 dense": pytest.approx(spread(bf16)), "fp8 dense": pytest.approx(spread(eight))}
+    assert rates.compared()["ranges"] == {"bf16 dense": pytest.approx(spread(bf16)), "fp8 dense": pytest.approx(spread(eight))}
 
 
 def test_published_rates_explain_xla_programs_better_than_parts_of_the_peak():

@@ -29,10 +29,6 @@ from jaxtrain.plan.program import hlo
 HOST = 5  # XLA's color of pinned host memory; all other colors are device memory
 
 
-class AssignmentError(ValueError):
-    """The buffer assignment cannot be read."""
-
-
 # ---- The fields of XLA's protocol buffers that are read
 
 # Message -> field -> (number, type). A type in a list is a repeated field. All other fields are ignored.
@@ -131,15 +127,15 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     Args:
       workspace: instruction -> additional bytes while its call runs (`Workspace.missing`).
 
-    Raises AssignmentError if the bytes are not a complete HloProto, or the assignment is missing or contradictory. Also raises
+    Raises HloError if the bytes are not a complete HloProto, or the assignment is missing or contradictory. Also raises
     it if the device has several heaps, or a call with a workspace has no result in the heap.
     """
     try:
         whole = _hlo_proto().FromString(proto)
     except message.DecodeError as error:
-        raise AssignmentError(f"{len(proto)} bytes are no whole HloProto ({error}): dump the module again") from error
+        raise hlo.HloError(f"{len(proto)} bytes are no whole HloProto ({error}): dump the module again") from error
     if not whole.assignment.values:
-        raise AssignmentError(
+        raise hlo.HloError(
             f"the HloProto of {len(proto)} bytes holds no buffer assignment: read the file *after_optimizations.hlo.pb, dumped "
             "with xla_dump_hlo_as_proto"
         )
@@ -147,23 +143,20 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     in_text = {i.name: names[i.id][0] for c in whole.module.computations for i in c.instructions}
     values, colors = {}, {}
     for v in whole.assignment.values:
-        at = v.defined_at
-        if at.instruction_id not in names:
-            raise AssignmentError(f"value {v.id}: instruction {at.instruction_id} is not in the module")
-        name, start = names[at.instruction_id]
-        values[v.id], colors[v.id] = Value(v.size, name, (*start, *at.shape_index)), v.color
+        name, start = names[v.defined_at.instruction_id]
+        values[v.id], colors[v.id] = Value(v.size, name, (*start, *v.defined_at.shape_index)), v.color
 
     def event(e: Any) -> Event:
         known = e.kind in (ALLOCATE, FREE, SHARE) and e.value in values and (e.kind != SHARE or e.shares in values)
         if not known or e.instruction not in in_text:
-            raise AssignmentError(f"heap trace: cannot read the event at {e.instruction!r} (kind {e.kind}, value {e.value})")
+            raise hlo.HloError(f"heap trace: cannot read the event at {e.instruction!r} (kind {e.kind}, value {e.value})")
         return Event(e.kind, e.value, in_text[e.instruction], e.shares)
 
     heaps = [tuple(map(event, t.events)) for t in whole.assignment.traces if t.events]
     heaps = [heap for heap in heaps if colors[heap[0].value] != HOST]
     if len(heaps) > 1:
         spaces = sorted({colors[heap[0].value] for heap in heaps})
-        raise AssignmentError(
+        raise hlo.HloError(
             f"the module has {len(heaps)} heaps on the device (memory spaces {spaces}); one is understood. "
             "Compile without options that place collectives' buffers in a memory space of their own."
         )
@@ -294,7 +287,7 @@ def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Ass
     """
     results = {e.instruction: at for at, e in enumerate(assignment.heap) if e.kind != FREE}  # instruction -> its last result
     if lost := workspace.keys() - results.keys():
-        raise AssignmentError(f"{min(lost)}: a call of cuDNN's backward pass with no result in the heap")
+        raise hlo.HloError(f"{min(lost)}: a call of cuDNN's backward pass with no result in the heap")
     calls = {results[name]: name for name in workspace}
     values, events = dict(assignment.values), []
     for at, event in enumerate(assignment.heap):

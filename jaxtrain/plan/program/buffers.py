@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from jaxtrain.models.remat import SLOTS
 from jaxtrain.plan.program import hlo
@@ -68,19 +69,12 @@ def saved_activations(program: Program) -> tuple[Kept, ...]:
     return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
-def _inside(eqn: Any) -> Iterator[Any]:
-    """Yield the jaxprs inside an operation, such as the body of a scan."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                yield getattr(part, "jaxpr", part)
-
-
 def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
     for eqn in jaxpr.eqns:
         here = f"{scope}/{eqn.source_info.name_stack}"
         repeated = again or "rematted_computation" in here or eqn.primitive.name == "remat2"
-        for body in _inside(eqn):
+        bodies: Any = jaxprs_in_params(eqn.params)
+        for body in bodies:
             if eqn.primitive.name == "remat2":
                 yield from _one_by_one(jaxpr, eqn)
             # Scans of the loss run over tokens, those of optimizer and ZeRO over weights. A reverse scan stacks gradients.
@@ -123,14 +117,6 @@ def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
             yield Kept(_activation(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
 
 
-_HLO_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred"))
-
-
-def _hlo_dtype(dtype: Any) -> str:
-    """Return HLO's name of a dtype."""
-    return functools.reduce(lambda name, pair: name.replace(*pair), _HLO_DTYPES, str(dtype))
-
-
 def _activation(jaxpr: Any, var: Any) -> str:
     """Return the name of an activation, traced back through copies, conversions of dtype, and scans."""
     eqn = _maker(jaxpr, var)
@@ -141,7 +127,7 @@ def _activation(jaxpr: Any, var: Any) -> str:
     if eqn.primitive.name in _SAME_VALUE:
         return _activation(jaxpr, eqn.invars[0])
     scan = eqn.primitive.name == "scan"
-    body = next((b for b in _inside(eqn) if scan or len(b.outvars) == len(eqn.outvars)), None)
+    body = next((b for b in jaxprs_in_params(eqn.params) if scan or len(b.outvars) == len(eqn.outvars)), None)
     if body is not None:
         name = _activation(body, next(i for i, o in zip(body.outvars, eqn.outvars, strict=True) if o is var))
         if scan or name not in ("layer input", "constant"):
@@ -167,17 +153,18 @@ class Facts:
 def facts(program: Program, module: hlo.Module) -> Facts:
     """Return the shapes of a program's weights, and its saved activations. module: the HLO of its compiled train step."""
     weights: set[tuple[int, ...]] = set()
+    shards: set[tuple[int, ...]] = set()
     for a in jax.tree.leaves(program.state.params):
-        sizes = list(zip(a.shape, a.sharding.shard_shape(a.shape), strict=True))
-        for dims in itertools.product(*(sorted(set(pair)) for pair in sizes)):
+        shard = a.sharding.shard_shape(a.shape)
+        shards.add(_plain(shard))
+        for dims in itertools.product(*zip(a.shape, shard, strict=True)):
             weights |= {_plain(dims), _plain(dims[1:])}  # of stacked layers, and of one layer
     saved = {}
     for k in kept_activations(program):
         if not k.offloaded:
-            key = k.stacked, k.again, _hlo_dtype(k.dtype), _plain(k.dims)
+            key = k.stacked, k.again, str(k.dtype).replace("float", "f"), _plain(k.dims)  # only floats are looked up
             name = AGAIN if k.again and k.name != WEIGHT else k.name
             saved[key] = tuple(dict.fromkeys((*saved.get(key, ()), name)))
-    shards = {_plain(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(program.state.params)}
     return Facts(module, frozenset(weights - {()}), frozenset(shards), saved)
 
 
@@ -279,10 +266,6 @@ def _saved(names: tuple[str, ...]) -> tuple[str, str]:
 WORKSPACE = "cuDNN workspace"
 
 
-def _is_workspace(made_by: hlo.Instruction, shape: hlo.Shape | None) -> bool:
-    return made_by.target == BACKWARD and shape is not None and shape.dtype == "u8"
-
-
 def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """Return (class, name of the saved activation or "") of a value in the heap.
 
@@ -290,7 +273,7 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
     """
     made_by = facts.module.instruction(value.instruction)
     shape = _part(made_by, value.index)
-    if _is_workspace(made_by, shape):
+    if made_by.target == BACKWARD and shape is not None and shape.dtype == "u8":
         return WORKSPACE, ""
     if shape is None or not shape.dtype.startswith(FLOATS):
         return "temporaries", ""
@@ -364,11 +347,10 @@ def phase(op_name: str) -> str:
     return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
 
 
-def _thin(points: Sequence[tuple[float, str]], most: int = POINTS) -> list[int]:
-    """Return the indices of at most `most` points: the highest point of each range of equal length."""
-    stretch = max(1, math.ceil(len(points) / most))
-    stretches = (range(i, min(i + stretch, len(points))) for i in range(0, len(points), stretch))
-    return [max(indices, key=lambda i: points[i][0]) for indices in stretches]
+def _thin(points: Sequence[tuple[float, str]]) -> list[int]:
+    """Return the indices of at most POINTS points: the highest point of each range of equal length."""
+    ranges = itertools.batched(range(len(points)), max(1, math.ceil(len(points) / POINTS)))
+    return [max(indices, key=lambda i: points[i][0]) for indices in ranges]
 
 
 def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
@@ -398,12 +380,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         timeline.append(((base.total() + held) / GIB, now))
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
     top = max(points, key=lambda at: timeline[at][0])
-    saved = collections.Counter[str]()
-    temporaries = collections.Counter[str]()
-    for kind, a in outside:
-        if kind == "temporaries":
-            temporaries[written_by(known, assignment.values[a.value])] += a.size
-    largest = [(a.size, kind, assignment.values[a.value]) for kind, a in outside]
+    held_at_peak = [(a.size, kind, "", assignment.values[a.value]) for kind, a in outside]
     for at, (_, alive) in enumerate(replay(assignment)):
         if at not in points:
             continue
@@ -413,11 +390,15 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
             kind, name = kind_of(last)
             points[at][kind] += size
             if at == top:
-                largest.append((size, kind, assignment.values[last]))
-                if kind == "saved activations":
-                    saved[name] += size
-                if kind == "temporaries":
-                    temporaries[written_by(known, assignment.values[last])] += size
+                held_at_peak.append((size, kind, name, assignment.values[last]))
+    saved = collections.Counter[str]()
+    temporaries = collections.Counter[str]()
+    for size, kind, name, value in held_at_peak:
+        if kind == "saved activations":
+            saved[name] += size
+        if kind == "temporaries":
+            temporaries[written_by(known, value)] += size
+    largest = sorted((held for held in held_at_peak if held[0] >= LISTED), key=lambda held: -held[0])
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
         MemoryClass(kind, tuple(p[kind] / GIB for p in points.values())) for kind in dict.fromkeys(chain(*points.values()))
@@ -436,7 +417,7 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         peak_at=next(iter(_op_names(module, module.instruction(at_peak))), at_peak),
         timeline=tuple(timeline[at] for at in points),
         over_time=tuple(sorted(over_time, key=lambda c: -max(c.gib))),
-        largest=tuple(_buffer(known, *at) for at in sorted(largest, key=lambda at: -at[0]) if at[0] >= LISTED),
+        largest=tuple(_buffer(known, size, kind, value) for size, kind, _, value in largest),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
         temporaries={name: size / GIB for name, size in temporaries.most_common()},
@@ -449,7 +430,7 @@ def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     made_by = module.instruction(value.instruction)
     shape = _part(made_by, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
-    if _is_workspace(made_by, shape):
+    if kind == WORKSPACE:
         text = f"u8[{size}]"  # without cuDNN the program has u8[0] here
     found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
     found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
