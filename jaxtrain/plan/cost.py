@@ -104,7 +104,10 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
     lost_s = restart_s + write_s  # besides repeated steps: a failure during a write goes back to the save before it
     if between_s < lost_s:
         rule = f"a failure every {number(between_s)} s, which costs {number(lost_s)} s and repeated steps: the run has no end"
-        raise ConfigError([Problem("--failures-per-1000-gpu-days", rate, rule, f"The default is {FAILURES}.")])
+        if asked.failures:
+            raise ConfigError([Problem("--failures-per-1000-gpu-days", rate, rule, f"The default is {FAILURES}.")])
+        enough = f"{2 * storage * lost_s / between_s:.2g}"  # a write is most of what a failure costs, or no rate is enough
+        raise ConfigError([Problem("--storage-gb-s", storage, rule, f"Set {enough} or more, or fewer GPUs.")])
     step_s = [ms / 1e3 for ms in plan.time.expected_step_ms or (plan.time.step_ms,)]
     best_s = daly(copy_s, between_s)
     every = min(steps, max(1, math.ceil(write_s / step_s[0]), round(best_s / step_s[0])))

@@ -193,6 +193,8 @@ def read(name: str, path: str) -> Plan:
         command = shlex.join([*settings, f"--topology={tree['topology']}", f"--json={path}"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no compiled plan of plan --json"
+        if not isinstance(error, OSError) and '"compiled": false' in Path(path).expanduser().read_text(encoding="utf-8"):
+            rule = "is of a step that cannot fit, and that was not compiled"
         raise ConfigError([Problem(name, path, rule, "Name one, or a config: configs/llama3_8b.py.")]) from error
     try:
         return from_json(tree)

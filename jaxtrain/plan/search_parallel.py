@@ -24,7 +24,7 @@ from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan.search_cache import Cache, Outcome, Request
 
-MAKE = "jaxtrain.plan.make:make_plan"  # with workspaces by formula
+MAKE = "jaxtrain.plan.make:make_plan"
 TIMEOUT_S = 900.0  # time limit of one plan; 8B takes some ten seconds on two cores, as does 70B on 1,024 GPUs
 POLL_S = 0.1
 

@@ -94,7 +94,10 @@ def show(found: SearchResult, console: Console) -> None:
     title = f"{len(planned)} compiled" + (f", {len(failed)} failed" if failed else "")
     sections = [Listing([*own, *failed], "warning")]
     print_sections([Section(title, [*([_table(planned, found.topology)] if planned else []), *sections])], console)
-    say(console, f"{ENDINGS[found.ended]}; {duration(found.seconds)}")
+    by_formula = (
+        "; workspaces of cuDNN are by formula, and plan has them by its library if that is installed" if planned else ""
+    )
+    say(console, f"{ENDINGS[found.ended]}; {duration(found.seconds)}{by_formula}")
     show_best(found, console)
 
 
@@ -107,10 +110,7 @@ def _table(planned: list[Candidate], topology: Topology) -> Table:
     each = [c.run.train.global_batch / c.run.train.grad_accum / topology.total for c in planned]
     columns = [
         Column("mesh", [mesh(c, topology) for c in planned]),
-        Column(
-            "remat",
-            [p.kept.partition(" keeps ")[2] or describe_remat(c.run.remat) for c, p in zip(planned, plans, strict=True)],
-        ),
+        Column("remat", [describe_remat(c.run.remat) for c in planned]),
         Column("seq/GPU", [f"{n:g}" for n in each], each),
         labels("accum", [c.run.train.grad_accum for c in planned]),
         Column("gather", [_zero(c).removeprefix("gather=") for c in planned]),

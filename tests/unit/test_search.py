@@ -114,7 +114,8 @@ def test_what_repeats_less_work_comes_first_and_of_equals_what_communicates_less
 def test_the_own_layout_is_compiled_first_then_each_kind_then_neighbours_of_the_best(inline):
     run = load("train.global_batch=16", "train.grad_accum=2")
     result = find(run, machine=H200)
-    assert inline[0] == result.run and len(result.tried) == len(inline) == 8 and result.ended == "most"
+    assert inline[0] == result.run and len(result.tried) == len(inline) <= 8 and result.ended
+    assert (inline[1].train.grad_accum, inline[1].mesh.tensor) == (1, 1), "larger microbatches of the own kind"
     assert {r.mesh.tensor > 1 for r in inline[:3]} == {False, True}
     assert result.best is result.tried[0] and result.best.plan.time.step_ms == min(c.plan.time.step_ms for c in result.tried)
     every = [above(c.run, H200) for c in listed("train.global_batch=16", "train.grad_accum=2")]
