@@ -19,9 +19,9 @@ BUGS = (
     ),
     Bug(
         "api: the plans of a search are bare data",
-        "jaxtrain/commands/api.py",
-        "plan=shown(candidate.outcome.plan)",
-        "plan=candidate.outcome.plan",
+        "jaxtrain/report/search_page.py",
+        "plan=plan.shown(c.outcome.plan)",
+        "plan=c.outcome.plan",
         "unit/test_search.py -k show_themselves",
     ),
     Bug(
