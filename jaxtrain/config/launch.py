@@ -80,15 +80,14 @@ class Launch:
         return f"h200:8x{-(-self.gpus // 8)}" if self.gpus > 8 else f"h200:{self.gpus or 8}"
 
     def other_size(self, gpus: int) -> str:
-        """Return a line that names the variant for `gpus` GPUs; "" if the config is for that number, or for any."""
+        """Return a line that names the variant for `gpus` GPUs, if there is one; "" if the config is for that number, or any."""
         if self.gpus in (0, gpus):
             return ""
         others = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
         variant = ",".join([*others, f"gpus={gpus}"])
-        return (
-            f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}. "
-            f"For those: --config={self.config_file}:{variant}"
-        )
+        apart = f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}."
+        _, _, problems = read_file(self.config_file, variant)
+        return apart if problems else f"{apart} For those: --config={self.config_file}:{variant}"
 
 
 @dataclasses.dataclass(frozen=True)

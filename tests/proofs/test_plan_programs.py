@@ -96,7 +96,7 @@ def test_a_plan_is_printed_and_written(monkeypatch, request, tmp_path, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     files = {name: tmp_path / f"plan.{name}" for name in ("json", "html", "hlo")}
     small = ("model.num_layers=2", "model.vocab_size=1024", "data.seq_len=1024", "train.global_batch=8", "train.grad_accum=1")
-    argv = ["--config=configs/llama3_1b.py", *(f"--config.{o}" for o in small), "--topology=h200:8", "--cache=none"]
+    argv = ["--config=configs/llama3_1b.py", *(f"--config.{o}" for o in small), "--topology=h200:8"]
     assert command.main([*argv, *(f"--{name}={path}" for name, path in files.items())]) == 0
     assert "MFU" in capsys.readouterr().out
     tree = json.loads(files["json"].read_text())

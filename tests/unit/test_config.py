@@ -122,6 +122,11 @@ def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: s
     assert line.endswith(variant) and bool(line) == bool(variant)
 
 
+def test_a_variant_that_the_file_refuses_is_not_named():
+    line = loading.load([f"--config={REPO}/configs/llama3_405b.py"]).launch.other_size(8)
+    assert "gpus=128" in line and ":gpus=8" not in line
+
+
 # ---- Who set each key, and what follows from it
 
 
