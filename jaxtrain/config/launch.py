@@ -80,7 +80,7 @@ class Launch:
         return f"h200:8x{-(-self.gpus // 8)}" if self.gpus > 8 else f"h200:{self.gpus or 8}"
 
     def other_size(self, gpus: int) -> str:
-        """Return a line that names the variant for `gpus` GPUs, if it is valid; "" if the config is for that number or for any."""
+        """Return a line that names the valid variant for `gpus` GPUs; "" if the config is for that number or for any."""
         if self.gpus in (0, gpus):
             return ""
         others = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
