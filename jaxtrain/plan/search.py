@@ -31,8 +31,8 @@ from jaxtrain.plan.topology import Topology, layout_of
 Overrides = tuple[tuple[str, Any], ...]
 
 LONG = 32_768  # tokens; from this length on, meshes with mesh.seq are tried
-# A compile may take so many times as long as the longest of the same search, and at least so many seconds. XLA can take half an
-# hour where a step barely fits.
+# A compile may take so many times as long as the longest of the same search, and at least so many seconds. Where the step of 8B
+# barely fits, XLA was not done in 15 minutes.
 PATIENCE, LEAST_S = 5, 120
 ROUND = 2  # layouts that are compiled before the next ones are chosen
 ENOUGH = 16_384  # tokens of a microbatch on a device: larger ones make matmuls no faster, and compiles slower
