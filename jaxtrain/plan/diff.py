@@ -187,17 +187,20 @@ def _changed(before: Mapping[str, Amount], after: Mapping[str, Amount]) -> list[
 
 def read(name: str, path: str) -> Plan:
     """Return the plan in a file of `plan --json`. Raises ConfigError for any other file. name: the argument that names it."""
+    tree = None
     try:
         tree = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         settings = [f"--config={tree['config']}", *(f"--config.{o}" for o in tree["overrides"])]
         command = shlex.join([*settings, f"--topology={tree['topology']}", f"--json={path}"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else "is no compiled plan of plan --json"
-        if not isinstance(error, OSError) and '"compiled": false' in Path(path).expanduser().read_text(encoding="utf-8"):
+        if isinstance(tree, dict) and tree.get("compiled") is False:
             rule = "is of a step that cannot fit, and that was not compiled"
         raise ConfigError([Problem(name, path, rule, "Name one, or a config: configs/llama3_8b.py.")]) from error
     try:
-        return from_json(tree)
+        plan = from_json(tree)
+        _ = diff(plan, plan).same  # a value of another type cannot be compared
+        return plan
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         rule = f"is {error if tree.get('format') != FORMAT else f'a plan of format {FORMAT} of another version: {error}'}"
         raise ConfigError([Problem(name, path, rule, f"Make it again: python -m jaxtrain plan {command}")]) from error

@@ -26,7 +26,7 @@ from jaxtrain.step.validate import validate_step
 
 Check = Callable[[RunConfig], Sequence[Problem]]
 
-# The memory of a step beyond `Least.gib`, over that of its saved activations. The plans of the shipped configs have 1.1 to 1.5.
+# The memory of a step beyond `Least.gib`, roughly, over that of its saved activations: only the order of layouts depends on it.
 BESIDE_SAVED = 1.25
 
 

@@ -144,6 +144,14 @@ def test_failures_without_end_are_refused():
     assert (problem.key, problem.value) == ("--failures-per-1000-gpu-days", 1e6)
 
 
+def test_a_storage_without_end_is_refused_with_one_that_is_enough():
+    with pytest.raises(ConfigError) as refused:
+        made(storage_gb_s=1e-6)
+    (problem,) = refused.value.problems
+    assert (problem.key, problem.value) == ("--storage-gb-s", 1e-6)
+    assert made(storage_gb_s=float(problem.remedy.split()[1])).ends[0].days > 0
+
+
 def test_the_section_names_everything():
     found = made(price=2.0)
     shown = printed(lambda console: print_sections(run_section(found), console), 118)

@@ -174,18 +174,19 @@ def test_a_plan_is_read_from_its_json(tmp_path):
     assert diff(read("A", str(file)), sample()).same
 
 
-@pytest.mark.parametrize("tree", [None, [], {}, {"config": "x"}, "{"])
+@pytest.mark.parametrize("tree", [None, [], {}, {"config": "x"}, "{", b"\xff\xfe", {"config": "x", "compiled": False}])
 def test_files_that_are_no_plan(tree, tmp_path):
     file = tmp_path / "a.json"
     if tree is not None:
-        file.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+        text = tree if isinstance(tree, str | bytes) else json.dumps(tree)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as refused:
         read("A", str(file))
     (problem,) = refused.value.problems
     assert (problem.key, problem.value) == ("A", str(file)) and "configs/llama3_8b.py" in problem.remedy
 
 
-@pytest.mark.parametrize("change", [{"format": 1}, {"format": 99}, {"another": 1}, {"memory": {}}])
+@pytest.mark.parametrize("change", [{"format": 1}, {"format": 99}, {"another": 1}, {"memory": {}}, {"tokens_per_step": "x"}])
 def test_plans_of_other_formats_are_refused_with_their_command(change, tmp_path):
     file = tmp_path / "old.json"
     file.write_text(json.dumps(to_json(sample(overrides=("train.grad_accum=1",))) | change))

@@ -18,7 +18,7 @@ BUDGETS = {
     "optim": 1040,
     "step": 4290,
     "hf": 2380,
-    "plan": 5600,
+    "plan": 5610,
     "train": 5700,
     "report": 4820,
     "node": 5060,
