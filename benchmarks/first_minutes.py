@@ -33,7 +33,7 @@ from benchmarks.gpu_items import HALF_GIB, MAX_FILE_BYTES, background
 from jaxtrain.config import environment, hardware, launch
 from jaxtrain.config.command_line import INTERRUPTED, REFUSED, make_console
 from jaxtrain.config.schema import Problem
-from jaxtrain.node import node_suite
+from jaxtrain.node import suite
 from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Part, run_parts
 from jaxtrain.report import bench
 from jaxtrain.train.child import LATE
@@ -64,7 +64,7 @@ def attention(name: str, kernels: Sequence[str], most_s: float, need_s: float) -
 
 
 def tests(name: str, file: str, most_s: float, need_s: float) -> Item:
-    act = functools.partial(node_suite.run_gpu_tests, name=name, only=(file,))
+    act = functools.partial(suite.run_gpu_tests, name=name, only=(file,))
     return Item(name, act, most_s, need_s, per_card=False)
 
 
@@ -100,7 +100,7 @@ ITEMS: tuple[Item, ...] = (
     tests("attention", "test_gpu_attention.py", 240, 45),
     *map(steps, ("mixtral", "1b loop")),
     Item("a run and its receipt", gpu_items.check_gpu_metrics, 150, 60),
-    Item("command line", node_suite.train_tiny, 120, 40, per_card=False),
+    Item("command line", suite.train_tiny, 120, 40, per_card=False),
     Item("preflight", gpu_items.record_preflight, 75, 30),
     timed_kernels("gemm", "gemm", 110, 30),
     timed_kernels("attention", "kernels of attention", 110, 30),

@@ -25,7 +25,7 @@ from jaxtrain.checkpoint.steps import Steps
 from jaxtrain.config import hardware, launch
 from jaxtrain.config.numbers import percent
 from jaxtrain.data import loading
-from jaxtrain.node import kernels, node_suite
+from jaxtrain.node import kernels, suite
 from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome
 from jaxtrain.node.train_step import DATA, NOT_DONE, one_device, start_devices
 from jaxtrain.plan import rates
@@ -63,7 +63,7 @@ MIXTRAL = (
     *("--config.model.num_heads=16", "--config.model.num_kv_heads=4", "--config.mesh.expert=1"),
     *("--config.train.global_batch=8", "--config.train.grad_accum=8"),
 )
-TINY = (node_suite.TINY, *node_suite.SMALL, "--config.train.global_batch=8")
+TINY = (suite.TINY, *suite.SMALL, "--config.train.global_batch=8")
 TINY_EXPERTS = ("--config.model.num_experts=4", "--config.model.experts_per_token=2")
 TINY_STEPS = (*TINY, "--config.model.num_layers=2")  # a loop needs several layers
 
@@ -115,7 +115,7 @@ RESUMED = (  # a run to be killed and resumed; each step is in metrics.jsonl
 )
 SMOKE_RESUMED = (
     *("--config.train.steps=400", "--config.checkpoint.every_steps=50", "--config.optimizer.warmup_steps=2"),
-    *node_suite.SMALL,
+    *suite.SMALL,
 )
 REPEATED = 50  # steps after a checkpoint that the run takes before it is killed
 RESUME_ERROR = 0.05  # tolerated relative difference of repeated losses: cuDNN and cuBLAS add in any order
@@ -184,7 +184,7 @@ def try_jax(request: dict[str, Any]) -> dict[str, Any]:
 
     from jaxtrain.kernels.attention import Rows, Spec
     from jaxtrain.models.attention import Kernel
-    from jaxtrain.node import microbenchmarks as micro
+    from jaxtrain.node import measure as micro
 
     on_gpu = one.platform == "gpu"
     out: dict[str, Any] = {"verdict": LATE, "kind": one.device_kind, "memory": one.memory_stats()}
@@ -250,7 +250,7 @@ def check_kernels(title: str, names: Sequence[str], node: Node, limit_s: float) 
     """Compare some kernels of attention with their definition (tests/gpu)."""
     chosen = SMOKE_KERNELS if node.smoke else names
     targets = [f"test_gpu_attention.py::test_attention[{name}]" for name in chosen]
-    return node_suite.run_gpu_tests(node, limit_s, title, targets)
+    return suite.run_gpu_tests(node, limit_s, title, targets)
 
 
 class Background:
@@ -286,11 +286,11 @@ background = Background()
 
 def take_losses(node: Node, precision: str, where: str, limit_s: float) -> dict[str, Any]:
     """Return the answer of `train_step.measure` for a small model. where: "device" or "cpu"."""
-    shape = node_suite.SMALL if node.smoke else PARITY_SHAPE
-    argv = [node_suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}"]
+    shape = suite.SMALL if node.smoke else PARITY_SHAPE
+    argv = [suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}"]
     argv.append(f"--config.paths.cache={node.cache}")
     environ = os.environ | (CPU if where == "cpu" else {})
-    return node_suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, LOSSES, environ, devices=1)
+    return suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, LOSSES, environ, devices=1)
 
 
 def precisions(node: Node) -> list[str]:
@@ -323,7 +323,7 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
     """Kill a run (SIGKILL) after a checkpoint, resume it, and compare the losses of the steps that both have taken."""
     folder, deadline = node.path / "resume", time.monotonic() + limit_s
     shutil.rmtree(folder, ignore_errors=True)
-    argv = [node_suite.TINY, *RESUMED, *(SMOKE_RESUMED if node.smoke else ()), f"--config.paths.cache={node.cache}"]
+    argv = [suite.TINY, *RESUMED, *(SMOKE_RESUMED if node.smoke else ()), f"--config.paths.cache={node.cache}"]
     command = [*jaxtrain_command("main", *argv), f"--workdir={folder}"]
 
     def losses() -> dict[int, float]:
@@ -361,7 +361,7 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
     argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
-    return node_suite.save_and_restore(node, argv, limit_s, devices=1)
+    return suite.save_and_restore(node, argv, limit_s, devices=1)
 
 
 # ---- Train steps
@@ -379,10 +379,10 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
     """Time the train steps of one of CASES, beside their estimate. If cuDNN's attention fails, time Pallas' attention."""
     argv, name = [*step_argv(case, node.smoke), f"--config.paths.cache={node.cache}"], f"{case}{' trace' if trace else ''}"
     steps, began, note = (3, 1) if node.smoke or trace else (8, 2), time.monotonic(), ""
-    answer = node_suite.time_steps(node, name, argv, limit_s, steps, devices=1, trace=trace)
+    answer = suite.time_steps(node, name, argv, limit_s, steps, devices=1, trace=trace)
     if answer["verdict"] == FAILED and "cudnn" in answer["why"].lower() and not {*PALLAS} & {*argv}:
         note, left = f"cuDNN failed ({answer['why'][:300]}); with Pallas: ", limit_s - (time.monotonic() - began)
-        answer = node_suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, steps, devices=1, trace=trace)
+        answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, steps, devices=1, trace=trace)
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)
@@ -394,7 +394,7 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         text += f"; not planned: {answer['not_planned']}"
     if background.is_busy:
         text += "; the CPU worked beside it"
-    off = note or node_suite.differences_from_plan(case, answer)
+    off = note or suite.differences_from_plan(case, answer)
     return Outcome(OFF if off else GOOD, note + text, bench.markdown(bench.step_details(name, answer)), answer)
 
 
@@ -484,7 +484,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
     gpu = hardware.lookup(node.devices.name)
     file = rates.path(gpu.name) if gpu else None
     earlier = file.read_bytes() if file and file.exists() else None
-    outcome = node_suite.calibrate(node, limit_s)
+    outcome = suite.calibrate(node, limit_s)
     if outcome.verdict == OUT and not node.smoke:
         outcome = dataclasses.replace(outcome, verdict=LATE)
     if file and file.exists() and outcome.verdict == GOOD:
@@ -531,7 +531,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from jaxtrain.kernels.attention import Spec
-    from jaxtrain.node.microbenchmarks import Sizes, attention_loop, looped, timed
+    from jaxtrain.node.measure import Sizes, attention_loop, looped, timed
 
     smoke = request["smoke"]
     shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)

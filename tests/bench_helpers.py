@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from jaxtrain.node import node_suite, train_step
+from jaxtrain.node import suite, train_step
 
-SMALL = ("--config=configs/tiny.py", *node_suite.SMALL)
+SMALL = ("--config=configs/tiny.py", *suite.SMALL)
 PEER = [
-    *("--config=configs/llama3_1b.py:gpus=1", *node_suite.SMALL, "--config.model.vocab_size=272", "--config.model.num_heads=4"),
+    *("--config=configs/llama3_1b.py:gpus=1", *suite.SMALL, "--config.model.vocab_size=272", "--config.model.num_heads=4"),
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=8", "--config.train.global_batch=4"),
     *("--config.train.grad_accum=2", "--steps=2", "--warmup=1", "--rounds=2"),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.node import kernels, node_suite, train_step
+from jaxtrain.node import kernels, suite, train_step
 from jaxtrain.node.train_step import DATA, TRACED_STEPS
 from jaxtrain.report import bench
 from jaxtrain.step.validate_places import writable
@@ -87,10 +87,10 @@ def parser() -> Parser:
     )
     p.option(
         "parts",
-        f"parts of the suite: {','.join(node_suite.PARTS)}",
+        f"parts of the suite: {','.join(suite.PARTS)}",
         "LIST",
         modes=("suite",),
-        type=names_of([*node_suite.PARTS]),
+        type=names_of([*suite.PARTS]),
         example="preflight",
     )
     p.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
@@ -126,7 +126,7 @@ def run(args: Args) -> int:
     if args.mode in ("suite", "kernels") and (problems := train_step.gpu_problems()):
         raise ConfigError(problems)
     if args.mode == "suite":
-        return node_suite.run(args.out, args.json, args.parts, args.smoke, console)
+        return suite.run(args.out, args.json, args.parts, args.smoke, console)
     if args.mode == "kernels":
         folder = bench.Folder(args.out, args.json, "kernels")
         return folder.run(lambda: kernels.run(args.kernels.split(","), folder, console), "a kernel failed")

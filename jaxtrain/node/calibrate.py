@@ -2,7 +2,7 @@
 
     python -m jaxtrain plan --calibrate
 
-The command runs the measurements of node/microbenchmarks.py in one process, on the GPUs of one node. The network between nodes
+The command runs the measurements of node/measure.py in one process, on the GPUs of one node. The network between nodes
 is not measured.
 """
 
@@ -22,8 +22,8 @@ import rich.table
 from jaxtrain.config import hardware
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import precision
-from jaxtrain.node import microbenchmarks as micro
-from jaxtrain.node.microbenchmarks import COLLECTIVES, CURVE, Reading, Sizes
+from jaxtrain.node import measure as micro
+from jaxtrain.node.measure import COLLECTIVES, CURVE, Reading, Sizes
 from jaxtrain.plan import rates, result
 from jaxtrain.runtime.startup import missing_part
 

@@ -20,7 +20,7 @@ from jaxtrain.kernels.experts.support import choose
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
-from jaxtrain.node.microbenchmarks import ATTENTION_BACKWARD, attention_loop, chain, normal
+from jaxtrain.node.measure import ATTENTION_BACKWARD, attention_loop, chain, normal
 from jaxtrain.node.train_step import one_device
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.sharding import make_placement
@@ -31,7 +31,7 @@ PRODUCTS = ("over D", "over F", "outer")
 DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # einsum of the dense matmul with the same FLOPs
 LOADS = ("even", "uneven")
 
-Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for microbenchmarks.looped
+Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for measure.looped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Work:
         kind, what: the first two cells of its table row.
         flop: FLOPs of one call.
         bytes: bytes that one call has to read and write.
-        prepare: creates the operands and returns (body, constants, state) for `microbenchmarks.looped`.
+        prepare: creates the operands and returns (body, constants, state) for `measure.looped`.
         calls: calls of the kernel in one iteration of the loop.
         dtype: dtype of the operands. The lower bound of the time uses the GPU's peak FLOP/s in this dtype.
     """

@@ -55,20 +55,20 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
 def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str, Any]:
     """Return the table row of a kernel: its times, or the reason why it failed."""
-    from jaxtrain.node import microbenchmarks
+    from jaxtrain.node import measure
 
     out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
     rounds = sizes.rounds
     if work.flop:
         rounds = max(1, min(sizes.rounds, math.ceil(sizes.flop / (work.flop * work.calls))))
-    timing = microbenchmarks.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats)
+    timing = measure.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats)
     try:
         body, constants, state = work.prepare()
-        taken = microbenchmarks.timed(microbenchmarks.looped(body, rounds), constants, state, sizes=timing)
+        taken = measure.timed(measure.looped(body, rounds), constants, state, sizes=timing)
     except Exception as error:  # of compiler, driver or kernel; the next kernels are still timed
         traceback.print_exc()
         return out | {"verdict": FAILED, "why": error_line(error)}
-    r = microbenchmarks.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
+    r = measure.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
     bound = None
     if gpu:
         bound = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))

@@ -18,7 +18,7 @@ from typing import Any
 from jaxtrain.config.stores import is_bucket
 from jaxtrain.node import inspection, nvidia_smi, rates, software
 from jaxtrain.node.host import NETWORK_DISKS
-from jaxtrain.node.measure import measure
+from jaxtrain.node.node_rates import measure
 from jaxtrain.node.node import TIMED_OUT, RecordedNode, Unanswered, call_with_timeout
 from jaxtrain.node.table import Context, Verdict
 from jaxtrain.report.preflight import FAULT, MISSING, Finding, NodeReport

@@ -1,6 +1,6 @@
 """Run the parts of a long measurement one after the other within a time budget.
 
-node/node_suite.py and benchmarks/first_minutes.py use this module. If a part fails or has no time left, its row in the
+node/suite.py and benchmarks/first_minutes.py use this module. If a part fails or has no time left, its row in the
 result has the reason, and the next part runs.
 """
 

@@ -111,7 +111,7 @@ def under_load(c: Context) -> Verdict | None:
 
 
 def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
-    """Return the verdict on the samples of one GPU (`measure.load_samples`). highest: its highest SM clock in MHz."""
+    """Return the verdict on the samples of one GPU (`node_rates.load_samples`). highest: its highest SM clock in MHz."""
     mhz, watt, limit = gpu["sm_mhz"], gpu["power_w"], gpu["power_limit_w"]
     slowed = {why: share for why, share in gpu["reasons"].items() if why in SLOWDOWNS.values()}
     texts = {why: f"{why} in {share:.0%} of the samples" for why, share in slowed.items()}

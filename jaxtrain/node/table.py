@@ -57,7 +57,7 @@ class Context:
         paths: name -> folder or bucket of the run; "" if there is none.
         cluster: the run's processes; None for one process.
         has_config: whether the command line has --config.
-        measured: rates of the node (measure.py); empty before they are measured.
+        measured: rates of the node (node_rates.py); empty before they are measured.
     """
 
     node: Node

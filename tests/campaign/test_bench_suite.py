@@ -22,7 +22,7 @@ from jaxtrain.commands import bench as command
 from jaxtrain.commands.command import read_line
 from jaxtrain.commands.parity import main as parity_main
 from jaxtrain.config import launch
-from jaxtrain.node import node_suite, parts, train_step
+from jaxtrain.node import suite, parts, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.train import child
@@ -71,14 +71,14 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch, kept_programs):
     """All parts except rates succeed on 8 CPU devices in this process. `program_here` fixes the results of preflight, kernel
     tests and training.
     """
-    monkeypatch.setattr(node_suite, "run_case", run_here)
+    monkeypatch.setattr(suite, "run_case", run_here)
     monkeypatch.setattr(parts, "run_program", program_here)
-    monkeypatch.setattr(node_suite, "SMOKE_LAYOUTS", "one,fsdp2")
+    monkeypatch.setattr(suite, "SMOKE_LAYOUTS", "one,fsdp2")
     out = tmp_path / "node"
     assert command.main(["--suite=node", f"--out={out}"]) == 0
     found = json.loads((out / "results.json").read_text())["parts"]
     verdicts = {name: part["verdict"] for name, part in found.items()}
-    assert verdicts == dict.fromkeys(node_suite.PARTS, "ok") | {"rates": "left out"}
+    assert verdicts == dict.fromkeys(suite.PARTS, "ok") | {"rates": "left out"}
     assert found["parity"]["data"]["f32"]["agrees"] and found["configs"]["data"]["tiny"]["devices"]["count"] == 8
     assert found["run"]["data"]["loss"] == 2.5 and not (out / "checkpoint").exists()
     assert {"results.md", "results.json", "receipt.json", "run"} <= {p.name for p in out.iterdir()}
@@ -98,9 +98,9 @@ def test_a_state_that_comes_back_different(tmp_path, monkeypatch, kept_programs)
         return tensors | {name: jax.lax.bitcast_convert_type(bits, jnp.float32)}
 
     monkeypatch.setattr(Checkpoints, "restore", restore)
-    monkeypatch.setattr(node_suite, "run_case", run_here)
+    monkeypatch.setattr(suite, "run_case", run_here)
     node = parts.Node(train_step.devices_for(0), True, bench.Folder(str(tmp_path / "node"), "", "suite"))
-    found = node_suite.check_checkpoint(node, 60.0)
+    found = suite.check_checkpoint(node, 60.0)
     assert found.verdict == "FAILED" and "params.final_norm.scale" in found.found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nodes import RECORDED, a_plain_environment, faults  # noqa: F401
 
-from jaxtrain.node import measure, rates
+from jaxtrain.node import node_rates, rates
 
 REPO = Path(__file__).resolve().parents[2]
 ENVIRON = {"PYTHONPATH": str(REPO)}
@@ -120,7 +120,7 @@ def test_a_process_reports_its_node_if_process_0_is_killed(second, code, verdict
 
 
 def test_everything_is_measured_in_another_process(tmp_path):
-    found = measure.measure({"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 300, on_cpu=True, disk_bytes=4 * MIB)
+    found = node_rates.measure({"data": tmp_path, "scratch": tmp_path / "not" / "there"}, 300, on_cpu=True, disk_bytes=4 * MIB)
     for name in rates.GPU_RATES:
         assert len(found[name]) == 8 and all(value > 0 for value in found[name]), found
     assert all(found[name] > 0 for name in rates.BUS_RATES)
@@ -135,7 +135,7 @@ def test_two_processes_measure_together():
     script = """
 import json, sys
 from jaxtrain.runtime.distributed import Cluster
-from jaxtrain.node.measure import measure
+from jaxtrain.node.node_rates import measure
 print(json.dumps(measure({}, 300, Cluster(sys.argv[1], 2, int(sys.argv[2]), None, "this test"), on_cpu=True)))
 """
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -159,15 +159,15 @@ def case(request):
     child.save_partial(request, answer)
     {code}
 """)
-    monkeypatch.setattr(measure, "CASE", "instead:case")
+    monkeypatch.setattr(node_rates, "CASE", "instead:case")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "HANG_S", 0.0)
+    monkeypatch.setattr(node_rates, "HANG_S", 0.0)
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
-    found = measure.measure({}, 15.0, on_cpu=True)
+    found = node_rates.measure({}, 15.0, on_cpu=True)
     assert found["gemm_tflops"] == [7.0] and found["hbm_gb_s"] == [] and set(found["failed"]) == {"all_reduce_bus_gb_s"}
     assert {"hbm_gb_s", "all_reduce_bus_gb_s"} < set(found["left_out"]) and "gemm_tflops" not in found["left_out"]
     with pytest.raises(ProcessLookupError):
@@ -176,7 +176,7 @@ def test_a_hang_costs_the_budget_and_no_more(monkeypatch, tmp_path):
 
 def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
     instead(monkeypatch, tmp_path, "print('NCCL WARN unhandled cuda error', flush=True); os.kill(os.getpid(), 11)")
-    found = measure.measure({}, 300.0, on_cpu=True)
+    found = node_rates.measure({}, 300.0, on_cpu=True)
     words = found["failed"]["process"]
     assert "-11" in words and "NCCL WARN unhandled cuda error" in words
     assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words
@@ -186,7 +186,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
     """If its parent is killed, the measuring process ends too, because other processes need the GPUs."""
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")
-    script = "from jaxtrain.node import measure\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 900.0, on_cpu=True)"
+    script = "from jaxtrain.node import node_rates\nmeasure.CASE = 'instead:case'\nmeasure.measure({}, 900.0, on_cpu=True)"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"})
     while not (note.exists() and note.read_text().endswith("\n")):
         assert asking.poll() is None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtrain.kernels import fp8
-from jaxtrain.node.microbenchmarks import OPTIONS
+from jaxtrain.node.measure import OPTIONS
 
 PAIRS = {"e4m3 x e4m3": (fp8.E4M3, fp8.E4M3), "e5m2 x e4m3": (fp8.E5M2, fp8.E4M3), "e4m3 x e5m2": (fp8.E4M3, fp8.E5M2)}
 SHAPES = [(64, 32, 48), pytest.param((4096, 4096, 14336), marks=pytest.mark.gpu)]

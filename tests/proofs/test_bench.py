@@ -13,7 +13,7 @@ from helpers import few
 from jaxtrain.config import hardware, launch
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import kernel_workloads, kernels, microbenchmarks, train_step
+from jaxtrain.node import kernel_workloads, kernels, measure, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.step import compiler
 
@@ -124,7 +124,7 @@ def test_products_with_one_array_stay_apart():
     work = next(kernel_workloads.gemm(jax.devices()[0], sizes))
     assert isinstance(work, kernel_workloads.Work) and work.flop == 2 * 32**3 and work.bytes == 3 * 2 * 32**2
     body, constants, state = work.prepare()
-    text = microbenchmarks.looped(body, 2).lower(constants, state).compile().as_text()
+    text = measure.looped(body, 2).lower(constants, state).compile().as_text()
     assert work.calls == 8 and len(re.findall(r"= \S+\[32,32\]\S* dot\(", text)) >= 8 and "[256,32]" not in text
 
 

@@ -18,9 +18,9 @@ import rich.console
 from jaxtrain.data import loading
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.node import calibrate
-from jaxtrain.node import microbenchmarks as micro
+from jaxtrain.node import measure as micro
 from jaxtrain.node.calibrate import CalibrationError, to_rates
-from jaxtrain.node.microbenchmarks import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
+from jaxtrain.node.measure import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
 from jaxtrain.plan import rates, topology
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.step import compiler

@@ -23,10 +23,10 @@ from jaxtrain.commands import preflight as command
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics import nvml
-from jaxtrain.node import disk_rates, inspection, measure, node, nvidia_smi, rates
-from jaxtrain.node import microbenchmarks as micro
+from jaxtrain.node import disk_rates, inspection, node, node_rates, nvidia_smi, rates
+from jaxtrain.node import measure as micro
 from jaxtrain.node.disk_rates import Unmeasured
-from jaxtrain.node.microbenchmarks import TINY
+from jaxtrain.node.measure import TINY
 from jaxtrain.node.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
 from jaxtrain.report.preflight import NOTE, OK
 from jaxtrain.train import child
@@ -38,9 +38,9 @@ H200S = hardware.Devices("gpu", "NVIDIA H200", 8, 140.0, "NVML")
 
 
 def test_no_gpu_is_said(tmp_path):
-    found = measure.measure({"data": tmp_path}, 10, disk_bytes=MIB)
+    found = node_rates.measure({"data": tmp_path}, 10, disk_bytes=MIB)
     assert found["gemm_tflops"] == [] and found["all_reduce_bus_gb_s"] is None and found["disk"]["data"]["read_gb_s"] > 0
-    assert set(found["left_out"]) == set(measure.RATES) and found["failed"] == {}
+    assert set(found["left_out"]) == set(node_rates.RATES) and found["failed"] == {}
 
 
 def test_a_driver_or_a_mount_that_hangs_is_left_out(tmp_path, monkeypatch):
@@ -49,8 +49,8 @@ def test_a_driver_or_a_mount_that_hangs_is_left_out(tmp_path, monkeypatch):
     def hang(*_: Any) -> Any:
         raise Unanswered("it did not answer")
 
-    monkeypatch.setattr(measure, "call_with_timeout", hang)
-    found = measure.measure({"data": tmp_path}, 10)
+    monkeypatch.setattr(node_rates, "call_with_timeout", hang)
+    found = node_rates.measure({"data": tmp_path}, 10)
     assert set(found["failed"]) == {"driver"} and found["disk"] == {} and {"gemm_tflops", "disk.data"} < set(found["left_out"])
 
 
@@ -72,8 +72,8 @@ def test_rates_have_the_units_of_their_names(monkeypatch):
     monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: calls.append(sizes) or [0.5])
     monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[0.5]] * len(devices))
     monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, warm_s=9.0))
-    found = measure.Results({}, 60.0)
-    measure.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
+    found = node_rates.Results({}, 60.0)
+    node_rates.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
     measured = found.answer["measured"]
     assert measured["gemm_tflops"] == pytest.approx([3 * 2 * 64 * 32 * 48 * 2 / 0.5e12] * 2)
     assert measured["hbm_gb_s"] == pytest.approx([3 * MIB * TINY.memory_rounds / 0.5e9] * 2)
@@ -92,7 +92,7 @@ def test_nodes_are_told_apart(monkeypatch):
     monkeypatch.setattr(micro, "collective", lambda kind, over, *_: members.append(list(over)) or reading())
     every = jax.devices()
     monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // 4)
-    measure.measure_gpus(every, every[4:6], measure.Results({}, 60.0))
+    node_rates.measure_gpus(every, every[4:6], node_rates.Results({}, 60.0))
     assert members == [every[4:]] * 2 + [every] * 2
 
 
@@ -109,8 +109,8 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
     monkeypatch.setattr(micro, "memory", lambda *_: [reading()])
     monkeypatch.setattr(micro, "host", lambda *_: [reading()])
     monkeypatch.setattr(micro, "collective", lambda kind, members, *_: reading(1e9 * len(members)))
-    found = measure.Results({"answer_file": str(tmp_path / "answer.json")}, -1.0 if late else 60.0)
-    measure.measure_gpus(jax.devices(), jax.devices()[:2], found)
+    found = node_rates.Results({"answer_file": str(tmp_path / "answer.json")}, -1.0 if late else 60.0)
+    node_rates.measure_gpus(jax.devices(), jax.devices()[:2], found)
     saved = json.loads((tmp_path / "answer.json").read_text())
     assert saved["verdict"] == child.LATE and saved["current"]  # the state that a killed process leaves
     kept, why = found.answer, found.answer["left_out"]
@@ -133,7 +133,7 @@ def test_which_errors_are_faults(text, fault):
     def broken() -> Any:
         raise RuntimeError(text)
 
-    found = measure.Results({}, 60.0)
+    found = node_rates.Results({}, 60.0)
     found.add("hbm_gb_s", "memory of 8 GPUs", broken)
     assert text in found.answer["left_out"]["hbm_gb_s"] and bool(found.answer["failed"]) == fault
 
@@ -141,9 +141,9 @@ def test_which_errors_are_faults(text, fault):
 def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
     """JAX falls back to the CPU if its plugin for GPUs does not start. The measurement then ends with an error."""
     monkeypatch.setattr(hardware, "probe", lambda: H200S)
-    monkeypatch.setattr(measure, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
+    monkeypatch.setattr(node_rates, "measure_gpus", lambda *_: pytest.fail("measured the CPU"))
     with pytest.raises(ConfigError, match="8 x NVIDIA H200"):
-        measure.measure_in_child({"limit_s": 10.0, "cluster": None})
+        node_rates.measure_in_child({"limit_s": 10.0, "cluster": None})
 
 
 def test_gpus_are_watched_while_they_compute():
@@ -161,13 +161,13 @@ def test_gpus_are_watched_while_they_compute():
 
     out: list[dict[str, Any]] = []
     watched = mock.Mock(index=6, sample=sample)
-    with measure.load_samples([watched], out, period_s=0.001):
+    with node_rates.load_samples([watched], out, period_s=0.001):
         assert all_said.wait(120)
     half = {"hw_thermal": 0.5, "sw_thermal": 0.5}
     assert out == [{"gpu": 6, "sm_mhz": 1300.0, "power_w": 650.0, "power_limit_w": 700.0, "reasons": half}]
-    with measure.load_samples([], nothing := []):
+    with node_rates.load_samples([], nothing := []):
         pass
-    assert nothing == [] and measure.cards_of(jax.devices()) == []
+    assert nothing == [] and node_rates.cards_of(jax.devices()) == []
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_gpus_are_watched_while_they_compute():
     ],
 )
 def test_what_is_a_hang(key, measured, for_s, fault, monkeypatch):
-    monkeypatch.setattr(measure, "time", SimpleNamespace(time=lambda: 1000.0))
-    assert bool(measure.hangs({"key": key, "measured": measured, "began_unix": 1000.0 - for_s})) == fault
+    monkeypatch.setattr(node_rates, "time", SimpleNamespace(time=lambda: 1000.0))
+    assert bool(node_rates.hangs({"key": key, "measured": measured, "began_unix": 1000.0 - for_s})) == fault
 
 
 # ---- Disks
@@ -240,7 +240,7 @@ def test_a_place_that_may_only_be_read(tmp_path, monkeypatch):
 def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
     def disks_of(*names: str) -> tuple[set[str], dict[str, str]]:
         found: dict[str, dict] = {"disk": {}, "left_out": {}, "failed": {}}
-        measure.measure_disks(dict.fromkeys(names, tmp_path), 10.0, MIB, found)
+        node_rates.measure_disks(dict.fromkeys(names, tmp_path), 10.0, MIB, found)
         assert found["disk"] == {}
         return set(found["left_out"]), found["failed"]
 

@@ -10,7 +10,7 @@ from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 from jaxtrain.commands import bench as command
 from jaxtrain.config import hardware
 from jaxtrain.data import loading
-from jaxtrain.node import kernel_workloads, kernels, node_suite, parts, train_step
+from jaxtrain.node import kernel_workloads, kernels, suite, parts, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
@@ -177,16 +177,16 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     monkeypatch.setattr(parts, "run_program", run_program)
     node = parts.Node(train_step.devices_for(0), True, bench.Folder(str(tmp_path / "node"), "", "suite"))
     (tmp_path / "node" / "logs").mkdir()
-    found = node_suite.run_gpu_tests(node, 60.0)
+    found = suite.run_gpu_tests(node, 60.0)
     assert found.verdict == want and said in found.found
 
 
 def test_the_budget_of_a_suite_and_its_layouts():
-    assert sum(seconds for _, seconds in node_suite.PARTS.values()) <= node_suite.BUDGET_S == 1800
-    for count, text in node_suite.LAYOUTS.items():
-        found, problems = node_suite.parity_layouts.parse(text)
+    assert sum(seconds for _, seconds in suite.PARTS.values()) <= suite.BUDGET_S == 1800
+    for count, text in suite.LAYOUTS.items():
+        found, problems = suite.parity_layouts.parse(text)
         assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
-    assert len(node_suite.LAYOUTS[8].split(",")) == 8
+    assert len(suite.LAYOUTS[8].split(",")) == 8
 
 
 PLANNED = {"step_s": 1.0, "peak_gib": 51.0, "rates": "calibrated"}
@@ -207,5 +207,5 @@ AS_PUBLISHED = PLANNED | {"rates": rates.PUBLISHED}
 )
 def test_a_step_that_differs_from_its_plan(planned, said):
     r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
-    found = node_suite.differences_from_plan("a", r)
+    found = suite.differences_from_plan("a", r)
     assert len(found) == len(said) and all(number in text for number, text in zip(said, found, strict=True))

@@ -14,7 +14,7 @@ from benchmarks import first_minutes, gpu_items, peer_torch
 from jaxtrain.config import hardware, schema
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import node_suite, parts, train_step
+from jaxtrain.node import suite, parts, train_step
 from jaxtrain.report import bench
 from jaxtrain.step.validate import validate_step
 
@@ -56,17 +56,17 @@ def test_cases_can_be_run():
     assert runs["one document, unrolled"].data.packing == "none" and not runs["one document, unrolled"].parallel.scan_layers
     parameters = flops.parameters(runs["mixtral"].model)["total"]
     assert 16 * parameters < 40e9, "weights, gradients and moments in float32: half of a card of 80 GB"
-    valid([node_suite.TINY, *gpu_items.RESUMED])
+    valid([suite.TINY, *gpu_items.RESUMED])
     valid([*gpu_items.SHORT, *gpu_items.LEAN])
     assert peer_torch.refusal(runs[gpu_items.PEERS[1]]) == [] and peer_torch.check_settings(gpu_items.TORCH) == gpu_items.TORCH
 
 
 def test_kernels_that_are_compared_exist():
-    sys.path.insert(0, str(node_suite.GPU_TESTS))
+    sys.path.insert(0, str(suite.GPU_TESTS))
     try:
         from test_gpu_attention import OF_PALLAS, SHAPES, SHARDED, SMALL, name_of
     finally:
-        sys.path.remove(str(node_suite.GPU_TESTS))
+        sys.path.remove(str(suite.GPU_TESTS))
     on_gpu = {f"cudnn-{name_of(s)}" for s in (*SHAPES, *SHARDED)} | {f"pallas-{name_of(s)}" for s in (*SHAPES, *OF_PALLAS)}
     assert {*gpu_items.FIRST_KERNELS, *gpu_items.MORE_KERNELS} <= on_gpu
     assert {*gpu_items.SMOKE_KERNELS} <= {f"chunked-{name_of(shape)}" for shape in SMALL}
@@ -138,7 +138,7 @@ def test_losses_are_compared_step_by_step(cpu, verdict, node, monkeypatch):
     here = {"verdict": "ok", "attention": "cudnn", "steps": 19, "loss": {"first": 5.0, "last": 4.0}}
     monkeypatch.setattr(gpu_items, "background", gpu_items.Background())
     gpu_items.background.begin("losses f32", lambda: here | cpu)
-    monkeypatch.setattr(node_suite, "run_case", lambda *_, **__: here)
+    monkeypatch.setattr(suite, "run_case", lambda *_, **__: here)
     assert gpu_items.compare_losses(node, 60.0).verdict == verdict
 
 

@@ -166,7 +166,7 @@ BUGS = (
     ),
     Bug(
         "suite: a smaller peak than planned is not told",
-        "jaxtrain/node/node_suite.py",
+        "jaxtrain/node/suite.py",
         "abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR",
         "peak_gib / planned.peak_gib - 1 > PEAK_ERROR",
         "unit/test_bench_rules.py -k differs_from_its_plan",
@@ -187,7 +187,7 @@ BUGS = (
     ),
     Bug(
         "preflight: a hang is one that began just now",
-        "jaxtrain/node/measure.py",
+        "jaxtrain/node/node_rates.py",
         'time.time() - answer["began_unix"] >= HANG_S',
         'time.time() - answer["began_unix"] <= HANG_S',
         "proofs/test_preflight_measure.py -k is_a_hang",

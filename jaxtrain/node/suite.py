@@ -179,7 +179,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
     request = {"argv": argv, "devices": devices, "folder": str(folder)}
     try:
         answer = run_case(
-            "jaxtrain.node.node_suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s
+            "jaxtrain.node.suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # a checkpoint has gigabytes
