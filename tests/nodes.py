@@ -1,7 +1,7 @@
-"""Recorded nodes for the tests of preflight, as recorded or with some answers changed.
+"""Recorded nodes for the tests of preflight, as recorded or with some facts changed.
 
-recorded/faults/NAME holds a few files that replace those of a healthy node. The recordings are composed from the formats that
-nvidia-smi and the kernel print; they were not taken from nodes (docs/cluster.md).
+recorded/faults/NAME/facts.json has what differs from a healthy node. The recordings are composed from what NVML, nvidia-smi and
+the kernel report; they were not taken from nodes (docs/cluster.md).
 """
 
 import json
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.commands import preflight as command
-from jaxtrain.node import nvidia_smi
-from jaxtrain.node.node import RecordedNode, file_name
+from jaxtrain.node.facts import FILE
 from jaxtrain.report.preflight import FAULT
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
@@ -31,35 +30,37 @@ def faults(found: dict) -> dict[str, dict]:
     return {check["name"]: check for node in found["nodes"] for check in node["checks"] if check["state"] == FAULT}
 
 
-def copied(tmp_path: Path, change: dict[str, str], base: Path = H200) -> Path:
-    """Write a recording that replaces some files of the recording `base`."""
+def copied(tmp_path: Path, change: dict, base: Path = H200) -> Path:
+    """Write a recording that differs from the recording `base` by a JSON merge patch."""
     folder = tmp_path / "node"
     folder.mkdir(parents=True)
-    (folder / "base.txt").write_text(str(base))
-    for name, text in change.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    (folder / FILE).write_text(json.dumps({"base": str(base), **change}))
     return folder
 
 
-def answer(command_: str, out: str, code: str = "0") -> dict[str, str]:
-    return {f"commands/{file_name(command_)}": f"$ {command_}\nexit {code}\n{out}"}
+def answer(command_: str, out: str, code: int | None = 0) -> dict:
+    return {"commands": {command_: {"code": code, "out": out}}}
 
 
-def gpu_table(only: int | None = None, **change: str) -> dict[str, str]:
-    """Return the healthy node's GPU table with cells changed, field="value", for all GPUs or for GPU `only`."""
-    heading, *lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
-    rows = [dict(zip(nvidia_smi.FIELDS, line.split(", "), strict=True)) for line in lines]
-    for i, row in enumerate(rows):
-        row.update({k.replace("__", "."): v for k, v in change.items()} if only in (None, i) else {})
-    return answer(nvidia_smi.GPUS, "\n".join([heading, *(", ".join(row.values()) for row in rows)]) + "\n")
+def gpus(only: int | None = None, **change) -> dict:
+    """Return the patch that changes facts of all GPUs of the healthy node, or of GPU `only`."""
+    return {"nvml": {"gpus": {str(i): change for i in range(8) if only in (None, i)}}}
 
 
-def some_gpus(count: int) -> dict[str, str]:
-    """Return the healthy node's GPU table cut to `count` GPUs, or continued to 16."""
-    heading, *lines = RecordedNode(H200).run(nvidia_smi.GPUS).out.splitlines()
-    lines += [f"{int(line[0]) + 8}{line[1:]}" for line in lines]
-    return answer(nvidia_smi.GPUS, "\n".join([heading, *lines[:count]]) + "\n")
+def refused(fact: str) -> dict:
+    """Return the patch of a healthy node whose driver does not report a fact of its GPUs."""
+    return gpus(**{fact: None, "refused": {fact: "Not Supported"}})
+
+
+def some_gpus(count: int) -> dict:
+    """Return the patch that leaves `count` GPUs of the healthy node."""
+    return {"nvml": {"gpus": {str(i): None for i in range(count, 8)}}}
+
+
+def both(a: dict, b: dict) -> dict:
+    """Return one patch for two."""
+    nested = {k: both(a[k], b[k]) for k in a.keys() & b.keys() if isinstance(a[k], dict) and isinstance(b[k], dict)}
+    return a | b | nested
 
 
 def sliders(*values: int | str) -> str:

@@ -25,8 +25,12 @@ class Gpu:
     ecc: int = 0
     sent_kib: int = 0
     received_kib: int = 0
+    links: int = 18  # of which the first 16 are up
+    action: int = 0
+    fabric: int = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     broken: frozenset[str] = frozenset()
     lost: bool = False
+    error: int = pynvml.NVML_ERROR_GPU_IS_LOST  # of a lost GPU
 
 
 class Nvml:
@@ -35,6 +39,10 @@ class Nvml:
     SystemGetDriverVersion, SystemGetCudaDriverVersion = "580.65.06", 13000
     DeviceGetName, DeviceGetEccMode = b"NVIDIA H200", [1, 1]
     DeviceGetPowerManagementDefaultLimit, DeviceGetMaxClockInfo = 700_000, 1980
+    DeviceGetPowerManagementLimit, DeviceGetApplicationsClock, DeviceGetDefaultApplicationsClock = 650_000, 1755, 1980
+    DeviceGetMigMode, DeviceGetRemappedRows = [0, 1], (4, 1, 0, 0)
+    DeviceGetCurrPcieLinkWidth, DeviceGetMaxPcieLinkWidth = 8, 16
+    DeviceGetCurrPcieLinkGeneration, DeviceGetMaxPcieLinkGeneration = 1, 5
 
     def __init__(self, *gpus: Gpu, driver: bool = True):
         self.gpus, self.driver = gpus, driver
@@ -53,7 +61,7 @@ class Nvml:
             if args and isinstance(args[0], Gpu):
                 self.asked.append((args[0].index, name))
                 if args[0].lost:
-                    raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+                    raise pynvml.NVMLError(args[0].error)
                 if name in args[0].broken:
                     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
             found = getattr(self, name.removeprefix("nvml"))
@@ -74,7 +82,7 @@ class Nvml:
 
     def DeviceGetHandleByIndex(self, index: int) -> Gpu:
         if self.gpus[index].lost:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise pynvml.NVMLError(self.gpus[index].error)
         return self.gpus[index]
 
     def DeviceGetUUID(self, gpu: Gpu) -> str:
@@ -89,7 +97,7 @@ class Nvml:
     def DeviceGetUtilizationRates(self, gpu: Gpu) -> Any:
         return SimpleNamespace(gpu=gpu.utilization, memory=0)
 
-    def DeviceGetMemoryInfo(self, gpu: Gpu) -> Any:
+    def DeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> Any:
         return SimpleNamespace(used=gpu.used, total=141 * GIB)
 
     def DeviceGetCudaComputeCapability(self, gpu: Gpu) -> tuple[int, int]:
@@ -118,13 +126,27 @@ class Nvml:
     def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
         return int(link < 16)
 
+    def DeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Any]:
+        return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
+
+    def SystemGetProcessName(self, pid: int) -> str:
+        if pid == 8:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return "python3"
+
+    def DeviceGetGpuFabricInfo(self, gpu: Gpu, info: Any) -> int:
+        info.state, info.status = gpu.fabric, pynvml.NVML_SUCCESS
+        return pynvml.NVML_SUCCESS
+
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
         """Return the fields as pynvml's array of c_nvmlFieldValue_t."""
-        kib = {138: gpu.sent_kib, 139: gpu.received_kib}
+        all_links = 2**32 - 1
+        known = {(138, all_links): gpu.sent_kib, (139, all_links): gpu.received_kib, (91, 0): gpu.links, (230, 0): gpu.action}
+        for link in range(gpu.links):
+            known |= {(164, link): 26_562, (165, link): int(link < 16), (161, link): 0, (162, link): 3 * (link == 5)}
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
-        for value, (field, scope) in zip(values, fields, strict=True):
-            assert scope == 2**32 - 1  # the sum over all links
-            value.nvmlReturn = pynvml.NVML_SUCCESS
+        for value, field in zip(values, fields, strict=True):
+            value.nvmlReturn = pynvml.NVML_SUCCESS if field in known else pynvml.NVML_ERROR_NOT_SUPPORTED
             value.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
-            value.value.ullVal = kib[field]
+            value.value.ullVal = known.get(field, 0)
         return values

@@ -7,9 +7,10 @@ from pathlib import Path
 from jaxtrain.commands.command import add_process_options, process_options, run_command
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
 from jaxtrain.config.schema import Problem, nearest
-from jaxtrain.node import inspection, preflight
-from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout
+from jaxtrain.node import checks, preflight
+from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.runtime import distributed
+from jaxtrain.step.validate_places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 
@@ -87,7 +88,11 @@ def check_options(args: Args) -> list[Problem]:
     if args.record and args.recorded:
         problems.append(Problem("--record", args.record, "does not apply to --recorded", "Leave one of them out."))
     elif args.record:
-        problems += preflight.refused_folder(Path(args.record).expanduser())
+        folder = Path(args.record).expanduser()
+        try:
+            problems += call_with_timeout(ANSWER_S, args.record, lambda: writable("--record", folder))
+        except (OSError, Unanswered) as error:
+            problems.append(Problem("--record", args.record, str(error), "Name another folder."))
     return problems
 
 
@@ -100,11 +105,11 @@ def allowed(args: Args) -> tuple[str, list[str]]:
 
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     """Return a problem for each name that is not the name of a check."""
-    spelled = {name.lower(): name for name in inspection.CHECKS}
+    spelled = {name.lower(): name for name in checks.CHECKS}
     rule = "no check with a fault that can be allowed has this name"
-    unknown = [(name, spelled.get(name.lower())) for name in names if name not in inspection.CHECKS]
+    unknown = [(name, spelled.get(name.lower())) for name in names if name not in checks.CHECKS]
     return [
-        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(inspection.CHECKS))) for n, near in unknown
+        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(checks.CHECKS))) for n, near in unknown
     ]
 
 

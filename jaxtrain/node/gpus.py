@@ -4,33 +4,30 @@ import re
 from collections.abc import Mapping
 
 from jaxtrain.config import hardware
-from jaxtrain.node import nvidia_smi
-from jaxtrain.node.node import TIMED_OUT
-from jaxtrain.node.nvidia_smi import Row, index, number
+from jaxtrain.node.facts import BOOST, LOG, TOPOLOGY
+from jaxtrain.node.machine import Row, parse_vboost, pci
 from jaxtrain.node.table import (
     NOT_REPORTED,
     Context,
     Table,
     Verdict,
-    by_value,
     each_gpu,
     fault,
     grouped,
     listed,
+    name,
     note,
     ok,
     unknown,
 )
-from jaxtrain.report.preflight import FAULT, NOTE, OK
 
 DRIVER, CHECKS = Table(), Table()  # checks of DRIVER also run if no GPU answers
 
-MEMORY_IN_USE_MIB = 2048.0  # used by other processes; the driver's own reservation is smaller
+MEMORY_IN_USE_GIB = 2.0  # used by other processes; a display or a monitor uses less
 XID_HOURS = 24.0  # an older Xid is a note, not a fault
 POWER_SHARE = 0.99  # of a power limit, since drivers round
 CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model that is not in BOARDS: vendors' clocks differ by some percent
 HOPPER = "9.0"  # compute capability
-NO_MODULE = "couldn't communicate with the NVIDIA driver"
 
 # Xids of hardware errors (NVIDIA's Xid catalogue). Programs cause all other Xids.
 HARDWARE_XIDS = {
@@ -48,27 +45,29 @@ HARDWARE_XIDS = {
     154: "recovery action changed",
 }
 ACTION_CHANGED = 154  # its line in the log ends with the new action: 0x0 (None) after a recovery
-# Bits of clocks_event_reasons (nvml.h). The reasons "idle", "application clocks" and, under load, "power cap" are normal.
+# Bits of NVML's reasons for reduced clocks (nvml.h). "Idle", "application clocks" and, under load, "power cap" are normal.
 SLOWDOWNS = {0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake"}
 POWER_CAP = 0x04
 
 
 @DRIVER.add(
-    "nvidia-smi",
+    "NVML",
     expected="it answers",
-    why="A call that hangs nvidia-smi hangs the driver: a GPU is lost, or is being reset. A run would hang too.",
-    fix="Look for Xid in dmesg, then power-cycle the node; nvidia-smi in state D (ps) cannot be killed.",
+    why="JAX uses the driver as NVML and nvidia-smi do: without its answers, a run finds no GPU, or hangs.",
+    fix="Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and "
+    "the libraries are of one version. Without GPUs, remove the driver.",
 )
 def driver_answers(c: Context) -> Verdict:
-    hung = [command for command in nvidia_smi.COMMANDS if c.node.run(command).code == TIMED_OUT]
-    if len(hung) == len(nvidia_smi.COMMANDS):
-        return fault(f"no answer in time to any of {len(hung)} commands")
+    hung = ["NVML"] * bool(c.facts.nvml.get("hangs")) + [at for at in (TOPOLOGY, BOOST) if c.facts.run(at).code is None]
     if hung:
-        kinds = list(dict.fromkeys(command.partition("=")[0] for command in hung))
-        return fault(f"no answer in time to {len(hung)} of {len(nvidia_smi.COMMANDS)} commands: {listed(kinds)}")
+        return fault(
+            f"no answer in time from {listed(hung)}",
+            why="A call that hangs, hangs in the driver: a GPU is lost, or is being reset. A run would hang too.",
+            fix="Look for Xid in dmesg, then power-cycle the node; a process in state D (ps) cannot be killed.",
+        )
     if c.gpus.rows or not c.gpus.broken:
         return ok("it answers")
-    if NO_MODULE in c.gpus.broken:
+    if "Driver Not Loaded" in c.gpus.broken:
         return fault(
             c.gpus.broken,
             why="The driver's kernel module is not loaded, or not built for the running kernel, as after a kernel update. JAX "
@@ -77,12 +76,7 @@ def driver_answers(c: Context) -> Verdict:
             "status lists the kernels it is built for. Build it for the kernel of uname -r, or boot one of those. Without "
             "GPUs, remove the driver.",
         )
-    return fault(
-        c.gpus.broken,
-        why="JAX uses the same driver as nvidia-smi: without its answers, a run finds no GPU.",
-        fix="Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and "
-        "the libraries are of one version. Without GPUs, remove the driver.",
-    )
+    return fault(c.gpus.broken)
 
 
 def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -110,13 +104,13 @@ def gpu_count(c: Context) -> Verdict:
             f"{gpus.count}; {gpus.broken}",
             expected="all of the board's GPUs, and none that requires a reset",
             why="After some errors the driver gives a GPU no more work until it is reset: a run on it fails at its start.",
-            fix=f"sudo nvidia-smi --gpu-reset -i {','.join(gpus.reset)}, with no process on that GPU; where the reset is "
-            "refused, reboot the node.",
+            fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, gpus.reset))}, with no process on that GPU; where the "
+            "reset is refused, reboot the node.",
         )
     if gpus.broken:
         return fault(f"{gpus.count}; {gpus.broken}")
     intended = "Nothing, if this number was requested."
-    giver, given = find_assigner(c.node.environ)
+    giver, given = find_assigner(c.facts.environ)
     if gpus.on_node < given:
         return fault(f"{gpus.on_node}, and {giver} gave {given}")
     if given:
@@ -128,7 +122,7 @@ def gpu_count(c: Context) -> Verdict:
     if gpus.on_node >= board.gpus:
         return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
     # Schedulers and clouds assign a half, a quarter or one GPU of a board; pods have any number. Seven of eight are a fault.
-    part = gpus.others or not board.gpus % gpus.on_node or c.node.environ.get("KUBERNETES_SERVICE_HOST")
+    part = gpus.others or not board.gpus % gpus.on_node or c.facts.environ.get("KUBERNETES_SERVICE_HOST")
     return note(seen, fix=intended) if part else fault(seen)
 
 
@@ -144,12 +138,15 @@ def gpu_model(c: Context) -> Verdict:
     return ok(seen) if len(models) == 1 else fault(seen)
 
 
-CHECKS.add(
+@CHECKS.add(
     "ECC",
     expected="no uncorrected memory error since the driver was loaded",
     why="An uncorrected error ends the process that used the memory, and the GPU that had one tends to have more.",
     fix="Drain the node, reset the GPU (nvidia-smi --gpu-reset -i N) or reboot; report the GPU if it comes back.",
-)(by_value("ecc.errors.uncorrected.volatile.total", {"0": OK}, FAULT))
+)
+@each_gpu("ecc_uncorrected")
+def ecc(_: Context, row: Row) -> Verdict:
+    return (fault if row["ecc_uncorrected"] else ok)(str(row["ecc_uncorrected"]))
 
 
 @CHECKS.add(
@@ -159,16 +156,12 @@ CHECKS.add(
     "according to NVIDIA (error containment). It is a fault here because a reset costs less before a run than during it.",
     fix="Pending: reset the GPU (nvidia-smi --gpu-reset -i N) or reboot. Failed: have the GPU replaced.",
 )
-@each_gpu("remapped_rows.pending")
-def row_remap(_: Context, row: Row) -> Verdict | None:
-    if row.get("remapped_rows.pending") is None:
-        return None
-    failed, pending, done = (
-        row[f"remapped_rows.{n}"] not in (None, "0", "No") for n in ("failure", "pending", "uncorrectable")
-    )
-    if failed or pending:
-        return fault("failed" if failed else "pending")
-    return ok("done after an uncorrected error" if done else "none")
+@each_gpu("remapped_rows")
+def row_remap(_: Context, row: Row) -> Verdict:
+    rows = row["remapped_rows"]
+    if rows["failed"] or rows["pending"]:
+        return fault("failed" if rows["failed"] else "pending")
+    return ok("done after an uncorrected error" if rows["uncorrectable"] else "none")
 
 
 @CHECKS.add(
@@ -178,44 +171,37 @@ def row_remap(_: Context, row: Row) -> Verdict | None:
     fix="End those processes, or wait for them; nvidia-smi shows their owners. If the process is gone and its memory is still "
     "in use, reset the GPU.",
 )
-@each_gpu("memory.used")
-def memory_in_use(c: Context, row: Row) -> Verdict | None:
-    used = number(row, "memory.used") or 0.0
-    seen = f"{used / 1024:.1f} GiB"
-    if used <= MEMORY_IN_USE_MIB:
+@each_gpu("memory")
+def memory_in_use(c: Context, row: Row) -> Verdict:
+    total, used = row["memory"]["total_gib"], row["memory"]["used_gib"]
+    seen = f"{used:.1f} GiB"
+    if used <= MEMORY_IN_USE_GIB:
         return ok(seen)
-    processes = [p for p in nvidia_smi.rows(c.node, nvidia_smi.PROCESSES) if p["gpu_uuid"] == row["uuid"]]
-    by = listed(sorted(f"{p['process_name']} (pid {p['pid']})" for p in processes))
-    total = (number(row, "memory.total") or 0.0) / 1024
-    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction)) if total else 0.0
-    return (fault if used > 1024 * left else note)(f"{seen}, by {by or 'processes that are not visible from here'}")
+    by = listed(row.get("processes", ())) or "processes that are not visible from here"
+    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction))
+    return (fault if used > left else note)(f"{seen}, by {by}")
 
 
-CHECKS.add(
+@CHECKS.add(
     "MIG",
     expected="off",
     why="In MIG mode a process gets one instance, with a part of the GPU's memory and without NVLink.",
     fix="sudo nvidia-smi -i N -mig 0, and reset the GPU.",
-)(by_value("mig.mode.current", {"Enabled": FAULT}, OK))
+)
+@each_gpu("mig")
+def mig(_: Context, row: Row) -> Verdict:
+    return fault("on") if row["mig"] else ok("off")
 
-CHECKS.add(
-    "compute mode",
-    expected="Default",
-    why="Prohibited refuses every process; Exclusive_Process every one but the first.",
-    fix="sudo nvidia-smi -c 0",
-)(by_value("compute_mode", {"Default": OK, "Prohibited": FAULT}, NOTE))
 
-CHECKS.add(
+@CHECKS.add(
     "recovery action",
     expected="None: the driver asks for no reset of a GPU",
     why="After some errors a GPU still works, and only a reset or a reboot restores it; until then work on it may fail.",
     fix="Reset: nvidia-smi --gpu-reset -i N. Reboot: the node. Drain: end what runs on it first, then reset.",
-)(by_value("gpu_recovery_action", {"None": OK}, FAULT))
-
-
-def pci(address: str) -> tuple[int, ...]:
-    """Return (domain, bus, device) of a PCI address as nvidia-smi (00000000:9A:00.0) or the kernel (0000:9a:00) prints it."""
-    return tuple(int(part, 16) for part in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
+)
+@each_gpu("recovery_action")
+def recovery_action(_: Context, row: Row) -> Verdict:
+    return (ok if row["recovery_action"] == "None" else fault)(row["recovery_action"])
 
 
 @CHECKS.add(
@@ -225,26 +211,25 @@ def pci(address: str) -> tuple[int, ...]:
     fix="Look the number up in NVIDIA's Xid catalogue; reset the GPU or reboot the node, and report the GPU if it comes back.",
 )
 def xid(c: Context) -> Verdict:
-    answer = c.node.run("dmesg")
-    if not answer.succeeded:
-        return unknown(f"dmesg: {answer.error}")
-    now = (c.node.read("/proc/uptime") or "").split()
+    log = c.facts.run(LOG)
+    if log.error:
+        return unknown(f"dmesg: {log.error}")
+    now = c.facts.read("/proc/uptime").split()
     uptime = float(now[0]) if now else None
-    mine = {pci(row["pci.bus_id"] or ""): index(row) for row in c.gpus.rows}
-    lost = {pci(address) for address in c.gpus.lost}
-    recovered = {index(row) for row in c.gpus.rows if row.get("gpu_recovery_action") == "None"}
+    mine = {pci(row["pci"]): row for row in c.gpus.rows}
     found: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
-    for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", answer.out):
+    for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", log.out):
         number, address = int(line[3]), pci(line[2])
         if number not in HARDWARE_XIDS or number == ACTION_CHANGED and re.search(r"to 0x0+\b", line[4]):
             continue
-        if address not in mine and address not in lost:
+        if address not in mine and address not in c.gpus.lost:
             when = "of GPUs that are not this run's"
         elif uptime is not None and line[1] and uptime - float(line[1]) >= 3600 * XID_HOURS:
             when = "older"
         else:
             # The Xid stays in the log after a reset. If the driver recommends no action, the GPU has recovered.
-            when = "before a reset" if mine.get(address) in recovered and address not in lost else "now"
+            recovered = address in mine and mine[address].get("recovery_action") == "None"
+            when = "before a reset" if recovered else "now"
         found[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
     texts = {when: listed(list(dict.fromkeys(each))) for when, each in found.items() if each}
     if "now" in texts:
@@ -259,12 +244,12 @@ def xid(c: Context) -> Verdict:
     fix="sudo nvidia-smi -i N -pl WATTS, with the GPU's own limit; find what lowered it (a power policy of the rack, a "
     "container host).",
 )
-@each_gpu("power.limit")
+@each_gpu("power_limit_w")
 def power_limit(c: Context, row: Row) -> Verdict | None:
-    limit, default = number(row, "power.limit"), number(row, "power.default_limit")
-    if limit is None or default is None:
+    limit, default = row["power_limit_w"], row.get("power_limit_default_w")
+    if default is None:
         return None
-    held = number(row, "enforced.power.limit") or limit
+    held = row.get("power_limit_enforced_w", limit)
     if limit < POWER_SHARE * default:
         return fault(f"{limit:.0f} W of {default:.0f}")
     built_so = "Nothing, if it is built so."
@@ -286,13 +271,13 @@ def power_limit(c: Context, row: Row) -> Verdict | None:
 )
 def vboost(c: Context) -> Verdict | None:
     """Return a note if GPUs differ, or if Hopper GPUs are off; None if no GPU has a value and none is a Hopper GPU."""
-    answer = c.node.run(nvidia_smi.BOOST)
-    read = nvidia_smi.parse_vboost(answer.out)
-    found = {nvidia_smi.name(row): read.get(index(row)) for row in c.gpus.rows}
+    answer = c.facts.run(BOOST)
+    read = parse_vboost(answer.out)
+    found = {name(row): read.get(row["index"]) for row in c.gpus.rows}
     values = {each[0] for each in found.values() if each}
-    hopper = any(row["compute_cap"] == HOPPER for row in c.gpus.rows)
+    hopper = any(row.get("compute_capability") == HOPPER for row in c.gpus.rows)
     if not values:
-        return unknown(NOT_REPORTED if answer.succeeded else answer.error) if hopper else None
+        return unknown(answer.error or NOT_REPORTED) if hopper else None
     seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in found.items()])
     if len(values) > 1:
         return note(seen, fix="Set all alike: sudo nvidia-smi boost-slider --vboost N. A step waits for the slowest GPU.")
@@ -305,14 +290,11 @@ def vboost(c: Context) -> Verdict | None:
     why="A lowered clock lowers every rate in proportion, and one slow GPU slows all of them.",
     fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
 )
-@each_gpu("clocks.max.sm")
-def clocks(c: Context, row: Row) -> Verdict | None:
-    offered = number(row, "clocks.max.sm")
-    if not offered:
-        return None
-    now, default = (number(row, f"clocks.{n}.graphics") for n in ("applications", "default_applications"))
+@each_gpu("max_sm_mhz")
+def clocks(c: Context, row: Row) -> Verdict:
+    offered, now, default = row["max_sm_mhz"], row.get("application_mhz"), row.get("default_mhz")
     known = c.board.sm_mhz if c.board else None
-    highest = known or max(number(each, "clocks.max.sm") or 0.0 for each in c.gpus.rows)
+    highest = known or max(each.get("max_sm_mhz", 0) for each in c.gpus.rows)
     if offered < (1 if known else CLOCK_SHARE) * highest:
         return fault(f"offers {offered:.0f} MHz of {highest:.0f}")
     if now and default and now < default:
@@ -327,25 +309,14 @@ def clocks(c: Context, row: Row) -> Verdict | None:
     fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
     "PERFORMANCE,TEMPERATURE.",
 )
-@each_gpu("clocks_event_reasons.active")
-def throttling(_: Context, row: Row) -> Verdict | None:
-    text = row.get("clocks_event_reasons.active") or row.get("clocks_throttle_reasons.active") or ""
-    if not text.startswith("0x"):
-        return None
-    mask = int(text, 16)
+@each_gpu("clock_reasons")
+def throttling(_: Context, row: Row) -> Verdict:
+    mask = row["clock_reasons"]
     if slowed := [reason for bit, reason in SLOWDOWNS.items() if mask & bit]:
         return fault("+".join(slowed))
     return (
         note("at the power cap, before the run", fix="See who computes there: nvidia-smi.") if mask & POWER_CAP else ok("none")
     )
-
-
-CHECKS.add(
-    "persistence",
-    expected="on",
-    why="Without it the driver releases idle GPUs, each start takes seconds longer, and error counters restart at 0.",
-    fix="sudo systemctl enable --now nvidia-persistenced, or sudo nvidia-smi -pm 1.",
-)(by_value("persistence_mode", {"Disabled": NOTE}, OK))
 
 
 @CHECKS.add(
@@ -354,18 +325,14 @@ CHECKS.add(
     why="Checkpoints, offloaded state and input use it: half the lanes, half the rate.",
     fix="Power the node off and on; if it stays, have the GPU, the riser or the switch reseated or replaced.",
 )
-@each_gpu("pcie.link.width.current")
-def pcie(c: Context, row: Row) -> Verdict | None:
-    width, widest, speed, fastest = (
-        number(row, f"pcie.link.{n}") for n in ("width.current", "width.max", "gen.current", "gen.max")
-    )
-    if not width or not widest:
-        return None
-    if width < widest:
-        seen = f"x{width:.0f} of x{widest:.0f}"
-        differ = len({each["pcie.link.width.current"] for each in c.gpus.rows if each["name"] == row["name"]}) > 1
+@each_gpu("pcie")
+def pcie_link(c: Context, row: Row) -> Verdict:
+    link = row["pcie"]
+    if link["width"] < link["max_width"]:
+        seen = f"x{link['width']} of x{link['max_width']}"
+        differ = len({each["pcie"]["width"] for each in c.gpus.rows if each["name"] == row["name"] and "pcie" in each}) > 1
         fix = "Nothing, if the mainboard shares its lanes between slots."
         return fault(seen) if c.board or differ else note(seen, fix=fix)
-    if speed and fastest and speed < fastest:  # an idle GPU may slow its link down to save power
-        return note(f"gen {speed:.0f} of {fastest:.0f}", fix="Nothing, if it is faster under load.")
-    return ok(f"gen {speed or 0:.0f} x{width:.0f}")
+    if link["gen"] < link["max_gen"]:  # an idle GPU may slow its link down to save power
+        return note(f"gen {link['gen']} of {link['max_gen']}", fix="Nothing, if it is faster under load.")
+    return ok(f"gen {link['gen']} x{link['width']}")

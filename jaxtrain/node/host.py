@@ -5,14 +5,13 @@ import re
 
 from jaxtrain.config.stores import is_bucket
 from jaxtrain.models import flops
-from jaxtrain.node.table import Context, Table, Verdict, fault, listed, note, ok, unknown
+from jaxtrain.node.facts import GOVERNOR, GOVERNOR_DRIVER, INFINIBAND
+from jaxtrain.node.table import Context, Table, Verdict, fault, note, ok, unknown
 
 CHECKS = Table()
 
 SHM_GIB = 1.0
 OPEN_FILES = (1024, 65536)  # a limit below the first is a fault, below the second a note
-CPUS_PER_GPU = 4  # for JAX's dispatch, NCCL's proxies, input pipeline and checkpoint writer
-HOST_MEMORY_SHARE = 0.5  # of the GPUs' memory, since a checkpoint is copied to the host before it is written
 FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # "checkpoints" is used only without a config
 BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
 CAP_IPC_LOCK = 1 << 14  # capability bit (linux/capability.h) of a process without a limit on locked memory
@@ -30,11 +29,11 @@ NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph",
     fix="sudo sysctl kernel.numa_balancing=0, and in /etc/sysctl.d/ to keep it.",
 )
 def numa_balancing(c: Context) -> Verdict:
-    value = (c.node.read("/proc/sys/kernel/numa_balancing") or "").strip()
+    value = c.facts.read("/proc/sys/kernel/numa_balancing")
     if value in ("", "0"):
         return ok("off" if value else "this kernel has none")
     # With one NUMA node the kernel moves no pages. On a machine without GPUs it does not matter.
-    several = "-" in (c.node.read("/sys/devices/system/node/online") or "")
+    several = "-" in c.facts.read("/sys/devices/system/node/online")
     return fault(f"on ({value})") if several and c.gpus.count else note(f"on ({value})")
 
 
@@ -45,8 +44,7 @@ def numa_balancing(c: Context) -> Verdict:
     fix="sudo cpupower frequency-set -g performance, or the firmware's performance profile.",
 )
 def cpu_governor(c: Context) -> Verdict:
-    folder = "/sys/devices/system/cpu/cpu0/cpufreq"
-    value, driver = ((c.node.read(f"{folder}/scaling_{n}") or "").strip() for n in ("governor", "driver"))
+    value, driver = c.facts.read(GOVERNOR), c.facts.read(GOVERNOR_DRIVER)
     if not value:
         return unknown("not reported by this machine, as by most virtual ones")
     if value == "performance":
@@ -63,7 +61,7 @@ def cpu_governor(c: Context) -> Verdict:
     fix="docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
 )
 def shm(c: Context) -> Verdict:
-    disk = c.node.disks.get("shm")
+    disk = c.facts.disks.get("shm")
     if disk is None or disk.silent:
         return unknown("it does not answer" if disk else "there is none")
     total = disk.total_gib
@@ -82,19 +80,20 @@ def shm(c: Context) -> Verdict:
     "LimitMEMLOCK=infinity.",
 )
 def locked_memory(c: Context) -> Verdict:
-    limit = c.node.facts.get("memlock_bytes")
+    limit = c.facts.memlock_bytes
     if limit is None:
         return ok("unlimited")
     seen = f"{limit / 2**20:,.0f} MiB"
-    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", c.node.read("/proc/self/status") or "")
+    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", c.facts.read("/proc/self/status"))
     if status and int(status[1], 16) & CAP_IPC_LOCK:
         return ok(f"{seen}, and no limit applies to this process (CAP_IPC_LOCK)")
-    if limit >= 2**30 * c.gpu_gib:
+    gpus_gib = sum(row["memory"]["total_gib"] for row in c.gpus.rows if "memory" in row)
+    if limit >= 2**30 * gpus_gib:
         return ok(f"{seen}, as much as the GPUs have")
     # The limit counts memory that the network pins, but not memory that CUDA pins.
     if not c.several_nodes:
         return note(f"{seen}; a run of one node does not need it")
-    infiniband = c.node.listing("/sys/class/infiniband")
+    infiniband = c.facts.folders.get(INFINIBAND)
     return fault(seen) if infiniband else note(f"{seen}; there is no InfiniBand that needs it")
 
 
@@ -105,62 +104,10 @@ def locked_memory(c: Context) -> Verdict:
     fix=f"ulimit -n {OPEN_FILES[1]} before the run; docker run --ulimit nofile=1048576.",
 )
 def open_files(c: Context) -> Verdict:
-    limit = c.node.facts.get("open_files")
+    limit = c.facts.open_files
     if limit is None or limit >= OPEN_FILES[1]:
         return ok("unlimited" if limit is None else str(limit))
     return fault(str(limit)) if limit < OPEN_FILES[0] else note(str(limit))
-
-
-@CHECKS.add(
-    "CPUs",
-    expected=f"{CPUS_PER_GPU} or more for a GPU",
-    why="With fewer, the loop's dispatch, the input and the checkpoint writer wait for each other.",
-    fix="Ask the scheduler for more (--cpus-per-task), or give the container more.",
-)
-def cpus(c: Context) -> Verdict:
-    count = c.node.facts.get("cpus") or 0
-    quota = (c.node.read("/sys/fs/cgroup/cpu.max") or "max").split()
-    text = f"{count}"
-    if len(quota) == 2 and quota[0].isdigit():
-        allowed = int(quota[0]) / int(quota[1])
-        text, count = f"{count}, of which the container may use {allowed:g}", min(count, int(allowed))
-    if not c.gpus.count:
-        return ok(f"{text}, and no GPU")
-    return ok(text) if count >= CPUS_PER_GPU * c.gpus.count else note(f"{text} for {c.gpus.count} GPUs")
-
-
-@CHECKS.add(
-    "host memory",
-    expected=f"at least {HOST_MEMORY_SHARE:.0%} of the GPUs' memory",
-    why="A checkpoint is copied to the host first and written from there during training; the kernel kills a process that uses "
-    "too much.",
-    fix="Ask for more memory (--mem=0 with Slurm, the container's limit).",
-)
-def host_memory(c: Context) -> Verdict:
-    gib = c.node.facts.get("memory_gib") or 0.0
-    limit = (c.node.read("/sys/fs/cgroup/memory.max") or "max").strip()
-    text = f"{gib:,.0f} GiB"
-    if limit.isdigit() and int(limit) / 2**30 < gib:
-        gib = int(limit) / 2**30
-        text = f"{gib:,.0f} GiB of {text}, by the container's limit"
-    if not c.gpus.count:
-        return ok(f"{text}, and no GPU")
-    return ok(text) if gib >= HOST_MEMORY_SHARE * c.gpu_gib else note(f"{text}, for GPUs with {c.gpu_gib:,.0f} GiB")
-
-
-@CHECKS.add(
-    "clock",
-    expected="follows a time server",
-    why="Logs of several nodes are compared by their times; certificates and file systems reject a clock that is wrong.",
-    fix="sudo timedatectl set-ntp true, or start chronyd; in a VM, its host's clock.",
-)
-def clock(c: Context) -> Verdict:
-    synchronised = c.node.facts.get("clock_synchronised")
-    if synchronised is None:
-        return unknown("not reported by this kernel")
-    # Without rtcsync, chronyd sets the clock and leaves the kernel's flag unset, so this is a note. Another check compares the
-    # clocks of nodes.
-    return ok("it follows one") if synchronised else note("the kernel has none")
 
 
 # ---- disks of the run's paths
@@ -176,7 +123,7 @@ WHY = {
 def free_space(name: str, c: Context) -> Verdict | None:
     if name not in c.paths:
         return None
-    path, disk, needed = c.paths[name], c.node.disks.get(name), FREE_GIB[name]
+    path, disk, needed = c.paths[name], c.facts.disks.get(name), FREE_GIB[name]
     if name == "checkpoints" and c.has_config:  # space for two: the newest complete checkpoint, and the one being written
         needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
     expected = f"{needed:,.0f} GiB free"
@@ -206,24 +153,4 @@ def free_space(name: str, c: Context) -> Verdict | None:
 for _name, _why in WHY.items():
     CHECKS.add(f"disk {_name}", expected="free space", why=_why, fix=f"Make room, or set {KEYS[_name]} to another disk.")(
         functools.partial(free_space, _name)
-    )
-
-
-@CHECKS.add(
-    "paths",
-    expected="data, checkpoints and compile cache on suitable disks",
-    why="Data, checkpoints and cache differ in traffic: on one disk a save slows the input, and a full disk stops all of them.",
-    fix="Set paths.data, checkpoint.dir and paths.cache to file systems that suit them; keep the cache on a local disk.",
-)
-def shared_disks(c: Context) -> Verdict:
-    disks = {name: c.node.disks[name] for name in c.paths if name in c.node.disks and not c.node.disks[name].silent}
-    odd = []
-    if "data" in disks and "checkpoints" in disks and disks["data"].device == disks["checkpoints"].device:
-        odd.append(f"data and checkpoints share {disks['data'].mount}")
-    if "cache" in disks and disks["cache"].kind in NETWORK_DISKS:
-        odd.append(f"cache over the network ({disks['cache'].kind})")
-    if "checkpoints" in disks and disks["checkpoints"].kind == "overlay":
-        odd.append("checkpoints in the container, lost with it (overlay)")
-    return (
-        note("; ".join(odd)) if odd else ok(listed([f"{name} on {disk.mount} ({disk.kind})" for name, disk in disks.items()]))
     )

@@ -3,14 +3,26 @@
 A NIC is near a GPU if only PCIe switches are between them (PIX or PXB in `nvidia-smi topo -m`).
 """
 
-import re
 from collections import Counter
 
-from jaxtrain.node import nvidia_smi
-from jaxtrain.node.boards import SWITCH, Board
+from jaxtrain.node.facts import INFINIBAND, TOPOLOGY
 from jaxtrain.node.gpus import find_assigner
-from jaxtrain.node.nvidia_smi import Row, index
-from jaxtrain.node.table import Context, Table, Verdict, each_gpu, fault, grouped, listed, note, ok, unknown, worst
+from jaxtrain.node.machine import SWITCH, Board, Row
+from jaxtrain.node.table import (
+    NOT_REPORTED,
+    Context,
+    Table,
+    Verdict,
+    each_gpu,
+    fault,
+    grouped,
+    listed,
+    name,
+    note,
+    ok,
+    unknown,
+    worst,
+)
 
 CHECKS = Table()
 
@@ -53,8 +65,7 @@ def topology(c: Context) -> Verdict | None:
     if c.gpus.count < 2:
         return None
     if not c.topology.near_nics:
-        answer = c.node.run(nvidia_smi.TOPOLOGY)
-        return unknown("nvidia-smi topo -m has no matrix" if answer.succeeded else f"nvidia-smi topo -m: {answer.error}")
+        return unknown(f"nvidia-smi topo -m: {c.facts.run(TOPOLOGY).error or 'it has no matrix'}")
     pairs = c.topology.pairs
     counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
     if c.board is None:
@@ -86,7 +97,7 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has only some GPUs of the node, a bridge may connect them to GPUs of another run.
-    part = c.gpus.others or find_assigner(c.node.environ)[1] or c.gpus.on_node < full
+    part = c.gpus.others or find_assigner(c.facts.environ)[1] or c.gpus.on_node < full
     if part and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
@@ -111,26 +122,25 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     "the board.",
 )
 def nvlink(c: Context) -> Verdict:
-    answer = c.node.run(nvidia_smi.LINKS)
-    links = {gpu: lines for gpu, lines in nvidia_smi.parse_links(answer.out).items() if gpu in c.gpus.indices}
-    rates = {gpu: [float(text.split()[0]) for _, text in lines if text.endswith("GB/s")] for gpu, lines in links.items()}
-    if not links and (has_switches(c) or not answer.succeeded):
-        return unknown("nvidia-smi nvlink -s names no GPU" if answer.succeeded else answer.error)
-    if not any(rates.values()) and (c.gpus.count == 1 or not has_switches(c)):
+    links = {name(row): row["nvlink_gb_s"] for row in c.gpus.rows if "nvlink_gb_s" in row}
+    if not links:
+        return unknown(next((why for row in c.gpus.rows if (why := row["refused"].get("nvlink_gb_s"))), NOT_REPORTED))
+    active = {gpu: [rate for rate in rates if rate] for gpu, rates in links.items()}
+    if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
         return note("none", fix="Nothing, if none were bought, or the GPU is alone in a virtual machine.")
-    full = c.board.links if c.board else max(len(each) for each in rates.values())
+    full = c.board.links if c.board else max(map(len, active.values()))
     verdicts = {}
-    for gpu, lines in links.items():
-        active, inactive = len(rates[gpu]), [str(link) for link, text in lines if "inactive" in text]
-        if not active and c.board is None:
-            verdicts[f"GPU{gpu}"] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
-        elif active < full or inactive and c.board is None:
-            which = f" (link {listed(inactive)} down)" if inactive and active else ""
-            seen = f"{active} of {max(full, active + len(inactive))}{which}"
-            verdicts[f"GPU{gpu}"] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
+    for gpu, rates in links.items():
+        count, down = len(active[gpu]), [str(link) for link, rate in enumerate(rates) if not rate]
+        if not count and c.board is None:
+            verdicts[gpu] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
+        elif count < full or down and c.board is None:
+            which = f" (link {listed(down)} down)" if down and count else ""
+            seen = f"{count} of {max(full, len(rates))}{which}"
+            verdicts[gpu] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
     if verdicts:
         return worst(verdicts, "")
-    different = sorted({rate for each in rates.values() for rate in each})
+    different = sorted({rate for each in active.values() for rate in each})
     if len(different) > 1:
         return fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in different])}")
     return ok(f"{full} of {full} on every GPU, {different[0]:g} GB/s each")
@@ -142,21 +152,13 @@ def nvlink(c: Context) -> Verdict:
     why="A link that recovers stalls its collective for milliseconds each time, and often fails soon after.",
     fix="Watch nvidia-smi nvlink -e during a run; if the count rises, have the GPU or the board inspected.",
 )
-def nvlink_errors(c: Context) -> Verdict:
-    answer = c.node.run(nvidia_smi.LINK_ERRORS)
-    lines = [
-        (f"GPU{gpu} link {link}: {counted[1]} {counted[2]}", counted[1], counted[2] != "0")
-        for gpu, lines in nvidia_smi.parse_links(answer.out).items()
-        for link, text in lines
-        if gpu in c.gpus.indices and (counted := re.match(r"(.+?) Errors?: (\d+)", text))
-    ]
-    if not lines:
-        return unknown(f"nvidia-smi nvlink -e: {'no counters' if answer.succeeded else answer.error}")
-    if recovered := [text for text, kind, some in lines if kind == "Recovery" and some]:
+@each_gpu("nvlink_errors")
+def nvlink_errors(c: Context, row: Row) -> Verdict:
+    texts = {kind: [f"link {at}: {kind} {n}" for at, n in links.items()] for kind, links in row["nvlink_errors"].items()}
+    if recovered := texts.pop("recovery", []):
         return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
-    # Resending corrects these errors. A few in some weeks are normal.
-    resent = [text for text, kind, some in lines if kind in ("Replay", "CRC") and some]
-    return note(listed(resent)) if resent else ok("none")
+    # Resending corrects the other errors. A few in some weeks are normal.
+    return note(listed(sum(texts.values(), []))) if texts else ok("none")
 
 
 @CHECKS.add(
@@ -170,14 +172,13 @@ def fabric(c: Context) -> Verdict | None:
     return registered(c) if has_switches(c) else None
 
 
-@each_gpu("fabric.state")
-def registered(c: Context, row: Row) -> Verdict | None:
-    """Return the verdict on a GPU's registration with the NVSwitches; None if nvidia-smi does not report it."""
-    state, status = row.get("fabric.state"), row.get("fabric.status")
-    if not state or (state, status) == FABRIC_OK:
-        return ok(", ".join(FABRIC_OK)) if state else None
-    links = nvidia_smi.parse_links(c.node.run(nvidia_smi.LINKS).out).get(index(row), [])
-    alone = c.gpus.count == 1 and not any(text.endswith("GB/s") for _, text in links)
+@each_gpu("fabric")
+def registered(c: Context, row: Row) -> Verdict:
+    """Return the verdict on a GPU's registration with the NVSwitches."""
+    state, status = row["fabric"]["state"], row["fabric"]["status"]
+    if (state, status) == FABRIC_OK:
+        return ok(", ".join(FABRIC_OK))
+    alone = c.gpus.count == 1 and not any(row.get("nvlink_gb_s", ()))
     if alone or without_switches(c):
         return note(f"{state}; no switch joins these GPUs", fix="Nothing.")
     return fault(f"{state} ({status})" if status else state)
@@ -205,7 +206,7 @@ def nics(c: Context) -> Verdict | None:
 
 def port(c: Context, card: str, what: str) -> str:
     """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a NIC's first port; "" if it is unknown."""
-    return (c.node.read(f"/sys/class/infiniband/{card}/ports/1/{what}") or "").strip()
+    return c.facts.read(f"{INFINIBAND}/{card}/ports/1/{what}")
 
 
 def active_nics(c: Context) -> list[str]:
@@ -238,21 +239,3 @@ def infiniband(c: Context) -> Verdict | None:
         return fault(f"{listed(down)}; {listed(cut)} has no other")
     why = "each GPU near one has another" if c.several_nodes else "a run of one node does not use them"
     return note(f"{listed(down)}; {why}")
-
-
-@CHECKS.add(
-    "GPUDirect RDMA",
-    expected="nvidia_peermem loaded, or DMA-BUF",
-    why="Without it traffic between nodes is copied through the host's memory, at about half the rate.",
-    fix="sudo modprobe nvidia_peermem. With the open kernel modules and Linux 5.12 or later NCCL uses DMA-BUF, which needs no "
-    "module.",
-)
-def gpudirect(c: Context) -> Verdict | None:
-    if not c.several_nodes:
-        return None
-    modules = c.node.read("/proc/modules")
-    if modules is None:
-        return unknown("/proc/modules cannot be read")
-    if any(line.startswith(("nvidia_peermem ", "nv_peer_mem ")) for line in modules.splitlines()):
-        return ok("nvidia_peermem")
-    return note("no nvidia_peermem; NCCL's log shows whether it uses DMA-BUF")

@@ -1,6 +1,6 @@
-"""Preflight of all processes of a run: inspects each node, measures all nodes together, and shares the findings.
+"""Preflight of all processes of a run: checks each node, measures all nodes together, and shares the findings.
 
-Every process of the run takes part. On each host the first process inspects the node. All processes measure, because
+Every process of the run takes part. On each host the findings of the first process count. All processes measure, because
 collectives over all GPUs need all of them. At the end every process has all findings, so that all have the same verdict. If a
 process is lost, each remaining process reports only its own node.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.stores import is_bucket
-from jaxtrain.node import inspection, nvidia_smi, rates, software
+from jaxtrain.node import checks, rates, software
+from jaxtrain.node.facts import Unanswered, call_with_timeout
 from jaxtrain.node.host import NETWORK_DISKS
 from jaxtrain.node.node_rates import measure
-from jaxtrain.node.node import TIMED_OUT, RecordedNode, Unanswered, call_with_timeout
 from jaxtrain.node.table import Context, Verdict
 from jaxtrain.report.preflight import FAULT, MISSING, Finding, NodeReport
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, start
@@ -28,8 +28,6 @@ from jaxtrain.runtime.startup import quiet
 RESERVE_S = 6.0  # of the limit, reserved for the last messages and the end of the processes
 LEAST_S = 10.0  # least time to measure: the start of JAX takes some seconds on eight GPUs
 GATHER_S = 5.0  # for a message after the limit
-ALONE_S = 28.0  # to inspect this node if other processes did not connect: 30 s later JAX ends this process
-LOST_S = 2.0  # to inspect this node if process 0 is lost: 6 s later JAX ends this process
 CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service after the limit, and after a failure
 
 
@@ -41,6 +39,7 @@ class Preflight:
         cluster: the processes of this run.
         limit_s: seconds for everything after the processes have connected.
         connect_s: seconds for the other processes to connect.
+        is_recorded: whether the node is a recording, so that nothing is measured.
         skip_reason: the reason to skip measurements; "" to measure.
         on_lost: called in another thread with the report of this node if a process is lost. The function should end this
             process, because JAX ends it 6 s after process 0 is lost.
@@ -52,16 +51,15 @@ class Preflight:
         cluster: Cluster | None,
         limit_s: float,
         connect_s: float = 300.0,
+        is_recorded: bool = False,
         skip_reason: str = "",
         on_lost: Callable[[list[NodeReport]], object] | None = None,
     ):
-        self.context, self.skip_reason = context, skip_reason
-        self._cluster, self._limit_s, self._connect_s = cluster, limit_s, connect_s
-        self._on_lost = on_lost
+        self._context, self._cluster, self._is_recorded = context, cluster, is_recorded
+        self._limit_s, self._connect_s, self._skip_reason, self._on_lost = limit_s, connect_s, skip_reason, on_lost
         self._deadline = time.monotonic() + limit_s
         self._peers = Peers(0, 1)
-        self._inspects = True  # whether this process is the first of its host
-        self._findings: list[Finding] = []  # findings on this node so far
+        self._findings = checks.inspect(context)
         self._decision = threading.Lock()  # held by the thread that reports
 
     @property
@@ -85,7 +83,7 @@ class Preflight:
             reports = self._all_nodes()
         except (ClusterError, PeerLost) as error:
             self._decision.acquire()  # if `_lost` reports, this thread waits until the process ends
-            return self._report_alone(str(error), connected=isinstance(error, PeerLost))
+            return self._report_alone(str(error))
         self._decision.acquire()
         return reports
 
@@ -100,21 +98,15 @@ class Preflight:
 
     def _lost(self, message: str) -> None:
         if self._on_lost and self._decision.acquire(blocking=False):
-            self._on_lost(self._report_alone(message, connected=True))
+            self._on_lost(self._report_alone(message))
 
-    def _report_alone(self, message: str, connected: bool) -> list[NodeReport]:
-        """Return the report of this node. message: error about the lost process. connected: whether all had connected."""
-        found = self._findings
-        if not found and self._inspects:
-            with contextlib.suppress(Unanswered):
-                limit_s = LOST_S if connected else ALONE_S
-                found = call_with_timeout(limit_s, "this node", lambda: inspection.inspect(self.context))
-        absent = inspection.PROCESSES.finding(Verdict(MISSING, message))
-        return [self._node_report([*found, absent], self.context.measured)]
+    def _report_alone(self, message: str) -> list[NodeReport]:
+        absent = checks.PROCESSES.finding(Verdict(MISSING, message))
+        return [self._report([*self._findings, absent])]
 
-    def _node_report(self, findings: list[Finding], measured: Mapping[str, Any]) -> NodeReport:
-        gpus = self.context.gpus
-        return NodeReport(self.context.node.facts.get("hostname", "?"), gpus.text, gpus.absent, findings, dict(measured))
+    def _report(self, findings: list[Finding]) -> NodeReport:
+        gpus = self._context.gpus
+        return NodeReport(self._context.facts.hostname, gpus.text, gpus.absent, findings, dict(self._context.measured))
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         """Send `value` to all processes. Return the value of every process, ordered by process index."""
@@ -122,54 +114,49 @@ class Preflight:
         return [json.loads(text) for text in texts]
 
     def _all_nodes(self) -> list[NodeReport]:
-        me, node = self._peers.process_index, self.context.node
-        visible = node.environ.get(software.VISIBLE, "unset")
-        processes = [(host, value) for host, value in self._gather("hello", [node.facts.get("hostname", "?"), visible])]
-        connected = node.clock()  # read the clock at once, since all nodes have just received the last message
-        hosts = [host for host, _ in processes]
+        facts = self._context.facts
+        visible = facts.environ.get(software.VISIBLE, "unset")
+        processes = [(host, value) for host, value in self._gather("hello", [facts.hostname, visible])]
+        # Read the clock at once, since all nodes have just received the last message.
+        connected = facts.time_unix if self._is_recorded else time.time()
+        hosts, me = [host for host, _ in processes], self._peers.process_index
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        self._inspects = me in firsts
-        if self._inspects:
-            self._findings = inspection.inspect(self.context)
-        figures = self._gather("figures", self._measure())
+        figures = self._gather("figures", self._measure(reads_disks=me in firsts))
         measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
-        if self._inspects and measured:
-            self.context = dataclasses.replace(self.context, measured=measured)
-            self._findings = [*self._findings, *rates.CHECKS.run(self.context)]
-        own = {}
-        if self._inspects:
-            report = dataclasses.asdict(self._node_report(self._findings, measured))
-            own = {"report": report, "description": inspection.describe(self.context, connected)}
-        of_nodes = [each for each in self._gather("report", own) if each]
-        reports = [NodeReport(**each["report"]) for each in of_nodes]
+        if measured:
+            self._context = dataclasses.replace(self._context, measured=measured)
+            self._findings = [*self._findings, *rates.CHECKS.run(self._context)]
+        own = [dataclasses.asdict(self._report(self._findings)), checks.describe(self._context, connected)]
+        everyone = self._gather("report", own if me in firsts else None)
+        reports = [NodeReport(**report) for report, _ in filter(None, everyone)]
         for each in reports:
             each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += inspection.compare([hosts[i] for i in firsts], [each["description"] for each in of_nodes])
+            first += checks.compare([hosts[i] for i in firsts], [everyone[i][1] for i in firsts])
         # The check of a node may have reported renumbered GPUs already.
         if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
-            first += inspection.compare_processes(processes)
+            first += checks.compare_processes(processes)
         return reports
 
-    def _measure(self) -> dict[str, Any]:
-        """Return the rates of this process's GPUs and, if it inspects its node, of the node's disks."""
-        reason = self.skip_reason
-        if not reason and self._inspects and self.context.node.run(nvidia_smi.GPUS).code == TIMED_OUT:
-            reason = "nvidia-smi does not answer: no work is given to these GPUs"
+    def _measure(self, reads_disks: bool) -> dict[str, Any]:
+        """Return the rates of this process's GPUs and, with `reads_disks`, of the node's disks."""
+        facts, reason = self._context.facts, self._skip_reason
+        if not reason and facts.nvml.get("hangs"):
+            reason = "the driver does not answer: no work is given to these GPUs"
         elif not reason and self.left_s - RESERVE_S < LEAST_S:
             reason = f"only {max(self.left_s, 0):.0f} s of --limit are left"
-        paths, left_out = paths_to_measure(self.context, self._peers.process_index) if self._inspects else ({}, {})
+        paths, left_out = paths_to_measure(self._context, self._peers.process_index) if reads_disks else ({}, {})
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         ready = self._gather("ready", {"reason": reason, "budget_s": self.left_s - RESERVE_S, "port": port})
         # If one process cannot measure, none measures, since a collective would wait for it.
         reasons = [each["reason"] for each in ready if each["reason"]]
-        if recorded := self.context.node.measured:
-            return dict(recorded)
+        if facts.measured:
+            return dict(facts.measured)
         if reasons:
-            disks = {} if isinstance(self.context.node, RecordedNode) else {f"disk.{name}": reasons[0] for name in paths}
+            disks = {} if self._is_recorded else {f"disk.{name}": reasons[0] for name in paths}
             return {"disk": {}, "left_out": dict.fromkeys(rates.RATES, reasons[0]) | disks | left_out}
         children = None
         if self._cluster is not None:  # the children that measure use another port than this process
@@ -183,7 +170,7 @@ class Preflight:
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
     """Return (name -> path whose disk process `process` measures, "disk.NAME" -> reason why it does not measure that disk)."""
-    disks = context.node.disks
+    disks = context.facts.disks
     wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
     left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
     if process:

@@ -22,7 +22,7 @@ import pynvml
 from jaxtrain.config import hardware
 from jaxtrain.metrics.nvml import Card, Lost, Sample, mean
 from jaxtrain.node import disk_rates
-from jaxtrain.node.node import ANSWER_S, Unanswered, call_with_timeout
+from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.node.rates import BUS_RATES, GPU_LISTS, INTER_NODE_RATES, RATES
 from jaxtrain.runtime import startup
 from jaxtrain.runtime.distributed import Cluster, all_devices

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config import hardware
-from jaxtrain.node.boards import Board
 from jaxtrain.node.gpus import SLOWDOWNS
 from jaxtrain.node.host import NETWORK_DISKS
 from jaxtrain.node.links import active_nics, port
-from jaxtrain.node.nvidia_smi import index, number
+from jaxtrain.node.machine import Board
 from jaxtrain.node.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown, worst
 
 CHECKS = Table()
@@ -51,7 +50,7 @@ def gpu_work(c: Context) -> Verdict | None:
     failed = [text for key, text in c.measured.get("failed", {}).items() if not key.startswith("disk.")]
     if not failed:
         return None
-    # Programs of GPUs run only if the driver reports GPUs, so a node without nvidia-smi has GPUs too.
+    # Programs of GPUs run only if the driver reports GPUs, so a node whose NVML hangs has GPUs too.
     return dataclasses.replace(fault(listed(failed, 2)), of_cpus=True)
 
 
@@ -106,7 +105,7 @@ def under_load(c: Context) -> Verdict | None:
         return None
     if not (samples := c.measured.get("under_load")):
         return reason(c, "under_load", "gemm_tflops")
-    highest = {index(row): number(row, "clocks.max.sm") for row in c.gpus.rows}
+    highest = {row["index"]: row.get("max_sm_mhz") for row in c.gpus.rows}
     return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), c.board) for gpu in samples}, "")
 
 
@@ -228,7 +227,7 @@ def disk_rates(c: Context) -> Verdict | None:
     judged = (("checkpoints", "write_gb_s"), ("data", "read_gb_s"))
     slow = [at for at in judged if rates.get(at, math.inf) < DISK_GB_S[at[1]]]
     # Other users can slow a shared file system down, so a single measurement is no fault.
-    shared = [at for at in slow if at[0] in c.node.disks and c.node.disks[at[0]].kind in NETWORK_DISKS]
+    shared = [at for at in slow if at[0] in c.facts.disks and c.facts.disks[at[0]].kind in NETWORK_DISKS]
     if own := [texts[at] for at in slow if at not in shared]:
         return fault(listed(own))
     if shared:

@@ -6,8 +6,7 @@ import re
 
 from jaxtrain.config import environment
 from jaxtrain.config.hardware import Devices
-from jaxtrain.node import nvidia_smi
-from jaxtrain.node.nvidia_smi import number
+from jaxtrain.node.machine import visible
 from jaxtrain.node.table import Context, Table, Verdict, fault, listed, note, ok, unknown
 from jaxtrain.runtime.cluster import node_names
 
@@ -23,7 +22,7 @@ LOADED_BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"
 
 def cuda_plugins(c: Context) -> list[str]:
     """Return the CUDA versions for which a plugin of JAX is installed."""
-    return sorted(m[1] for package in c.node.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
+    return sorted(m[1] for package in c.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -51,9 +50,9 @@ def satisfies(version: str, bounds: str) -> bool:
 def driver(c: Context) -> Verdict:
     plugins = cuda_plugins(c)
     cuda = plugins[0] if len(plugins) == 1 else ""
-    installed = c.gpus.rows[0]["driver_version"] if c.gpus.rows else None
+    installed = c.facts.nvml.get("driver")
     if not installed or cuda not in DRIVERS:
-        return unknown("the CUDA version of JAX is not known" if installed else "not reported by nvidia-smi")
+        return unknown("the CUDA version of JAX is not known" if installed else "not reported by NVML")
     seen = f"{installed}; CUDA {cuda} needs {DRIVERS[cuda]}"
     return ok(seen) if numbers(installed) >= numbers(DRIVERS[cuda]) else fault(seen)
 
@@ -65,7 +64,7 @@ def driver(c: Context) -> Verdict:
     fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
 )
 def cuda_plugin(c: Context) -> Verdict:
-    packages, plugins = c.node.packages, cuda_plugins(c)
+    packages, plugins = c.facts.packages, cuda_plugins(c)
     if len(plugins) != 1:
         return fault(f"plugins for CUDA {' and '.join(plugins)}" if plugins else "no CUDA plugin of JAX is installed")
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
@@ -83,7 +82,7 @@ def cuda_plugin(c: Context) -> Verdict:
 )
 def cuda_wheels(c: Context) -> Verdict | None:
     """Compare the installed wheels with the requirements of the extra `with-cuda` of JAX's plugin; None without a plugin."""
-    packages, plugins = c.node.packages, cuda_plugins(c)
+    packages, plugins = c.facts.packages, cuda_plugins(c)
     if not plugins:
         return None
     required = [text for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
@@ -109,11 +108,13 @@ def cuda_wheels(c: Context) -> Verdict | None:
     fix="unset LD_LIBRARY_PATH, or remove the folders of CUDA and cuDNN from it.",
 )
 def library_path(c: Context) -> Verdict:
-    packages, path = c.node.packages, c.node.environ.get("LD_LIBRARY_PATH", "")
+    packages, path = c.facts.packages, c.facts.environ.get("LD_LIBRARY_PATH", "")
     if not path:
         return ok("LD_LIBRARY_PATH is not set")
     folders = dict.fromkeys(folder for folder in path.split(":") if folder)
-    found = [f"{folder}/{name}" for folder in folders for name in c.node.listing(folder) if WHEEL_LIBRARIES.fullmatch(name)]
+    found = [
+        f"{folder}/{name}" for folder in folders for name in c.facts.folders.get(folder, ()) if WHEEL_LIBRARIES.fullmatch(name)
+    ]
     if not found:
         return ok(f"none in {path}")
     cuda = "|".join(cuda_plugins(c))
@@ -133,7 +134,7 @@ PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 def mnnvl_enabled(c: Context) -> bool:
     """Return whether NCCL_MNNVL_ENABLE=1 is set although these GPUs have no NVLink between nodes."""
-    return c.node.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
+    return c.facts.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
 
 
 @VARIABLES.add(
@@ -147,11 +148,11 @@ def refused_by_the_run(c: Context) -> Verdict:
     if not c.gpus.rows:
         return ok("none")
     row = c.gpus.rows[0]
-    sm, mib = round(10 * (number(row, "compute_cap") or 0)), number(row, "memory.total")
-    # If nvidia-smi reports no memory size, an arbitrary size is used, since the names of variables matter more.
-    devices = Devices("gpu", c.gpus.names[0], c.gpus.count, (mib or 1024) / 1024, "nvidia-smi", sm)
-    overlay, problems = environment.overlay(c.run, devices, c.node.environ)
-    found = [p for p in problems if p.key in c.node.environ]
+    # If NVML reports no memory size, an arbitrary size is used, since the names of variables matter more.
+    sm, gib = round(10 * float(row.get("compute_capability", 0))), row["memory"]["total_gib"] if "memory" in row else 1.0
+    devices = Devices("gpu", row["name"], c.gpus.count, gib, "NVML", sm)
+    overlay, problems = environment.overlay(c.run, devices, c.facts.environ)
+    found = [p for p in problems if p.key in c.facts.environ]
     if found:
         seen = listed([f"{p.key}={p.value}" for p in found])
         return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
@@ -176,7 +177,7 @@ def mnnvl(c: Context) -> Verdict | None:
     fix="Add the nodes to no_proxy (and NO_PROXY), or unset the proxy for the run.",
 )
 def proxy(c: Context) -> Verdict:
-    environ = c.node.environ
+    environ = c.facts.environ
     found = {name: environ[name] for each in PROXIES for name in (each, each.upper()) if environ.get(name)}
     if not found:
         return ok("none set")
@@ -215,14 +216,14 @@ def bypasses(host: str, no_proxy: str) -> bool:
     "--gpu-bind.",
 )
 def visible_devices(c: Context) -> Verdict:
-    value = c.node.environ.get(VISIBLE)
+    value = c.facts.environ.get(VISIBLE)
     if value is None:
         return ok("unset")
     if value.strip() in ("", "-1", "NoDevFiles"):
         return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
     entries = [part.strip() for part in value.split(",") if part.strip()]
     every = [*c.gpus.rows, *c.gpus.others]
-    if absent := [entry for entry in entries if not nvidia_smi.visible(every, entry)]:
+    if absent := [entry for entry in entries if not visible(every, entry)]:
         return fault(f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
     ids = c.cluster.local_device_ids if c.cluster else None
     if ids and max(ids) >= len(entries):

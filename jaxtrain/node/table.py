@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.node import nvidia_smi
-from jaxtrain.node.boards import Board, board_of
-from jaxtrain.node.node import Node, RecordingError
-from jaxtrain.node.nvidia_smi import Gpus, Row, Topology
+from jaxtrain.node import machine
+from jaxtrain.node.facts import Facts
+from jaxtrain.node.machine import Board, Gpus, Row, Topology
 from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime.distributed import Cluster
 
@@ -60,7 +59,7 @@ class Context:
         measured: rates of the node (node_rates.py); empty before they are measured.
     """
 
-    node: Node
+    facts: Facts
     run: RunConfig
     paths: Mapping[str, str]
     cluster: Cluster | None = None
@@ -69,17 +68,16 @@ class Context:
 
     @functools.cached_property
     def gpus(self) -> Gpus:
-        return nvidia_smi.read_gpus(self.node)
+        return machine.read_gpus(self.facts)
 
     @functools.cached_property
     def board(self) -> Board | None:
-        return board_of(self.gpus.names)
+        return machine.board_of(self.gpus.names)
 
     @functools.cached_property
     def topology(self) -> Topology:
         """Return the connections of the GPUs that the run may use."""
-        answer = self.node.run(nvidia_smi.TOPOLOGY)
-        return nvidia_smi.parse_topology(answer.out if answer.succeeded else "", sorted(self.gpus.indices))
+        return machine.read_topology(self.facts, self.gpus.indices)
 
     @property
     def several_nodes(self) -> bool:
@@ -90,11 +88,6 @@ class Context:
         # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs (software.py).
         here = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
         return self.cluster.num_processes * (len(ids) or here) > here
-
-    @property
-    def gpu_gib(self) -> float:
-        """Return the sum of the GPUs' memory in GiB."""
-        return sum(nvidia_smi.number(row, "memory.total") or 0.0 for row in self.gpus.rows) / 1024
 
 
 Probe = Callable[[Context], Verdict | None]
@@ -109,7 +102,7 @@ class Check:
     expected: str
     why: str
     fix: str
-    probe: Probe | None = None  # None: the check compares nodes (inspection.py)
+    probe: Probe | None = None  # None: the check compares nodes (checks.py)
 
     def finding(self, verdict: Verdict, node: str = "") -> Finding:
         texts = {"expected": self.expected, "why": self.why, "fix": self.fix, **verdict.texts}
@@ -130,13 +123,11 @@ class Table(list[Check]):
         return decorate
 
     def run(self, context: Context) -> list[Finding]:
-        """Return the findings of all checks. If a probe raises, its check is `unknown`. RecordingError passes through."""
+        """Return the findings of all checks. If a probe raises, its check is `unknown`."""
         found = []
         for check in self:
             try:
                 verdict = check.probe(context) if check.probe else None
-            except RecordingError:
-                raise
             except Exception as error:
                 verdict = unknown(f"{type(error).__name__}: {error}")
             if verdict and verdict.state == FAULT and context.gpus.absent and not verdict.of_cpus:
@@ -148,31 +139,21 @@ class Table(list[Check]):
 # ---- most probes of GPUs: a verdict on each GPU, of which the worst counts
 
 
-def each_gpu(field: str) -> Callable[[GpuProbe], Probe]:
-    """Return a decorator that makes a probe of all GPUs from a function of one GPU's row. The worst verdict counts.
+def each_gpu(fact: str) -> Callable[[GpuProbe], Probe]:
+    """Return a decorator that makes a probe of all GPUs from a function of one GPU. The worst verdict counts.
 
-    The function of one row returns None if nvidia-smi does not report `field` of its GPU.
+    GPUs whose driver does not report `fact` are left out. If no GPU is left, the verdict is `unknown`.
     """
 
     def decorate(judge: GpuProbe) -> Probe:
         def probe(c: Context) -> Verdict:
-            verdicts = {nvidia_smi.name(row): verdict for row in c.gpus.rows if (verdict := judge(c, row))}
-            return worst(verdicts, c.gpus.refused.get(field, NOT_REPORTED))
+            verdicts = {name(row): verdict for row in c.gpus.rows if fact in row and (verdict := judge(c, row))}
+            refused = [row["refused"][fact] for row in c.gpus.rows if fact in row["refused"]]
+            return worst(verdicts, refused[0] if refused else NOT_REPORTED)
 
         return probe
 
     return decorate
-
-
-def by_value(field: str, states: Mapping[str, str], other: str) -> Probe:
-    """Return the probe of nvidia-smi's `field`. states: value of the field -> state. other: state of all other values."""
-
-    @each_gpu(field)
-    def probe(_: Context, row: Row) -> Verdict | None:
-        value = row.get(field)
-        return None if value is None else Verdict(states.get(value, other), value)
-
-    return probe
 
 
 def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
@@ -190,6 +171,10 @@ def worst(verdicts: Mapping[str, Verdict], absent: str) -> Verdict:
 
 
 # ---- texts
+
+
+def name(row: Row) -> str:
+    return f"GPU{row['index']}"
 
 
 def grouped(parts: Sequence[tuple[str, str]]) -> str:

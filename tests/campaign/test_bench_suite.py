@@ -22,7 +22,7 @@ from jaxtrain.commands import bench as command
 from jaxtrain.commands.command import read_line
 from jaxtrain.commands.parity import main as parity_main
 from jaxtrain.config import launch
-from jaxtrain.node import suite, parts, train_step
+from jaxtrain.node import parts, suite, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.train import child

@@ -6,10 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +14,16 @@ from unittest import mock
 
 import jax
 import pytest
+from jaxtrain.node.node import Unanswered
 from nodes import H200, a_plain_environment, faults  # noqa: F401
 
-from jaxtrain.commands import preflight as command
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics import nvml
-from jaxtrain.node import disk_rates, inspection, node, node_rates, nvidia_smi, rates
+from jaxtrain.node import disk_rates, node_rates, rates
 from jaxtrain.node import measure as micro
 from jaxtrain.node.disk_rates import Unmeasured
 from jaxtrain.node.measure import TINY
-from jaxtrain.node.node import ABSENT, TIMED_OUT, Answer, LocalNode, Unanswered, file_name
-from jaxtrain.report.preflight import NOTE, OK
 from jaxtrain.train import child
 
 REPO = Path(__file__).parents[2]
@@ -253,95 +248,3 @@ def test_full_and_broken_disks_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", quota)
     both = {"disk.data", "disk.cache"}
     assert disks_of("data", "cache") == (both, dict.fromkeys(both, f"{tmp_path}: Disk quota exceeded"))
-
-
-# ---- A live node
-
-
-def fake_smi(tmp_path: Path, body: str) -> str:
-    """Return a folder for PATH with fakes of nvidia-smi and dmesg, which run `body`."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in ("nvidia-smi", "dmesg"):
-        script = folder / name
-        script.write_text(f"#!/bin/sh\n{body}\n")
-        script.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
-
-
-def alive(pid: str) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_commands_that_hang_are_given_up_and_killed(tmp_path, monkeypatch, capsys):
-    """Even those that no check waited for. The child keeps its parent's output open, as a shell script's child would."""
-    pids = tmp_path / "pids"
-    monkeypatch.setenv("PATH", fake_smi(tmp_path, f"echo $$ >> {pids}; sleep 1000 & exec sleep 1000"))
-    code = command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])  # a command gets half of the limit
-    found = faults(json.loads(capsys.readouterr().out))
-    assert code == 3 and str(len(nvidia_smi.COMMANDS)) in found["nvidia-smi"]["seen"]
-    started = pids.read_text().split()
-    until = time.monotonic() + 120
-    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert started and not left
-
-
-def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
-    """Each fake command waits until all have started, and then fails. Each answer has the command's exit code and output."""
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    all_begun = f"[ $(ls {begun} | wc -l) -ge {len(inspection.COMMANDS)} ]"
-    body = f"touch {begun}/$$; until {all_begun}; do sleep 0.05; done; echo so it is; exit 9"
-    monkeypatch.setenv("PATH", fake_smi(tmp_path, body))
-    local = LocalNode({}, command_s=300.0)
-    local.start(inspection.COMMANDS)
-    answers = [local.run(each) for each in inspection.COMMANDS]
-    assert {(a.code, a.error) for a in answers} == {(9, "so it is")}
-    assert local.run("no-such-command-here").code == ABSENT and not Answer(TIMED_OUT).succeeded
-
-
-def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
-    """nvidia-smi answers as on the healthy node. A record gives the checks of the live run that wrote it, and contains no
-    secrets.
-    """
-    kept = {each: H200 / "commands" / file_name(each) for each in inspection.COMMANDS}
-    cases = [f'"{each}") tail -n +3 {file} ;;' for each, file in kept.items() if file.exists()]
-    monkeypatch.setenv("PATH", fake_smi(tmp_path, "\n".join(['case "$(basename "$0") $*" in', *cases, "*) exit 2 ;;", "esac"])))
-    monkeypatch.setenv("NCCL_ALGO", "Tree")
-    monkeypatch.setenv("SECRET_TOKEN", "hush")
-    monkeypatch.setenv("https_proxy", "http://me:hush@proxy:3128")
-    checks = []
-    for option in ("--record", "--recorded"):
-        command.main(["--json", "--no-measure", f"--workdir={tmp_path}", f"{option}={tmp_path / 'kept'}"])
-        checks.append({c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]})
-    assert checks[0] == checks[1]
-    assert [checks[0][name]["state"] for name in ("topology", "ECC", "variables")] == [OK, OK, NOTE]
-    texts = [path.read_text() for path in (tmp_path / "kept").rglob("*") if path.is_file()]
-    assert not [text for text in texts if "hush" in text] and any("http://proxy:3128" in text for text in texts)
-
-
-def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):
-    """Preflight exists to explain faults such as this one, so it must give its findings without jax. Its verdict is unknown
-    here, but its output has the documented form.
-    """
-    (tmp_path / "jax").mkdir()
-    (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
-    argv = [sys.executable, "-m", "jaxtrain", "preflight", "--limit=30", f"--json={tmp_path}/found.json"]
-    ended = subprocess.run(argv, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
-    assert "Traceback" not in ended.stderr, ended.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert ended.returncode == found["exit_code"] and found["exit_code"] in (0, 3) and ended.stdout.strip()
-    assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
-    assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
-
-
-def test_the_disks_and_the_clock_of_this_machine(tmp_path):
-    disks = LocalNode({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks
-    assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
-    assert node.clock_synchronised() in (True, False, None)

@@ -10,7 +10,7 @@ from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 from jaxtrain.commands import bench as command
 from jaxtrain.config import hardware
 from jaxtrain.data import loading
-from jaxtrain.node import kernel_workloads, kernels, suite, parts, train_step
+from jaxtrain.node import kernel_workloads, kernels, parts, suite, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.report import bench

@@ -14,7 +14,7 @@ from benchmarks import first_minutes, gpu_items, peer_torch
 from jaxtrain.config import hardware, schema
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import suite, parts, train_step
+from jaxtrain.node import parts, suite, train_step
 from jaxtrain.report import bench
 from jaxtrain.step.validate import validate_step
 

@@ -7,13 +7,27 @@ import threading
 from pathlib import Path
 
 import pytest
-from nodes import H200, RECORDED, a_plain_environment, answer, copied, faults, gpu_table, judged, sliders, some_gpus  # noqa: F401
+from nodes import (  # noqa: F401
+    H200,
+    RECORDED,
+    a_plain_environment,
+    answer,
+    both,
+    copied,
+    faults,
+    gpus,
+    judged,
+    refused,
+    sliders,
+    some_gpus,
+)
 
 from jaxtrain.commands import preflight as command
 from jaxtrain.data import loading
-from jaxtrain.node import inspection, multi_node, node, nvidia_smi, rates, software
+from jaxtrain.node import checks, multi_node, preflight, rates, software
+from jaxtrain.node.facts import BOOST, FILE, LOG, TOPOLOGY, Answer, Facts, Unanswered, call_with_timeout, read_recording
+from jaxtrain.node.machine import parse_vboost, read_topology
 from jaxtrain.node.multi_node import Preflight
-from jaxtrain.node.node import LocalNode, RecordedNode, Unanswered, call_with_timeout
 from jaxtrain.node.table import Context
 from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime import distributed
@@ -30,15 +44,15 @@ def default_run():
 
 def context(of=H200, paths=PATHS, cluster=None, **more) -> Context:
     """Return the context of a check: a node (a recording, healthy by default) and the default config."""
-    node_ = RecordedNode(of) if isinstance(of, Path) else of
-    return Context(node_, default_run(), paths, cluster or distributed.detect({}, node_.environ)[0], False, **more)
+    facts = read_recording(of) if isinstance(of, Path) else of
+    return Context(facts, default_run(), paths, cluster or distributed.detect({}, facts.environ)[0], False, **more)
 
 
 def findings(of=H200, **more) -> dict[str, Finding]:
     """Return what preflight finds on a node: the checks, and the verdicts on its recorded rates."""
     here = context(of, **more)
-    found = inspection.inspect(here)
-    measured = here.measured or here.node.measured
+    found = checks.inspect(here)
+    measured = here.measured or here.facts.measured
     return {f.name: f for f in [*found, *rates.CHECKS.run(dataclasses.replace(here, measured=measured))]}
 
 
@@ -54,7 +68,7 @@ EXPECTED = {
     "faults/phb_link": ("topology", FAULT, "GPU0-GPU3 PHB"),
     "faults/nvl_missing_bridge": ("topology", FAULT, "GPU4 to GPU7: "),
     "faults/seven_gpus": ("GPU count", FAULT, "7 of 8"),
-    "faults/lost_gpu": ("GPU count", FAULT, "0000:5D:00.0"),
+    "faults/lost_gpu": ("GPU count", FAULT, "0000:5d:00.0"),
     "faults/ecc_error": ("ECC", FAULT, "GPU5: 2"),
     "faults/row_remap_pending": ("row remap", FAULT, "GPU2: pending"),
     "faults/row_remap_failed": ("row remap", FAULT, "GPU2: failed"),
@@ -63,10 +77,10 @@ EXPECTED = {
     "faults/low_clocks": ("clocks", FAULT, "1410"),
     "faults/throttling": ("throttling", FAULT, "GPU1: hw_slowdown+hw_thermal"),
     "faults/memory_in_use": ("memory in use", FAULT, "pid 20417"),
-    "faults/mig": ("MIG", FAULT, "GPU7: Enabled"),
+    "faults/mig": ("MIG", FAULT, "GPU7: on"),
     "faults/narrow_pcie": ("PCIe", FAULT, "GPU3: x8 of x16"),
     "faults/nvlink_down": ("NVLink", FAULT, "GPU6: 17 of 18"),
-    "faults/nvlink_recoveries": ("NVLink errors", FAULT, "Recovery 12"),
+    "faults/nvlink_recoveries": ("NVLink errors", FAULT, "recovery 12"),
     "faults/fabric_manager": ("fabric", FAULT, "In Progress"),
     "faults/port_down": ("InfiniBand", FAULT, "mlx5_5"),
     "faults/old_driver": ("driver", FAULT, "515.65.01"),
@@ -86,13 +100,13 @@ EXPECTED = {
     "faults/renumbered_device": ("CUDA_VISIBLE_DEVICES", FAULT, "3"),
     "faults/slow_gpu": ("GEMM", FAULT, "GPU5 622 (-17%)"),
     "faults/slow_all_reduce": ("all-reduce", FAULT, "43 GB/s"),
-    "faults/nvidia_smi_hangs": ("nvidia-smi", FAULT, ""),
+    "faults/nvidia_smi_hangs": ("NVML", FAULT, "NVML"),
     "faults/needs_reset": ("GPU count", FAULT, "GPU6"),
     "faults/recovery_action": ("recovery action", FAULT, "GPU4: Drain and Reset"),
     "faults/hot_under_load": ("under load", FAULT, "GPU2: sw_thermal in 80%"),
     "faults/gpu_work_crashes": ("GPU work", FAULT, "-6"),
     "faults/mount_hangs": ("disk checkpoints", FAULT, "/scratch/run/checkpoints"),
-    "faults/driver_broken": ("nvidia-smi", FAULT, ""),
+    "faults/driver_broken": ("NVML", FAULT, "Driver Not Loaded"),
     # Harmless state that resembles a fault.
     "sound/others_train_beside": ("memory in use", OK, "0.0 GiB"),
     "sound/slurm_gave_four": ("GPU count", NOTE, "4"),
@@ -122,7 +136,7 @@ def test_a_fault_is_told_and_nothing_else(name):
     assert {f.name for f in found.values() if f.state == FAULT} == ({check} if state == FAULT else set())
     assert found[check].state == state and seen in found[check].seen
     assert state != FAULT or (found[check].fix and found[check].why)
-    assert not set(found) - set(inspection.CHECKS), "a name that --allow does not know"
+    assert not set(found) - set(checks.CHECKS), "a name that --allow does not know"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +148,9 @@ def test_a_healthy_node_is_fit(name, gpus, links, capsys):
     checks = {check["name"]: check for check in of_node["checks"]}
     assert (code, found["verdict"], found["exit_code"], found["format"]) == (0, "fit", 0, 1)
     assert line == f"fit: {gpus}, {len(checks)} checks"  # without a remark
-    assert {check["state"] for check in checks.values()} == {OK} and len(checks) == len(of_node["checks"]) > 40
+    assert {check["state"] for check in checks.values()} == {OK} and len(checks) == len(of_node["checks"]) > 32
     assert all(check["expected"] and check["seen"] and check["why"] for check in checks.values())
-    assert of_node["host"] == "node-a" and links in checks["topology"]["seen"] and not set(checks) - set(inspection.CHECKS)
+    assert of_node["host"] == "node-a" and links in checks["topology"]["seen"] and not set(checks) - set(checks.CHECKS)
 
 
 def test_a_machine_without_gpus_gets_a_plain_report(capsys):
@@ -149,56 +163,66 @@ def test_a_machine_without_gpus_gets_a_plain_report(capsys):
 # ---- One answer changed
 
 
-def environ(**variables: str) -> dict[str, str]:
-    return {"environ.json": json.dumps(variables)}
+def environ(**variables: str) -> dict:
+    return {"environ": variables}
 
 
-LINKS = "GPU 0: x\n Link 0: 25 GB/s\n Link 1: 25 GB/s\nGPU 1: x\n Link 0: %s\n Link 1: <inactive>\n"
-REMAPPED = "h\nGPU-0b3510b0-b46e-41da-b170-17a6205738d1, 0, 1, 0, 0\n"
+def file(path: str, text: str) -> dict:
+    return {"files": {path: text}}
+
+
+def links(*rates: float) -> dict:
+    """Return the patch of GPUs of an unknown model, of which GPU 1 has links at these rates and all others have two of 25."""
+    return both(gpus(name="Mystery", nvlink_gb_s=[25, 25]), gpus(1, nvlink_gb_s=list(rates)))
+
+
 XID = "[%s] NVRM: Xid (PCI:0000:9a:00): %s\n"
-NUMA = "files/proc/sys/kernel/numa_balancing"
-MYSTERY = gpu_table(name="NVIDIA H200 Mystery")
-BOOST = functools.partial(answer, nvidia_smi.BOOST)
+NUMA = "/proc/sys/kernel/numa_balancing"
+BOOSTED = functools.partial(answer, BOOST)
+GEN_1 = {"width": 16, "max_width": 16, "gen": 1, "max_gen": 5}
+REMAPPED = {"correctable": 0, "uncorrectable": 1, "pending": 0, "failed": 0}
 
-# (changed answers of the healthy node, check, its state, a value that it names)
+# (changed facts of the healthy node, check, its state, a value that it names)
 DEGREES = [
-    (gpu_table(persistence_mode="Disabled"), "persistence", NOTE, "GPU0 to GPU7: Disabled"),
-    (gpu_table(pcie__link__gen__current="1"), "PCIe", NOTE, "1 of 5"),
-    (gpu_table(name="Mystery", pcie__link__width__current="8"), "PCIe", NOTE, "x8 of x16"),
-    (gpu_table(3, name="Mystery", pcie__link__width__current="4"), "GPU model", FAULT, "7 x NVIDIA H200"),
-    (gpu_table(ecc__errors__uncorrected__volatile__total="[N/A]"), "ECC", UNKNOWN, ""),
-    (gpu_table(clocks__max__sm="1755"), "clocks", FAULT, "1755 MHz of 1980"),
-    (gpu_table(0, name="Mystery", clocks__max__sm="1900"), "clocks", OK, "1900"),
-    (gpu_table(0, name="Mystery", clocks__max__sm="1700"), "clocks", FAULT, "GPU0: offers 1700 MHz of 1980"),
-    (MYSTERY, "topology", OK, "NV18"),
-    (gpu_table(power__limit="650.00", power__default_limit="650.00"), "power limit", NOTE, "700"),
-    (gpu_table(name="Mystery", enforced__power__limit="500.00"), "power limit", NOTE, "500"),
+    (gpus(pcie=GEN_1), "PCIe", NOTE, "1 of 5"),
+    (gpus(name="Mystery", pcie={"width": 8}), "PCIe", NOTE, "x8 of x16"),
+    (gpus(3, name="Mystery", pcie={"width": 4}), "GPU model", FAULT, "7 x NVIDIA H200"),
+    (refused("ecc_uncorrected"), "ECC", UNKNOWN, ""),
+    (gpus(max_sm_mhz=1755), "clocks", FAULT, "1755 MHz of 1980"),
+    (gpus(0, name="Mystery", max_sm_mhz=1900), "clocks", OK, "1900"),
+    (gpus(0, name="Mystery", max_sm_mhz=1700), "clocks", FAULT, "GPU0: offers 1700 MHz of 1980"),
+    (gpus(name="NVIDIA H200 Mystery"), "topology", OK, "NV18"),
+    (gpus(power_limit_w=650, power_limit_default_w=650), "power limit", NOTE, "700"),
+    (gpus(name="Mystery", power_limit_enforced_w=500), "power limit", NOTE, "500"),
     (some_gpus(4), "GPU count", NOTE, "4 of 8"),  # parts of a board are what schedulers hand out
     (environ(SLURM_GPUS_ON_NODE="16"), "GPU count", FAULT, "16"),
-    (gpu_table(memory__used="4096"), "memory in use", NOTE, "4.0 GiB"),  # a run leaves 6 GiB free
-    (gpu_table(memory__used="7168"), "memory in use", FAULT, "7.0 GiB"),
-    (answer("dmesg", XID % ("1.0", "79, pid=1, GPU has fallen off the bus.")), "Xid", NOTE, "older: 79"),
-    (answer("dmesg", XID % ("294622.0", "79, gone")), "Xid", NOTE, "before a reset: 79"),  # 2 hours
-    (answer("dmesg", XID % ("301000.0", "31, pid=1, name=python, MMU Fault")), "Xid", OK, ""),
-    (answer("dmesg", XID % ("300911.7", "154, GPU recovery action changed from 0x0 (None) to 0x1")), "Xid", NOTE, "154"),
-    ({"files/proc/uptime": "soon\n"} | answer("dmesg", XID % ("3.7", "79, gone")), "Xid", UNKNOWN, "ValueError"),
-    (answer(nvidia_smi.REASONS, "index, x\n0, 0x0000000000000004\n"), "throttling", NOTE, "GPU0"),
-    (answer(nvidia_smi.REMAPS, REMAPPED), "row remap", OK, "done"),
-    (answer(nvidia_smi.FABRIC, 'Field "fabric.state" is not valid.\n', "2"), "fabric", UNKNOWN, "fabric.state"),
-    (answer(nvidia_smi.LINKS, LINKS % "25 GB/s") | MYSTERY, "NVLink", FAULT, "GPU1: 1 of 2"),
-    (answer(nvidia_smi.LINKS, LINKS % "<inactive>") | MYSTERY, "NVLink", NOTE, "GPU1: none"),
-    ({"files/sys/devices/system/node/online": "0\n", NUMA: "1\n"}, "NUMA balancing", NOTE, ""),
-    ({"files/sys/fs/cgroup/cpu.max": "400000 100000\n"}, "CPUs", NOTE, "192, of which the container may use 4"),
-    ({"files/sys/fs/cgroup/memory.max": f"{200 << 30}\n"}, "host memory", NOTE, "200 GiB of 2,015"),
+    (gpus(memory={"used_gib": 4.0}), "memory in use", NOTE, "4.0 GiB"),  # a run leaves 6 GiB free
+    (gpus(memory={"used_gib": 7.0}), "memory in use", FAULT, "7.0 GiB"),
+    (answer(LOG, XID % ("1.0", "79, pid=1, GPU has fallen off the bus.")), "Xid", NOTE, "older: 79"),
+    (answer(LOG, XID % ("294622.0", "79, gone")), "Xid", NOTE, "before a reset: 79"),  # 2 hours
+    (answer(LOG, XID % ("301000.0", "31, pid=1, name=python, MMU Fault")), "Xid", OK, ""),
+    (answer(LOG, XID % ("300911.7", "154, GPU recovery action changed from 0x0 (None) to 0x1")), "Xid", NOTE, "154"),
+    (both(file("/proc/uptime", "soon\n"), answer(LOG, XID % ("3.7", "79, gone"))), "Xid", UNKNOWN, "ValueError"),
+    (answer(LOG, "dmesg: read kernel buffer failed: Operation not permitted\n", 1), "Xid", UNKNOWN, "not permitted"),
+    (gpus(0, clock_reasons=0x04), "throttling", NOTE, "GPU0"),
+    (gpus(1, remapped_rows=REMAPPED), "row remap", OK, "done"),
+    (refused("fabric"), "fabric", UNKNOWN, "Not Supported"),
+    (links(25, 0), "NVLink", FAULT, "GPU1: 1 of 2"),
+    (links(0, 0), "NVLink", NOTE, "GPU1: none"),
+    (links(25, 20), "NVLink", FAULT, "20 GB/s, 25 GB/s"),
+    (gpus(1, nvlink_errors={"replay": {"3": 2}}), "NVLink errors", NOTE, "GPU1: link 3: replay 2"),
+    (both(file("/sys/devices/system/node/online", "0\n"), file(NUMA, "1\n")), "NUMA balancing", NOTE, ""),
     (environ(CUDA_VISIBLE_DEVICES="MIG-1"), "CUDA_VISIBLE_DEVICES", FAULT, "MIG-1"),
     (environ(CUDA_VISIBLE_DEVICES="GPU-7cc661e9"), "GPU model", OK, "1 x NVIDIA H200"),
     (environ(NCCL_ALGO="Ring"), "variables", NOTE, "NCCL_ALGO=Ring"),
     (environ(JAX_ENABLE_X64="0", CUDA_VERSION="12.9"), "variables", NOTE, "JAX_ENABLE_X64=0"),
-    (BOOST(sliders(*[0] * 8)), "vboost", NOTE, "GPU0 to GPU7: 0 of 4"),
-    (BOOST(sliders(1, 0, 1, 1, 1, 1, 1, 1)), "vboost", NOTE, "GPU1: 0 of 4"),
-    (BOOST(sliders(1, 1, 1, 1, "N/A", 1, 1, 1), "1"), "vboost", OK, "GPU4: "),
-    (BOOST("All done.\n"), "vboost", UNKNOWN, ""),  # only of a Hopper GPU
-    (BOOST(sliders(*[0] * 8)) | gpu_table(name="NVIDIA B200", compute_cap="10.0"), "vboost", OK, "0 of 4"),
+    (BOOSTED(sliders(*[0] * 8)), "vboost", NOTE, "GPU0 to GPU7: 0 of 4"),
+    (BOOSTED(sliders(1, 0, 1, 1, 1, 1, 1, 1)), "vboost", NOTE, "GPU1: 0 of 4"),
+    (BOOSTED(sliders(1, 1, 1, 1, "N/A", 1, 1, 1), 1), "vboost", OK, "GPU4: "),
+    (BOOSTED("All done.\n"), "vboost", UNKNOWN, ""),  # only of a Hopper GPU
+    (both(BOOSTED(sliders(*[0] * 8)), gpus(name="NVIDIA B200", compute_capability="10.0")), "vboost", OK, "0 of 4"),
+    (answer(TOPOLOGY, "", None), "NVML", FAULT, "nvidia-smi topo -m"),
+    (environ(CUDA_VISIBLE_DEVICES="0,1") | gpus(6, error="GPU requires reset", reset=True), "GPU count", NOTE, "7 of 8"),
 ]
 
 
@@ -209,16 +233,13 @@ def test_degrees(change, name, state, seen, tmp_path):
 
 
 def test_a_reset_mends_no_gpu_that_is_lost(tmp_path):
-    out = RecordedNode(RECORDED / "faults" / "needs_reset").run(nvidia_smi.GPUS).out
-    two = answer(nvidia_smi.GPUS, out.replace("00000000:5D:00.0", "[GPU is lost]"))
+    two = both(gpus(6, error="GPU requires reset", reset=True), gpus(3, error="GPU is lost", reset=False))
     check = findings(copied(tmp_path, two))["GPU count"]
     assert "GPU3" in check.seen and "GPU6" in check.seen and "--gpu-reset" not in check.fix
 
 
 def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
-    disks = json.loads((H200 / "disks.json").read_text())
-    disks["checkpoints"]["free_gib"] = 150.0
-    folder = copied(tmp_path, {"disks.json": json.dumps(disks)})
+    folder = copied(tmp_path, {"disks": {"checkpoints": {"free_gib": 150.0}}})
 
     def disk(*more: str) -> tuple[str, str]:
         checks = judged(folder, capsys, *more)[1]["nodes"][0]["checks"]
@@ -233,14 +254,14 @@ def test_a_checkpoint_needs_room_for_two(capsys, tmp_path):
 @pytest.mark.parametrize(("far", "state", "cards"), [((3,), FAULT, 7), ((1, 2, 3, 4, 5, 6, 7), NOTE, 1), ((), OK, 8)])
 def test_a_card_for_each_gpu(far, state, cards, tmp_path):
     """A NIC near one GPU alone is for storage. The report counts the active NICs that are near a GPU."""
-    out = RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out.splitlines()
+    out = read_recording(H200).run(TOPOLOGY).out.splitlines()
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
-    here = context(copied(tmp_path, answer(nvidia_smi.TOPOLOGY, "\n".join(rows) + "\n")), cluster=TWO)
-    assert [f.state for f in inspection.inspect(here) if f.name == "GPU and NIC"] == [state]
-    assert inspection.describe(here, None)["network cards"] == cards
-    port_down = {"files/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
+    here = context(copied(tmp_path, answer(TOPOLOGY, "\n".join(rows) + "\n")), cluster=TWO)
+    assert [f.state for f in checks.inspect(here) if f.name == "GPU and NIC"] == [state]
+    assert checks.describe(here, None)["network cards"] == cards
+    port_down = file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     down = context(copied(tmp_path / "2", port_down, tmp_path / "node"), cluster=TWO)
-    assert inspection.describe(down, None)["network cards"] == cards - 1
+    assert checks.describe(down, None)["network cards"] == cards - 1
 
 
 # ---- Rates
@@ -255,12 +276,10 @@ def load(**gpu) -> dict[str, list]:
 RATES = [
     # The normal rate is 480 with sums in the switches and 370 without. A rate between them is no fault.
     *(({"all_reduce_bus_gb_s": rate}, "all-reduce", s, "") for rate, s in ((400, OK), (380, NOTE), (300, NOTE), (290, FAULT))),
-    *(({"reduce_scatter_bus_gb_s": rate}, "reduce-scatter", state, "") for rate, state in ((300, OK), (290, FAULT))),
     *(({"gemm_tflops": [700.0] * 7 + [last]}, "GEMM", state, "") for last, state in ((640.0, OK), (620.0, FAULT))),
     ({"gemm_tflops": [400.0] * 8}, "GEMM", FAULT, ""),  # all GPUs are alike, and all are below half of the peak
     # The slower of two, although it lowers their median. GPUs are named by nvidia-smi's index.
     ({"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}, "GEMM", FAULT, "GPU2 600 (-14%)"),
-    *(({"h2d_gb_s": [50.0] * 7 + [last]}, "host to device", state, "") for last, state in ((26.0, OK), (24.0, FAULT))),
     ({"disk": {"data": {"read_gb_s": 0.01}}}, "disk rates", FAULT, ""),  # a local disk
     ({"disk": {"checkpoints": {"write_gb_s": 0.04, "read_gb_s": 1.0}}}, "disk rates", NOTE, ""),  # slow for the moment
     ({"disk": {"cache": {"write_gb_s": 0.04, "read_gb_s": 1.0}}}, "disk rates", OK, ""),
@@ -294,7 +313,7 @@ def test_rates_below_what_a_board_reaches(measured, name, state, seen):
 )
 def test_rates_between_nodes(name, between, figures, state):
     """It is compared with the lower of two rates: of the node's own all-reduce, and of its near NICs (8 of 50 GB/s)."""
-    cluster = distributed.detect({}, RecordedNode(RECORDED / name).environ)[0] or TWO
+    cluster = distributed.detect({}, read_recording(RECORDED / name).environ)[0] or TWO
     found = judge_rates(RECORDED / name, cluster, inter_node_all_reduce_bus_gb_s=between, **figures)
     assert found["between nodes"].state == state
 
@@ -328,7 +347,7 @@ def test_a_fault_that_is_allowed_is_noted(monkeypatch, capsys):
 
 
 def test_reading_nvidia_smi():
-    found = nvidia_smi.parse_topology(RecordedNode(H200).run(nvidia_smi.TOPOLOGY).out, [2, 5])
+    found = read_topology(read_recording(H200), [2, 5])
     assert found.pairs == {("GPU2", "GPU5"): "NV18"} and found.near_nics == {"GPU2": ["mlx5_2"], "GPU5": ["mlx5_5"]}
     # As an older nvidia-smi prints it in a GitHub issue: spaces for tabs, no GPU NUMA ID.
     old = (
@@ -337,9 +356,9 @@ def test_reading_nvidia_smi():
         "GPU1    NV12     X      SYS     0-23\n"
         "mlx5_0  PXB     SYS      X\n"
     )
-    found = nvidia_smi.parse_topology(old, [0, 1])
+    found = read_topology(Facts("a", commands={TOPOLOGY: Answer(0, old)}), [0, 1])
     assert found.pairs == {("GPU0", "GPU1"): "NV12"} and found.near_nics == {"GPU0": ["mlx5_0"], "GPU1": []}
-    assert nvidia_smi.parse_vboost(sliders(0, "N/A", 3)) == {0: (0, 4), 2: (3, 4)}
+    assert parse_vboost(sliders(0, "N/A", 3)) == {0: (0, 4), 2: (3, 4)}
 
 
 def test_versions_are_compared_by_their_numbers():
@@ -359,9 +378,8 @@ def test_who_is_beyond_a_proxy():
 
 def together_on(name: str, paths: dict[str, str], seconds: float = 60) -> tuple[dict[str, Finding], dict]:
     """Return preflight's findings and figures on a recorded node without the rates of the recording, so that it measures."""
-    node_ = RecordedNode(RECORDED / name)
-    node_.measured = {}
-    (found,) = Preflight(context(node_, paths), None, seconds).run()
+    facts = dataclasses.replace(read_recording(RECORDED / name), measured={})
+    (found,) = Preflight(context(facts, paths), None, seconds).run()
     return {finding.name: finding for finding in found.findings}, found.measured
 
 
@@ -402,10 +420,10 @@ def test_nodes_that_differ():
     same = {"driver": "580", "GPUs": "8", "packages": {"jax": "1"}, "network cards": 8, "connected_unix": 100.0}
 
     def compared(at: int, **other) -> tuple[str, str, str]:
-        (fault,) = inspection.compare(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
+        (fault,) = checks.compare(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
         return fault.name, fault.node, fault.seen
 
-    assert [c.state for c in inspection.compare(["a", "b", "c"], [same] * 3)] == [OK]
+    assert [c.state for c in checks.compare(["a", "b", "c"], [same] * 3)] == [OK]
     assert compared(1, driver="570") == ("driver of all nodes", "b", "570, others 580")
     assert compared(2, packages={"jax": "2"}) == ("packages of all nodes", "c", "jax 2, others 1")
     name, where, seen = compared(1, connected_unix=163.0)
@@ -413,9 +431,9 @@ def test_nodes_that_differ():
 
 
 def test_processes_of_a_node_that_see_different_gpus():
-    (fault,) = inspection.compare_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    (fault,) = checks.compare_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
     assert (fault.name, fault.state, fault.node) == ("CUDA_VISIBLE_DEVICES", FAULT, "a")
-    assert not inspection.compare_processes([("a", "0,1"), ("b", "2,3")])
+    assert not checks.compare_processes([("a", "0,1"), ("b", "2,3")])
 
 
 # ---- The command
@@ -428,28 +446,29 @@ def test_processes_of_a_node_that_see_different_gpus():
         (["--allow=topology,foo"], "--allow = 'foo'"),
         ([f"--json={RECORDED}"], f"--json = '{RECORDED}'"),
     ],
-    ids=["no facts", "no such check", "a folder"],
+    ids=["no recording", "no such check", "a folder"],
 )
 def test_a_wrong_command_line_is_2(argv, said, capsys):
     assert command.main(argv) == 2
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"base": "."}', '{"hostname": "a", "colour": 1}', '{"hostname": "a", "disks": {"data": 3}}']
+)
+def test_a_damaged_recording_is_refused(text, tmp_path, capsys):
+    (tmp_path / FILE).write_text(text)
+    assert command.main([f"--recorded={tmp_path}"]) == 2
+    assert "--recorded" in capsys.readouterr().err
+
+
 def test_a_slow_disk_of_a_laptop_stops_nothing_and_is_recorded(monkeypatch, tmp_path, capsys):
     """This machine, faked as one without an NVIDIA GPU."""
     slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
-    monkeypatch.setattr(nvidia_smi, "read_gpus", lambda _: nvidia_smi.Gpus([], absent="no NVIDIA GPU"))
-    monkeypatch.setattr(LocalNode, "start", lambda *_: None)
-    monkeypatch.setattr(LocalNode, "run", lambda *_: node.Answer(node.ABSENT))
+    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop"))
     monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").touch()
-    assert command.main(["--json", f"--workdir={run}", f"--record={run}"]) == 2  # a recording has a folder of its own
-    assert "config.json" in capsys.readouterr().err
-    for _ in range(2):  # an earlier report is overwritten
-        assert command.main(["--json", f"--workdir={run}", f"--record={run / 'node'}"]) == 0
-        checks = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
-        assert checks["disk rates"]["state"] == NOTE and "checkpoints" in checks["disk rates"]["seen"]
-    assert RecordedNode(run / "node").measured == slow
-    assert [path.name for path in run.iterdir() if path.is_file()] == ["config.json"]
+    for _ in range(2):  # an earlier recording is overwritten
+        assert command.main(["--json", f"--workdir={tmp_path}", f"--record={tmp_path / 'node'}"]) == 0
+        found = {c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]}
+        assert found["disk rates"]["state"] == NOTE and "checkpoints" in found["disk rates"]["seen"]
+    assert read_recording(tmp_path / "node").measured == slow

@@ -222,7 +222,7 @@ BUGS = (
     ),
     Bug(
         "preflight: vboost is its highest value",
-        "jaxtrain/node/nvidia_smi.py",
+        "jaxtrain/node/machine.py",
         "(int(line[3]), int(line[2]))",
         "(int(line[2]), int(line[3]))",
         'unit/test_preflight.py -k "degrees or reading_nvidia"',
@@ -247,6 +247,27 @@ BUGS = (
         "    if process:\n        shared",
         "    if not process:\n        shared",
         "unit/test_preflight.py -k measured_once",
+    ),
+    Bug(
+        "preflight: an error of a link is one of the first link",
+        "jaxtrain/node/facts.py",
+        "values[i * len(links) : (i + 1) * len(links)]",
+        "values[: len(links)]",
+        "proofs/test_node_facts.py -k every_fact",
+    ),
+    Bug(
+        "preflight: a GPU that another job uses needs a reset",
+        "jaxtrain/node/machine.py",
+        """ and not (g["reset"] and wanted and str(g["index"]) not in wanted.split(","))]""",
+        "]",
+        "unit/test_preflight.py -k degrees",
+    ),
+    Bug(
+        "preflight: what a base has is not removed",
+        "jaxtrain/node/facts.py",
+        "if value is not None or key not in patch}",
+        "if value is not None or key in base}",
+        "unit/test_preflight.py -k fault_is_told",
     ),
     # The pages
     Bug(

@@ -1,0 +1,449 @@
+"""What preflight reads of a node: one JSON document, which `--record` writes to a folder and `--recorded` reads from it.
+
+The GPUs are read by NVML. nvidia-smi's text is read for the two things that NVML does not have: which network cards are near
+each GPU (`topo -m`), and vboost (`boost-slider`). NVML and the commands run at the same time, each in a process of its own,
+because a call into a driver that hangs can be neither ended nor abandoned by the process that made it.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import environment
+from jaxtrain.config.stores import is_bucket
+from jaxtrain.metrics.files import write_atomic
+from jaxtrain.metrics.nvml import MEMBERS, text
+from jaxtrain.train.child import run_program
+
+FILE = "facts.json"  # of a recording; its key "base" may name the folder of another one, of which it is a JSON merge patch
+MAX_BASES = 9
+# Without persistence mode, the driver initializes eight GPUs one after the other. Every other command takes less time.
+COMMAND_S = 25.0
+ANSWER_S = 3.0  # for calls that return at once on a healthy system
+KILLED_S = 1.0  # wait for a killed command to end; a process in a hanging driver does not
+MAX_CHARACTERS = 4 << 20  # read of a file
+ABSENT = 127  # exit code of a command that does not exist
+TOPOLOGY, BOOST, LOG = "nvidia-smi topo -m", "nvidia-smi boost-slider --list", "dmesg"
+NVML = shlex.join([sys.executable, "-m", "jaxtrain.node.facts"])
+# Variables that are read in addition to those that change a run: scheduler, launcher, libraries, proxies.
+VARIABLES = re.compile(
+    r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
+    r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|JAX_PLATFORMS"
+    r"|((https?|all|grpc|no)_proxy)|((HTTPS?|ALL|NO)_PROXY)"
+)
+SECRET = re.compile(r"(?i)token|secret|passw|jwt|api_?key|credential")
+PROXY_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
+PACKAGES = re.compile(r"jax|jaxlib|jax-cuda\w*(-\w+)?|nvidia-[\w-]+")
+DRIVER, DRIVER_GPUS, INFINIBAND = "/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus", "/sys/class/infiniband"
+GOVERNOR, GOVERNOR_DRIVER = (f"/sys/devices/system/cpu/cpu0/cpufreq/scaling_{n}" for n in ("governor", "driver"))
+# NVML_GPU_RECOVERY_ACTION_*, in the words of nvidia-smi
+RECOVERY_ACTIONS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset")
+FILES = (
+    *(DRIVER, "/proc/uptime", "/proc/self/status", "/proc/sys/kernel/numa_balancing", "/sys/devices/system/node/online"),
+    *(GOVERNOR, GOVERNOR_DRIVER),
+)
+
+
+class Unanswered(Exception):
+    """A call that may hang did not return in time."""
+
+
+class RecordingError(ValueError):
+    """A folder is not a recording of a node."""
+
+
+def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]) -> T:
+    """Return the result of `function`, or raise its exception. If it hangs, as on a lost NFS server, its thread is abandoned.
+
+    Raises:
+        Unanswered: `function` has not returned after `seconds`. The message names `subject`.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="call with timeout", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise Unanswered(f"{subject} did not answer within {seconds:.0f} s")
+    return results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Exit code and output of a command. code: None if it did not end in time."""
+
+    code: int | None = None
+    out: str = ""
+
+    @property
+    def error(self) -> str:
+        """Return the reason why the command failed, in one line; "" if it succeeded."""
+        if self.code is None:
+            return "it did not answer in time"
+        lines = [line.strip() for line in self.out.splitlines() if line.strip()]
+        reason = "there is no such command" if self.code == ABSENT else lines[0] if lines else f"exit code {self.code}"
+        return reason if self.code else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """The file system of a path. silent: whether reading it took too long; then all other fields but `path` are empty."""
+
+    path: str
+    total_gib: float = 0.0
+    free_gib: float = 0.0
+    kind: str = ""  # type of the file system: ext4, nfs4, tmpfs
+    silent: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A node, as JSON.
+
+    Attributes:
+        memlock_bytes, open_files: limits of this process; None if there is no limit.
+        environ: variables that change a run or locate its processes. Secrets are left out, since recordings are sent around.
+        packages: JAX's and NVIDIA's wheels: name -> version, requires.
+        disks: name of a path of the run, or "shm" -> its file system, or the one of its nearest existing parent.
+        files: path -> text of a file; a file that cannot be read is left out.
+        folders: path -> names in a folder, sorted.
+        commands: command -> answer. Of the kernel's log, only the driver's lines.
+        nvml: result of `read_nvml`, or `error` and `hangs` if its process failed.
+        measured: rates of the node (node_rates.py), in a recording.
+    """
+
+    hostname: str
+    time_unix: float | None = None
+    memlock_bytes: int | None = None
+    open_files: int | None = None
+    environ: dict[str, str] = dataclasses.field(default_factory=dict)
+    packages: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    disks: dict[str, Disk] = dataclasses.field(default_factory=dict)
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
+    folders: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    commands: dict[str, Answer] = dataclasses.field(default_factory=dict)
+    nvml: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measured: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def run(self, command: str) -> Answer:
+        return self.commands.get(command, Answer(ABSENT))
+
+    def read(self, path: str) -> str:
+        """Return the text of a file, without white space at its ends; "" if it could not be read."""
+        return self.files.get(path, "").strip()
+
+    def save(self, folder: Path) -> None:
+        """Write the facts as a recording."""
+        write_atomic(folder / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+
+# ---- recordings
+
+
+def read_recording(folder: Path) -> Facts:
+    """Return the facts that a recording has. Raises RecordingError."""
+    chain: list[dict[str, Any]] = []
+    at = folder
+    try:
+        while not chain or (base := chain[-1].pop("base", "")):
+            at = (at / base).resolve() if chain else folder
+            chain.append(json.loads((at / FILE).read_text(encoding="utf-8")))
+            if len(chain) > MAX_BASES:
+                raise ValueError(f"bases form a chain of more than {MAX_BASES} recordings, or a circle")
+        merged = functools.reduce(merge_patch, reversed(chain), {})
+        parts = {"disks": Disk, "commands": Answer}
+        made = {key: {k: make(**v) for k, v in merged.get(key, {}).items()} for key, make in parts.items()}
+        return Facts(**{**merged, **made})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RecordingError(f"{at / FILE} is no recording: {error}") from None
+
+
+def merge_patch(base: Any, patch: Any) -> Any:
+    """Return `base` with a JSON merge patch (RFC 7396): objects are merged, null removes a key, all else is replaced."""
+    if not isinstance(patch, dict):
+        return patch
+    out = dict(base) if isinstance(base, dict) else {}
+    for key, value in patch.items():
+        out[key] = merge_patch(out.get(key), value)
+    return {key: value for key, value in out.items() if value is not None or key not in patch}
+
+
+# ---- this node
+
+
+def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
+    """Return the facts of this node. What cannot be read is left out, and what hangs is given up.
+
+    Args:
+        paths: name -> folder or bucket that the run reads or writes; the folder need not exist yet.
+        command_s: time limit in seconds of NVML and of each command. A command that hangs is killed.
+    """
+    wanted = (NVML, TOPOLOGY, BOOST, LOG)
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        running = {command: pool.submit(_run, command, command_s) for command in wanted}
+        environ = _variables()
+        cards = _listing(INFINIBAND)
+        ports = [f"{INFINIBAND}/{card}/ports/1/{what}" for card in cards for what in ("state", "rate")]
+        libraries = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+        files = {path: _read(path) for path in (*FILES, *ports)}
+        folders = {path: _listing(path) for path in (DRIVER_GPUS, *libraries)} | {INFINIBAND: cards}
+        disks, packages = _disks(paths), _packages()
+        answers = {command: answer.result() for command, answer in running.items()}
+    nvml, log = answers.pop(NVML), answers[LOG]
+    answers[LOG] = dataclasses.replace(log, out="".join(re.findall(r".*NVRM.*\n?", log.out)) if not log.error else log.out)
+    return Facts(
+        socket.gethostname(),
+        time.time(),
+        _limit(resource.RLIMIT_MEMLOCK),
+        _limit(resource.RLIMIT_NOFILE),
+        environ,
+        packages,
+        disks,
+        {path: content for path, content in files.items() if content},
+        {path: names for path, names in folders.items() if names},
+        answers,
+        {"error": f"NVML: {nvml.error}", "hangs": nvml.code is None} if nvml.error else json.loads(nvml.out.splitlines()[-1]),
+    )
+
+
+def _run(command: str, limit_s: float) -> Answer:
+    words = shlex.split(command)
+    if not shutil.which(words[0]):
+        return Answer(ABSENT)
+    with tempfile.TemporaryDirectory() as folder:
+        return Answer(*run_program(words, Path(folder, "out"), limit_s=limit_s, killed_s=KILLED_S))
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_CHARACTERS)
+    except OSError:
+        return ""
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return call_with_timeout(ANSWER_S, path, lambda: sorted(os.listdir(path)))
+    except (OSError, Unanswered):
+        return []
+
+
+def _limit(which: int) -> int | None:
+    soft = resource.getrlimit(which)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _variables() -> dict[str, str]:
+    chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+    chosen |= environment.select_variables(os.environ)
+    return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
+
+
+def _packages() -> dict[str, dict[str, Any]]:
+    found = {}
+    for each in importlib.metadata.distributions():
+        name = (each.metadata["Name"] or "").lower().replace("_", "-")
+        if PACKAGES.fullmatch(name) and name not in found:  # Python imports the first one on its path
+            found[name] = {"version": each.version, "requires": each.requires or []}
+    return dict(sorted(found.items()))
+
+
+def _disks(paths: Mapping[str, str]) -> dict[str, Disk]:
+    mounts, found = _read("/proc/self/mountinfo"), {}
+    for name, place in {**paths, "shm": "/dev/shm"}.items():
+        if place and not is_bucket(place):
+            path = Path(os.path.abspath(os.path.expanduser(place)))
+            try:
+                found[name] = call_with_timeout(ANSWER_S, place, functools.partial(_disk, path, mounts))
+            except Unanswered:
+                found[name] = Disk(str(path), silent=True)
+            except OSError:  # a check reports the missing disk
+                continue
+    return found
+
+
+def _disk(path: Path, mountinfo: str) -> Disk:
+    """Return the file system of a path. Raises OSError. mountinfo: text of /proc/self/mountinfo."""
+    existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
+    size, mount, kind = os.statvfs(existing), "", "unknown"
+    for line in mountinfo.splitlines():
+        before, _, after = (part.split() for part in line.partition(" - "))
+        point = before[4].replace("\\040", " ") if len(before) > 4 and after else ""
+        if point and existing.is_relative_to(point) and len(point) >= len(mount):  # the last mount at a point counts
+            mount, kind = point, after[0]
+    scale = size.f_frsize / 2**30
+    return Disk(str(path), round(size.f_blocks * scale, 2), round(size.f_bavail * scale, 2), kind)
+
+
+# ---- GPUs, by NVML
+
+
+def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)  # `used` of the first version has the driver's own memory
+    return {"total_gib": memory.total / 2**30, "used_gib": memory.used / 2**30}
+
+
+def _processes(nvml: Any, gpu: Any) -> list[str]:
+    found = []
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
+        try:
+            name = text(nvml.nvmlSystemGetProcessName(process.pid))
+        except nvml.NVMLError:  # of another container
+            name = "a process"
+        found.append(f"{name} (pid {process.pid})")
+    return sorted(found)
+
+
+def _remapped_rows(nvml: Any, gpu: Any) -> dict[str, int]:
+    return dict(zip(("correctable", "uncorrectable", "pending", "failed"), nvml.nvmlDeviceGetRemappedRows(gpu), strict=True))
+
+
+def _recovery_action(nvml: Any, gpu: Any) -> str:
+    (value,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 0)])
+    if value is None:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return RECOVERY_ACTIONS[value] if value < len(RECOVERY_ACTIONS) else f"number {value}"
+
+
+def _pcie(nvml: Any, gpu: Any) -> dict[str, int]:
+    return {
+        "width": nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+        "max_width": nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+        "gen": nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+        "max_gen": nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
+    }
+
+
+def _fabric(nvml: Any, gpu: Any) -> dict[str, str]:
+    info = nvml.c_nvmlGpuFabricInfo_t()
+    nvml.nvmlDeviceGetGpuFabricInfo(gpu, info)
+    if info.state == nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    names = ("Not Started", "In Progress", "Completed")  # NVML_GPU_FABRIC_STATE_*, from 1 on
+    status = "Success" if info.status == nvml.NVML_SUCCESS else str(nvml.NVMLError(info.status))
+    return {"state": names[info.state - 1], "status": status if info.state == len(names) else ""}
+
+
+def _fields(nvml: Any, gpu: Any, fields: list[tuple[int, int]]) -> list[int | None]:
+    """Return the values of NVML's fields; None for a field that the driver refuses. fields: (number, link)."""
+    values = nvml.nvmlDeviceGetFieldValues(gpu, fields)
+    known = (value.nvmlReturn == nvml.NVML_SUCCESS for value in values)
+    return [int(getattr(v.value, MEMBERS[v.valueType])) if ok else None for v, ok in zip(values, known, strict=True)]
+
+
+def _nvlinks(nvml: Any, gpu: Any) -> list[float]:
+    """Return GB/s of each link, 0 if it is down; empty if the GPU has no links."""
+    (count,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
+    links = range(count or 0)
+    state, speed = nvml.NVML_FI_DEV_NVLINK_GET_STATE, nvml.NVML_FI_DEV_NVLINK_GET_SPEED
+    values = _fields(nvml, gpu, [(field, link) for field in (state, speed) for link in links]) if links else []
+    return [(values[len(links) + link] or 0) / 1e3 if values[link] == 1 else 0.0 for link in links]
+
+
+def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
+    """Return kind of error -> link -> count, without zeros."""
+    kinds = {"recovery": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, "replay": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY}
+    kinds["CRC"] = nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC
+    links = range(len(_nvlinks(nvml, gpu)))
+    values = _fields(nvml, gpu, [(field, link) for field in kinds.values() for link in links]) if links else []
+    if all(value is None for value in values):
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    by_kind = {kind: values[i * len(links) : (i + 1) * len(links)] for i, kind in enumerate(kinds)}
+    return {kind: {str(link): n for link, n in enumerate(each) if n} for kind, each in by_kind.items() if any(each)}
+
+
+# Name of a fact -> its reading.
+READINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "name": lambda nvml, gpu: text(nvml.nvmlDeviceGetName(gpu)),
+    "uuid": lambda nvml, gpu: text(nvml.nvmlDeviceGetUUID(gpu)),
+    "pci": lambda nvml, gpu: text(nvml.nvmlDeviceGetPciInfo(gpu).busId),
+    "compute_capability": lambda nvml, gpu: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
+    "memory": _memory,
+    "processes": _processes,
+    "mig": lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
+    "ecc_uncorrected": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    ),
+    "remapped_rows": _remapped_rows,
+    "recovery_action": _recovery_action,
+    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3,
+    "power_limit_enforced_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    "power_limit_default_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
+    "max_sm_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "application_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetApplicationsClock(gpu, nvml.NVML_CLOCK_GRAPHICS),
+    "default_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetDefaultApplicationsClock(gpu, nvml.NVML_CLOCK_GRAPHICS),
+    # The older of two names of this function. All drivers support it.
+    "clock_reasons": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    "pcie": _pcie,
+    "fabric": _fabric,
+    "nvlink_gb_s": _nvlinks,
+    "nvlink_errors": _nvlink_errors,
+}
+
+
+def read_nvml(nvml: Any) -> dict[str, Any]:
+    """Return {"driver": its version, "gpus": {NVML's index: facts}}, or {"error": reason, "library": whether there is one}.
+
+    The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. Of a GPU
+    that the driver cannot reach, they are `error`, and `reset`: whether a reset mends it.
+
+    Args:
+        nvml: pynvml, or an object with the same functions.
+    """
+    try:
+        nvml.nvmlInit()
+        gpus = {str(i): _read_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())}
+        gpus = {i: gpu for i, gpu in gpus.items() if gpu}
+        return {"driver": text(nvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
+    except nvml.NVMLError as error:
+        return {"error": f"NVML: {error}", "library": error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND}
+
+
+def _read_gpu(nvml: Any, index: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        for name, read in READINGS.items():
+            try:
+                facts[name] = read(nvml, gpu)
+            except nvml.NVMLError as error:
+                if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                    raise
+                refused[name] = str(error)
+    except nvml.NVMLError as error:
+        if error.value == nvml.NVML_ERROR_NO_PERMISSION:  # a GPU of another job or container
+            return {}
+        return {"error": str(error), "reset": error.value == nvml.NVML_ERROR_RESET_REQUIRED}
+    return facts | {"refused": refused}
+
+
+if __name__ == "__main__":
+    import pynvml
+
+    print(json.dumps(read_nvml(pynvml)))

@@ -1,0 +1,166 @@
+"""What preflight reads of a live node, with fakes of NVML and of commands.
+
+Commands that hang are killed, and a recording gives the verdict of the live node.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pynvml
+from nodes import H200, a_plain_environment, faults  # noqa: F401
+from played_nvml import Gpu, Nvml
+
+from jaxtrain.commands import preflight as command
+from jaxtrain.node import facts
+from jaxtrain.node.facts import BOOST, LOG, TOPOLOGY, Answer, read_facts, read_nvml, read_recording
+from jaxtrain.report.preflight import NOTE, OK
+
+REPO = Path(__file__).parents[2]
+
+
+def fake_commands(tmp_path: Path, monkeypatch, body: str) -> None:
+    """Put fakes of nvidia-smi and dmesg first on PATH, which run `body`. The process that reads NVML is a third one."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("nvidia-smi", "dmesg", "read_nvml"):
+        script = folder / name
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(facts, "NVML", "read_nvml")
+
+
+def alive(pid: str) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_commands_that_hang_are_given_up_and_killed(tmp_path, monkeypatch, capsys):
+    """The child keeps its parent's output open, as a shell script's child would."""
+    pids = tmp_path / "pids"
+    fake_commands(tmp_path, monkeypatch, f"echo $$ >> {pids}; sleep 1000 & exec sleep 1000")
+    code = command.main(["--limit=4", "--no-measure", "--json", f"--workdir={tmp_path}"])  # a command gets half of the limit
+    found = faults(json.loads(capsys.readouterr().out))
+    assert code == 3 and all(each in found["NVML"]["seen"] for each in ("NVML", TOPOLOGY, BOOST))
+    started = pids.read_text().split()
+    until = time.monotonic() + 120
+    while (left := [pid for pid in started if alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == 4 and not left
+
+
+def test_commands_run_at_the_same_time_and_say_why_they_failed(tmp_path, monkeypatch):
+    """Each fake command waits until all have started, and then fails. Each answer has the command's exit code and output."""
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    all_begun = f"[ $(ls {begun} | wc -l) -ge 4 ]"
+    fake_commands(tmp_path, monkeypatch, f"touch {begun}/$$; until {all_begun}; do sleep 0.05; done; echo so it is; exit 9")
+    found = read_facts({}, command_s=300.0)
+    assert {each: (found.run(each).code, found.run(each).error) for each in (TOPOLOGY, BOOST, LOG)} == dict.fromkeys(
+        (TOPOLOGY, BOOST, LOG), (9, "so it is")
+    )
+    assert found.nvml == {"error": "NVML: so it is", "hangs": False}
+    assert found.run("no-such-command-here").error and not Answer(0, "done").error
+
+
+def test_what_is_recorded_is_judged_alike(tmp_path, monkeypatch, capsys):
+    """The node answers as the healthy one. A recording gives the checks of the live run that wrote it, and contains no secrets
+    and no line of the kernel's log that is not the driver's.
+    """
+    healthy = json.loads((H200 / facts.FILE).read_text())
+    for name, text in (("nvml", json.dumps(healthy["nvml"])), ("topo", healthy["commands"][TOPOLOGY]["out"])):
+        (tmp_path / name).write_text(text)
+    log = "[    1.0] a secret of somebody else: hush\\n[   11.8] NVRM: loading NVIDIA UNIX Open Kernel Module\\n"
+    cases = (
+        f"read_nvml*) cat {tmp_path}/nvml ;;",
+        f"*topo*) cat {tmp_path}/topo ;;",
+        f"dmesg*) printf '{log}' ;;",
+        "*) exit 2 ;;",
+    )
+    fake_commands(tmp_path, monkeypatch, "\n".join(['case "$(basename "$0") $*" in', *cases, "esac"]))
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    monkeypatch.setenv("https_proxy", "http://me:hush@proxy:3128")
+    checks = []
+    for option in ("--record", "--recorded"):
+        command.main(["--json", "--no-measure", f"--workdir={tmp_path}", f"{option}={tmp_path / 'kept'}"])
+        checks.append({c["name"]: c for c in json.loads(capsys.readouterr().out)["nodes"][0]["checks"]})
+    assert checks[0] == checks[1]
+    assert [checks[0][name]["state"] for name in ("topology", "ECC", "Xid", "variables")] == [OK, OK, OK, NOTE]
+    (text,) = [path.read_text() for path in (tmp_path / "kept").rglob("*") if path.is_file()]
+    assert "hush" not in text and "http://proxy:3128" in text and "NVRM" in text
+
+
+def test_the_process_that_reads_nvml():
+    """A driver that is not there is an answer, not a failure."""
+    done = subprocess.run(shlex.split(facts.NVML), capture_output=True, text=True, cwd=REPO, check=True)
+    assert {"driver", "gpus"} <= set(found := json.loads(done.stdout)) or not found["library"]
+
+
+def test_every_fact_of_a_gpu():
+    found = read_nvml(Nvml(Gpu(ecc=2, action=4, used=2**30)))
+    (gpu,) = found["gpus"].values()
+    assert found["driver"] == "580.65.06" and set(gpu) == {*facts.READINGS, "refused"} and not gpu["refused"]
+    assert gpu["memory"] == {"total_gib": 141.0, "used_gib": 1.0} and gpu["processes"] == [
+        "a process (pid 8)",
+        "python3 (pid 7)",
+    ]
+    assert (gpu["power_limit_w"], gpu["power_limit_enforced_w"], gpu["power_limit_default_w"]) == (650, 700, 700)
+    assert (gpu["max_sm_mhz"], gpu["application_mhz"], gpu["default_mhz"]) == (1980, 1755, 1980)
+    assert (gpu["mig"], gpu["ecc_uncorrected"], gpu["recovery_action"]) == (False, 2, "Drain and Reset")
+    assert gpu["remapped_rows"] == {"correctable": 4, "uncorrectable": 1, "pending": 0, "failed": 0}
+    assert gpu["pcie"] == {"width": 8, "max_width": 16, "gen": 1, "max_gen": 5}
+    assert gpu["fabric"] == {"state": "Completed", "status": "Success"} and gpu["compute_capability"] == "9.0"
+    # 16 of 18 links are up. The driver refuses the counters of CRC errors.
+    assert gpu["nvlink_gb_s"] == [26.562] * 16 + [0.0] * 2 and gpu["nvlink_errors"] == {"recovery": {"5": 3}}
+
+
+def test_what_a_driver_refuses_is_left_out():
+    wanted = frozenset({"nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues"})
+    gpu = read_nvml(Nvml(Gpu(broken=wanted, fabric=pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)))["gpus"]["0"]
+    left_out = {"remapped_rows", "fabric", "recovery_action", "nvlink_gb_s", "nvlink_errors"}
+    assert set(gpu["refused"]) == left_out and not left_out & set(gpu) and "Not Supported" in gpu["refused"]["fabric"]
+    alone = read_nvml(Nvml(Gpu(links=0)))["gpus"]["0"]
+    assert alone["nvlink_gb_s"] == [] and set(alone["refused"]) == {"nvlink_errors"}
+
+
+def test_gpus_that_the_driver_does_not_reach():
+    """Of a GPU in another job's hands nothing is told."""
+    states = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_NO_PERMISSION)
+    found = read_nvml(Nvml(Gpu(), *(Gpu(lost=True, error=error) for error in states)))["gpus"]
+    assert {i: (bool(gpu.get("error")), gpu.get("reset")) for i, gpu in found.items()} == {
+        "0": (False, None),
+        "1": (True, False),
+        "2": (True, True),
+    }
+    assert read_nvml(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "library": True}
+
+
+def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):
+    """Preflight exists to explain faults such as this one, so it must give its findings without jax. Its verdict is unknown
+    here, but its output has the documented form.
+    """
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text('raise RuntimeError("jaxlib is incompatible")\n')
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    argv = [sys.executable, "-m", "jaxtrain", "preflight", "--limit=30", f"--json={tmp_path}/found.json"]
+    ended = subprocess.run(argv, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ended.returncode == found["exit_code"] and found["exit_code"] in (0, 3) and ended.stdout.strip()
+    assert set(found) == {"format", "verdict", "exit_code", "seconds", "time", "nodes"}
+    assert {"name", "state", "expected", "seen", "why", "fix", "node"} == set(found["nodes"][0]["checks"][0])
+
+
+def test_the_disks_of_this_machine(tmp_path):
+    disks = read_facts({"checkpoints": str(tmp_path / "not" / "there"), "bucket": "gs://b/x"}).disks
+    assert disks["checkpoints"].total_gib > 0 and disks["checkpoints"].kind != "unknown" and "bucket" not in disks
+    assert read_recording(H200).disks["data"].kind == "xfs"
