@@ -1,8 +1,11 @@
 """Checks of the software: driver and CUDA wheels, and the environment variables of the run."""
 
 import ipaddress
-import operator
 import re
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from jaxtrain.config import environment
 from jaxtrain.config.hardware import Devices
@@ -25,21 +28,6 @@ def cuda_plugins(c: Context) -> list[str]:
     return sorted(m[1] for package in c.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version))
-
-
-def satisfies(version: str, bounds: str) -> bool:
-    """Return whether a version satisfies bounds such as `>=9.10,<10.0`. Only the numbers of a version are compared."""
-    compare = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
-    for sign, bound in re.findall(r"([<>=!]+)\s*([\w.*]+)", bounds):
-        a, b = numbers(version), numbers(bound)
-        width = max(len(a), len(b))
-        if not compare[sign]((*a, *[0] * width)[:width], (*b, *[0] * width)[:width]):
-            return False
-    return True
-
-
 @VERSIONS.add(
     "driver",
     expected="at least what jaxlib's CUDA needs",
@@ -54,7 +42,7 @@ def driver(c: Context) -> Verdict:
     if not installed or cuda not in DRIVERS:
         return unknown("the CUDA version of JAX is not known" if installed else "not reported by NVML")
     seen = f"{installed}; CUDA {cuda} needs {DRIVERS[cuda]}"
-    return ok(seen) if numbers(installed) >= numbers(DRIVERS[cuda]) else fault(seen)
+    return ok(seen) if Version(installed) >= Version(DRIVERS[cuda]) else fault(seen)
 
 
 @VERSIONS.add(
@@ -70,7 +58,7 @@ def cuda_plugin(c: Context) -> Verdict:
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
     versions = {name: packages[name]["version"] for name in wheels if name in packages}
     seen = listed([f"{name} {version}" for name, version in versions.items()])
-    releases = {numbers(versions[name])[:3] for name in wheels[1:] if name in versions}  # 0.11.2 for 0.11.2.dev3
+    releases = {Version(versions[name]).base_version for name in wheels[1:] if name in versions}  # 0.11.2 of 0.11.2.dev3
     return ok(seen) if len(versions) == 4 and len(releases) == 1 else fault(seen)
 
 
@@ -85,14 +73,14 @@ def cuda_wheels(c: Context) -> Verdict | None:
     packages, plugins = c.facts.packages, cuda_plugins(c)
     if not plugins:
         return None
-    required = [text for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
+    required = [Requirement(text) for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
     wrong, found = [], []
-    for text in required:
-        name, bounds = re.match(r"([\w-]+)\s*([^;]*)", text).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        name = name.lower().replace("_", "-")
+    for wheel in required:
+        name = canonicalize_name(wheel.name)
         if version := packages.get(name, {}).get("version"):
             found.append(f"{name} {version}")
-            wrong += [] if satisfies(version, bounds) else [f"{name} {version} (needs {bounds.strip()})"]
+            fits = wheel.specifier.contains(version, prereleases=True)
+            wrong += [] if fits else [f"{name} {version} (needs {wheel.specifier})"]
         else:
             wrong.append(f"{name} is missing")
     if required and not found:

@@ -178,9 +178,7 @@ def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int =
     folder = node.path / "checkpoint"
     request = {"argv": argv, "devices": devices, "folder": str(folder)}
     try:
-        answer = run_case(
-            "jaxtrain.node.suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s
-        )
+        answer = run_case("jaxtrain.node.suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # a checkpoint has gigabytes
     if answer["verdict"] != OK:

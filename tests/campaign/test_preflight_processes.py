@@ -183,7 +183,7 @@ def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):
     """If its parent is killed, the measuring process ends too, because other processes need the GPUs."""
     note = tmp_path / "pid"
     instead(monkeypatch, tmp_path, f"open({str(note)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)")
-    script = "from jaxtrain.node import node_rates\nnode_rates.CASE = 'instead:case'\nnode_rates.measure({}, 900.0, on_cpu=True)"
+    script = "from jaxtrain.node import node_rates as rates\nrates.CASE = 'instead:case'\nrates.measure({}, 900.0, on_cpu=True)"
     asking = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, env=os.environ | {"PYTHONPATH": f"{REPO}:{tmp_path}"})
     while not (note.exists() and note.read_text().endswith("\n")):
         assert asking.poll() is None

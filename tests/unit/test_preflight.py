@@ -361,10 +361,18 @@ def test_reading_nvidia_smi():
     assert parse_vboost(sliders(0, "N/A", 3)) == {0: (0, 4), 2: (3, 4)}
 
 
-def test_versions_are_compared_by_their_numbers():
-    assert software.satisfies("9.28.0.42", "<10.0,>=9.10.2.21") and not software.satisfies("9.9", ">=9.10.2.21")
-    assert software.satisfies("12.0", "==12") and not software.satisfies("12.0", "!=12") and software.satisfies("1", "")
-    assert software.numbers("580.65.06") > software.numbers("525.60.13") > software.numbers("515.105.01")
+@pytest.mark.parametrize(
+    ("version", "state"), [("9.28.0.42", OK), ("9.9", FAULT), ("10.0", FAULT), ("9.10.2.21", OK), ("9.23.2.dev1", OK)]
+)
+def test_wheels_have_the_versions_that_the_plugin_requires(version, state, tmp_path):
+    """The plugin of the healthy node requires a cuDNN from 9.10.2.21 on, below 10."""
+    change = {"packages": {"nvidia-cudnn-cu12": {"version": version}}}
+    assert findings(copied(tmp_path, change))["CUDA wheels"].state == state
+
+
+@pytest.mark.parametrize(("version", "state"), [("525.60.13", OK), ("525.60.9", FAULT), ("515.105.01", FAULT)])
+def test_drivers_are_compared_by_their_numbers(version, state, tmp_path):
+    assert findings(copied(tmp_path, {"nvml": {"driver": version}}))["driver"].state == state
 
 
 def test_who_is_beyond_a_proxy():
