@@ -14,7 +14,6 @@ from unittest import mock
 
 import jax
 import pytest
-from jaxtrain.node.node import Unanswered
 from nodes import H200, a_plain_environment, faults  # noqa: F401
 
 from jaxtrain.config import hardware
@@ -23,6 +22,7 @@ from jaxtrain.metrics import nvml
 from jaxtrain.node import disk_rates, node_rates, rates
 from jaxtrain.node import measure as micro
 from jaxtrain.node.disk_rates import Unmeasured
+from jaxtrain.node.facts import Unanswered
 from jaxtrain.node.measure import TINY
 from jaxtrain.train import child
 

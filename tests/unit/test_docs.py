@@ -32,7 +32,7 @@ from jaxtrain.kernels.attention import cudnn
 from jaxtrain.metrics import alerts, table
 from jaxtrain.models import flops
 from jaxtrain.models.activations import ACTIVATIONS, POLICIES
-from jaxtrain.node import boards, train_step
+from jaxtrain.node import machine, train_step
 from jaxtrain.step.resume import markdown as resume_table
 from jaxtrain.step.validate import validate
 from jaxtrain.train import parity_layouts
@@ -288,7 +288,7 @@ SOURCES: dict[str, Callable[[], float] | str] = {
     "attention.md: 2.07 GiB": recorded("attention_kernels.md"),
     "benchmarks.md: 100 GiB": lambda: gpu_items.HALF_GIB,
     "checkpoints.md: 4 GiB": lambda: arrays.WRITE_BYTES / GIB,
-    "cluster.md: 480 GB/s": lambda: boards.BOARDS["H200 SXM"].all_reduce or 0,
+    "cluster.md: 480 GB/s": lambda: machine.BOARDS["H200 SXM"].all_reduce or 0,
     "concepts.md: 1,979 TFLOP/s": lambda: 2 * H200.bf16,
     "first_gpu_run.md: 6 GiB": lambda: hardware.RESERVE_GIB,
     "memory.md: 131 GiB": a_parameter("llama3_70b", 16, 8),
