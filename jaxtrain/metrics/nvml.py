@@ -3,7 +3,6 @@
 `nvml` is pynvml, or an object with the same functions. A reading is None if the driver does not report it.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -22,7 +21,6 @@ THROTTLING = {
     0x400: "reliability",
 }
 ALL_LINKS = 0xFFFFFFFF  # scope of an NVLink counter: the sum over all links of the GPU (nvml.h)
-NVLINKS = 18  # most NVLinks of a GPU (Hopper, Blackwell)
 MUTE = 3  # consecutive samples without any answer, after which a GPU counts as lost; a single one may be a driver problem
 # Type of a value (nvmlValueType_t) -> its member of NVML's union of values.
 MEMBERS = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
@@ -88,21 +86,6 @@ class Card:
             raise Lost(f"answers none of the driver's questions ({self._refused})")
         return None
 
-    def facts(self) -> dict[str, Any]:
-        """Return name, ids, limits and links of the GPU. Raises Lost."""
-        nvml = self._nvml
-        return {
-            "name": self._ask(nvml.nvmlDeviceGetName, text),
-            "uuid": self._ask(nvml.nvmlDeviceGetUUID, text),
-            "pci": self._ask(nvml.nvmlDeviceGetPciInfo, lambda found: text(found.busId)),
-            "power_limit_w": self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, lambda mw: mw / 1e3),
-            "power_limit_default_w": self.default_limit_w,
-            "max_sm_clock_mhz": self._ask(nvml.nvmlDeviceGetMaxClockInfo, int, nvml.NVML_CLOCK_SM),
-            "max_memory_clock_mhz": self._ask(nvml.nvmlDeviceGetMaxClockInfo, int, nvml.NVML_CLOCK_MEM),
-            "ecc": self._ask(nvml.nvmlDeviceGetEccMode, lambda modes: bool(modes[0])),  # (current, after a restart)
-            "nvlinks": sum(self._ask(nvml.nvmlDeviceGetNvLinkState, int, link) == 1 for link in range(NVLINKS)),
-        }
-
     def _ask(self, question: Callable[..., Any], reading: Callable[[Any], Any], *args: Any) -> Any:
         """Return the result of an NVML function, converted by `reading`; None if the call fails. Raises Lost for a lost GPU."""
         try:
@@ -121,26 +104,6 @@ class Card:
             return None
         sent, received = (getattr(value.value, MEMBERS[value.valueType]) for value in values)
         return int(sent), int(received)
-
-
-def machine(nvml: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the facts of each GPU of this node, and the versions `driver` and `driver_cuda`; both empty without a driver.
-
-    The facts of a GPU that the driver cannot reach are `index` and `lost`.
-    """
-    gpus: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
-    with contextlib.suppress(nvml.NVMLError), contextlib.ExitStack() as stack:
-        nvml.nvmlInit()
-        stack.callback(nvml.nvmlShutdown)
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        versions = {"driver": text(nvml.nvmlSystemGetDriverVersion()), "driver_cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            try:
-                gpus.append({"index": index, **Card(nvml, nvml.nvmlDeviceGetHandleByIndex(index)).facts()})
-            except (nvml.NVMLError, Lost):
-                gpus.append({"index": index, "lost": True})
-    return gpus, versions
 
 
 def text(value: bytes | str) -> str:

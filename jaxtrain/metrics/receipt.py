@@ -29,11 +29,15 @@ from jaxtrain.config import environment, installed
 from jaxtrain.config.hardware import HOST_LIMIT, host_gib
 from jaxtrain.config.launch import REPO
 from jaxtrain.config.schema import Data, RunConfig, to_dict
-from jaxtrain.metrics import files, goodput, nvml
+from jaxtrain.metrics import files, goodput, gpu_facts
 from jaxtrain.runtime import provenance
 
 NAME = "receipt.json"
 FORMAT = 4
+OF_A_GPU = (  # facts of a GPU (gpu_facts.py)
+    *("name", "uuid", "pci", "ecc", "nvlinks", "power_limit_w", "power_limit_default_w", "max_sm_clock_mhz"),
+    "max_memory_clock_mhz",
+)
 FIX = "Fix: name the folder of another run (--workdir of training), such as runs/tiny."
 # Fields that stay of an earlier attempt.
 SUMMARY = ("id", "attempt", "started", "ended", "exit_code", "reason", "command", "resumed_from_step", "origin", "changed")
@@ -85,7 +89,9 @@ class Receipt:
         if not self._active:
             return ""
         commit, dirty, _ = provenance.checkout(REPO)
-        gpus, driver = nvml.machine(self._driver)
+        node = gpu_facts.read(self._driver, OF_A_GPU)
+        driver = {key: node[name] for key, name in (("driver", "driver"), ("driver_cuda", "cuda")) if name in node}
+        gpus = [{"index": int(i), **gpu} for i, gpu in node.get("gpus", {}).items()]
         versions = {"jaxtrain": installed.VERSION, "python": platform.python_version(), "system": platform.platform()}
         found: dict[str, Any] = {
             **fields,

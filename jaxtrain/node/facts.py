@@ -27,7 +27,6 @@ from typing import Any
 from jaxtrain.config import environment
 from jaxtrain.config.stores import is_bucket
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.metrics.nvml import MEMBERS, text
 from jaxtrain.train.child import run_program
 
 FILE = "facts.json"  # of a recording; its key "base" may name the folder of another one, of which it is a JSON merge patch
@@ -39,7 +38,7 @@ KILLED_S = 1.0  # wait for a killed command to end; a process in a hanging drive
 MAX_CHARACTERS = 4 << 20  # read of a file
 ABSENT = 127  # exit code of a command that does not exist
 TOPOLOGY, BOOST, LOG = "nvidia-smi topo -m", "nvidia-smi boost-slider --list", "dmesg"
-NVML = shlex.join([sys.executable, "-m", "jaxtrain.node.facts"])
+NVML = shlex.join([sys.executable, "-m", "jaxtrain.metrics.gpu_facts"])
 # Variables that are read in addition to those that change a run: scheduler, launcher, libraries, proxies.
 VARIABLES = re.compile(
     r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
@@ -51,8 +50,6 @@ PROXY_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
 PACKAGES = re.compile(r"jax|jaxlib|jax-cuda\w*(-\w+)?|nvidia-[\w-]+")
 DRIVER, DRIVER_GPUS, INFINIBAND = "/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus", "/sys/class/infiniband"
 GOVERNOR, GOVERNOR_DRIVER = (f"/sys/devices/system/cpu/cpu0/cpufreq/scaling_{n}" for n in ("governor", "driver"))
-# NVML_GPU_RECOVERY_ACTION_*, in the words of nvidia-smi
-RECOVERY_ACTIONS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset")
 FILES = (
     *(DRIVER, "/proc/uptime", "/proc/self/status", "/proc/sys/kernel/numa_balancing", "/sys/devices/system/node/online"),
     *(GOVERNOR, GOVERNOR_DRIVER),
@@ -132,7 +129,7 @@ class Facts:
         files: path -> text of a file; a file that cannot be read is left out.
         folders: path -> names in a folder, sorted.
         commands: command -> answer. Of the kernel's log, only the driver's lines.
-        nvml: result of `read_nvml`, or `error` and `hangs` if its process failed.
+        nvml: result of `gpu_facts.read`, or `error` and `hangs` if its process failed.
         measured: rates of the node (node_rates.py), in a recording.
     """
 
@@ -167,11 +164,12 @@ class Facts:
 def read_recording(folder: Path) -> Facts:
     """Return the facts that a recording has. Raises RecordingError."""
     chain: list[dict[str, Any]] = []
-    at = folder
+    at, base = folder, "."
     try:
-        while not chain or (base := chain[-1].pop("base", "")):
-            at = (at / base).resolve() if chain else folder
+        while base:
+            at = at / base
             chain.append(json.loads((at / FILE).read_text(encoding="utf-8")))
+            base = chain[-1].pop("base", "")
             if len(chain) > MAX_BASES:
                 raise ValueError(f"bases form a chain of more than {MAX_BASES} recordings, or a circle")
         merged = functools.reduce(merge_patch, reversed(chain), {})
@@ -298,152 +296,3 @@ def _disk(path: Path, mountinfo: str) -> Disk:
             mount, kind = point, after[0]
     scale = size.f_frsize / 2**30
     return Disk(str(path), round(size.f_blocks * scale, 2), round(size.f_bavail * scale, 2), kind)
-
-
-# ---- GPUs, by NVML
-
-
-def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
-    memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)  # `used` of the first version has the driver's own memory
-    return {"total_gib": memory.total / 2**30, "used_gib": memory.used / 2**30}
-
-
-def _processes(nvml: Any, gpu: Any) -> list[str]:
-    found = []
-    for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
-        try:
-            name = text(nvml.nvmlSystemGetProcessName(process.pid))
-        except nvml.NVMLError:  # of another container
-            name = "a process"
-        found.append(f"{name} (pid {process.pid})")
-    return sorted(found)
-
-
-def _remapped_rows(nvml: Any, gpu: Any) -> dict[str, int]:
-    return dict(zip(("correctable", "uncorrectable", "pending", "failed"), nvml.nvmlDeviceGetRemappedRows(gpu), strict=True))
-
-
-def _recovery_action(nvml: Any, gpu: Any) -> str:
-    (value,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 0)])
-    if value is None:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    return RECOVERY_ACTIONS[value] if value < len(RECOVERY_ACTIONS) else f"number {value}"
-
-
-def _pcie(nvml: Any, gpu: Any) -> dict[str, int]:
-    return {
-        "width": nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
-        "max_width": nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
-        "gen": nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
-        "max_gen": nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
-    }
-
-
-def _fabric(nvml: Any, gpu: Any) -> dict[str, str]:
-    info = nvml.c_nvmlGpuFabricInfo_t()
-    nvml.nvmlDeviceGetGpuFabricInfo(gpu, info)
-    if info.state == nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    names = ("Not Started", "In Progress", "Completed")  # NVML_GPU_FABRIC_STATE_*, from 1 on
-    status = "Success" if info.status == nvml.NVML_SUCCESS else str(nvml.NVMLError(info.status))
-    return {"state": names[info.state - 1], "status": status if info.state == len(names) else ""}
-
-
-def _fields(nvml: Any, gpu: Any, fields: list[tuple[int, int]]) -> list[int | None]:
-    """Return the values of NVML's fields; None for a field that the driver refuses. fields: (number, link)."""
-    values = nvml.nvmlDeviceGetFieldValues(gpu, fields)
-    known = (value.nvmlReturn == nvml.NVML_SUCCESS for value in values)
-    return [int(getattr(v.value, MEMBERS[v.valueType])) if ok else None for v, ok in zip(values, known, strict=True)]
-
-
-def _nvlinks(nvml: Any, gpu: Any) -> list[float]:
-    """Return GB/s of each link, 0 if it is down; empty if the GPU has no links."""
-    (count,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
-    links = range(count or 0)
-    state, speed = nvml.NVML_FI_DEV_NVLINK_GET_STATE, nvml.NVML_FI_DEV_NVLINK_GET_SPEED
-    values = _fields(nvml, gpu, [(field, link) for field in (state, speed) for link in links]) if links else []
-    return [(values[len(links) + link] or 0) / 1e3 if values[link] == 1 else 0.0 for link in links]
-
-
-def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
-    """Return kind of error -> link -> count, without zeros."""
-    kinds = {"recovery": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, "replay": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY}
-    kinds["CRC"] = nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC
-    links = range(len(_nvlinks(nvml, gpu)))
-    values = _fields(nvml, gpu, [(field, link) for field in kinds.values() for link in links]) if links else []
-    if all(value is None for value in values):
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    by_kind = {kind: values[i * len(links) : (i + 1) * len(links)] for i, kind in enumerate(kinds)}
-    return {kind: {str(link): n for link, n in enumerate(each) if n} for kind, each in by_kind.items() if any(each)}
-
-
-# Name of a fact -> its reading.
-READINGS: dict[str, Callable[[Any, Any], Any]] = {
-    "name": lambda nvml, gpu: text(nvml.nvmlDeviceGetName(gpu)),
-    "uuid": lambda nvml, gpu: text(nvml.nvmlDeviceGetUUID(gpu)),
-    "pci": lambda nvml, gpu: text(nvml.nvmlDeviceGetPciInfo(gpu).busId),
-    "compute_capability": lambda nvml, gpu: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
-    "memory": _memory,
-    "processes": _processes,
-    "mig": lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
-    "ecc_uncorrected": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
-        gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    ),
-    "remapped_rows": _remapped_rows,
-    "recovery_action": _recovery_action,
-    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1e3,
-    "power_limit_enforced_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-    "power_limit_default_w": lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
-    "max_sm_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
-    "application_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetApplicationsClock(gpu, nvml.NVML_CLOCK_GRAPHICS),
-    "default_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetDefaultApplicationsClock(gpu, nvml.NVML_CLOCK_GRAPHICS),
-    # The older of two names of this function. All drivers support it.
-    "clock_reasons": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
-    "pcie": _pcie,
-    "fabric": _fabric,
-    "nvlink_gb_s": _nvlinks,
-    "nvlink_errors": _nvlink_errors,
-}
-
-
-def read_nvml(nvml: Any) -> dict[str, Any]:
-    """Return {"driver": its version, "gpus": {NVML's index: facts}}, or {"error": reason, "library": whether there is one}.
-
-    The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. Of a GPU
-    that the driver cannot reach, they are `error`, and `reset`: whether a reset mends it.
-
-    Args:
-        nvml: pynvml, or an object with the same functions.
-    """
-    try:
-        nvml.nvmlInit()
-        gpus = {str(i): _read_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())}
-        gpus = {i: gpu for i, gpu in gpus.items() if gpu}
-        return {"driver": text(nvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
-    except nvml.NVMLError as error:
-        return {"error": f"NVML: {error}", "library": error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND}
-
-
-def _read_gpu(nvml: Any, index: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    refused: dict[str, str] = {}
-    try:
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        for name, read in READINGS.items():
-            try:
-                facts[name] = read(nvml, gpu)
-            except nvml.NVMLError as error:
-                if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
-                    raise
-                refused[name] = str(error)
-    except nvml.NVMLError as error:
-        if error.value == nvml.NVML_ERROR_NO_PERMISSION:  # a GPU of another job or container
-            return {}
-        return {"error": str(error), "reset": error.value == nvml.NVML_ERROR_RESET_REQUIRED}
-    return facts | {"refused": refused}
-
-
-if __name__ == "__main__":
-    import pynvml
-
-    print(json.dumps(read_nvml(pynvml)))

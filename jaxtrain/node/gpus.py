@@ -244,12 +244,12 @@ def xid(c: Context) -> Verdict:
     fix="sudo nvidia-smi -i N -pl WATTS, with the GPU's own limit; find what lowered it (a power policy of the rack, a "
     "container host).",
 )
-@each_gpu("power_limit_w")
+@each_gpu("power_limit_set_w")
 def power_limit(c: Context, row: Row) -> Verdict | None:
-    limit, default = row["power_limit_w"], row.get("power_limit_default_w")
+    limit, default = row["power_limit_set_w"], row.get("power_limit_default_w")
     if default is None:
         return None
-    held = row.get("power_limit_enforced_w", limit)
+    held = row.get("power_limit_w", limit)
     if limit < POWER_SHARE * default:
         return fault(f"{limit:.0f} W of {default:.0f}")
     built_so = "Nothing, if it is built so."
@@ -290,11 +290,11 @@ def vboost(c: Context) -> Verdict | None:
     why="A lowered clock lowers every rate in proportion, and one slow GPU slows all of them.",
     fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
 )
-@each_gpu("max_sm_mhz")
+@each_gpu("max_sm_clock_mhz")
 def clocks(c: Context, row: Row) -> Verdict:
-    offered, now, default = row["max_sm_mhz"], row.get("application_mhz"), row.get("default_mhz")
+    offered, now, default = row["max_sm_clock_mhz"], row.get("application_clock_mhz"), row.get("default_clock_mhz")
     known = c.board.sm_mhz if c.board else None
-    highest = known or max(each.get("max_sm_mhz", 0) for each in c.gpus.rows)
+    highest = known or max(each.get("max_sm_clock_mhz", 0) for each in c.gpus.rows)
     if offered < (1 if known else CLOCK_SHARE) * highest:
         return fault(f"offers {offered:.0f} MHz of {highest:.0f}")
     if now and default and now < default:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config import hardware
 from jaxtrain.node.facts import DRIVER, DRIVER_GPUS, TOPOLOGY, Facts
 
-Row = Mapping[str, Any]  # facts of a GPU (facts.READINGS), and `index`
+Row = Mapping[str, Any]  # facts of a GPU (gpu_facts.READINGS), and `index`
 SWITCH, BRIDGE = "switch", "bridge"
 
 

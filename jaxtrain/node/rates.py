@@ -105,7 +105,7 @@ def under_load(c: Context) -> Verdict | None:
         return None
     if not (samples := c.measured.get("under_load")):
         return reason(c, "under_load", "gemm_tflops")
-    highest = {row["index"]: row.get("max_sm_mhz") for row in c.gpus.rows}
+    highest = {row["index"]: row.get("max_sm_clock_mhz") for row in c.gpus.rows}
     return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), c.board) for gpu in samples}, "")
 
 

@@ -16,8 +16,9 @@ from nodes import H200, a_plain_environment, faults  # noqa: F401
 from played_nvml import Gpu, Nvml
 
 from jaxtrain.commands import preflight as command
+from jaxtrain.metrics import gpu_facts
 from jaxtrain.node import facts
-from jaxtrain.node.facts import BOOST, LOG, TOPOLOGY, Answer, read_facts, read_nvml, read_recording
+from jaxtrain.node.facts import BOOST, LOG, TOPOLOGY, Answer, read_facts, read_recording
 from jaxtrain.report.preflight import NOTE, OK
 
 REPO = Path(__file__).parents[2]
@@ -106,15 +107,15 @@ def test_the_process_that_reads_nvml():
 
 
 def test_every_fact_of_a_gpu():
-    found = read_nvml(Nvml(Gpu(ecc=2, action=4, used=2**30)))
+    found = gpu_facts.read(Nvml(Gpu(ecc=2, action=4, used=2**30)))
     (gpu,) = found["gpus"].values()
-    assert found["driver"] == "580.65.06" and set(gpu) == {*facts.READINGS, "refused"} and not gpu["refused"]
+    assert found["driver"] == "580.65.06" and set(gpu) == {*gpu_facts.READINGS, "refused"} and not gpu["refused"]
     assert gpu["memory"] == {"total_gib": 141.0, "used_gib": 1.0} and gpu["processes"] == [
         "a process (pid 8)",
         "python3 (pid 7)",
     ]
-    assert (gpu["power_limit_w"], gpu["power_limit_enforced_w"], gpu["power_limit_default_w"]) == (650, 700, 700)
-    assert (gpu["max_sm_mhz"], gpu["application_mhz"], gpu["default_mhz"]) == (1980, 1755, 1980)
+    assert (gpu["power_limit_set_w"], gpu["power_limit_w"], gpu["power_limit_default_w"]) == (650, 700, 700)
+    assert (gpu["max_sm_clock_mhz"], gpu["application_clock_mhz"], gpu["default_clock_mhz"]) == (1980, 1755, 1980)
     assert (gpu["mig"], gpu["ecc_uncorrected"], gpu["recovery_action"]) == (False, 2, "Drain and Reset")
     assert gpu["remapped_rows"] == {"correctable": 4, "uncorrectable": 1, "pending": 0, "failed": 0}
     assert gpu["pcie"] == {"width": 8, "max_width": 16, "gen": 1, "max_gen": 5}
@@ -125,23 +126,23 @@ def test_every_fact_of_a_gpu():
 
 def test_what_a_driver_refuses_is_left_out():
     wanted = frozenset({"nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues"})
-    gpu = read_nvml(Nvml(Gpu(broken=wanted, fabric=pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)))["gpus"]["0"]
-    left_out = {"remapped_rows", "fabric", "recovery_action", "nvlink_gb_s", "nvlink_errors"}
+    gpu = gpu_facts.read(Nvml(Gpu(broken=wanted, fabric=pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)))["gpus"]["0"]
+    left_out = {"remapped_rows", "fabric", "recovery_action", "nvlinks", "nvlink_gb_s", "nvlink_errors"}
     assert set(gpu["refused"]) == left_out and not left_out & set(gpu) and "Not Supported" in gpu["refused"]["fabric"]
-    alone = read_nvml(Nvml(Gpu(links=0)))["gpus"]["0"]
+    alone = gpu_facts.read(Nvml(Gpu(links=0)))["gpus"]["0"]
     assert alone["nvlink_gb_s"] == [] and set(alone["refused"]) == {"nvlink_errors"}
 
 
 def test_gpus_that_the_driver_does_not_reach():
     """Of a GPU in another job's hands nothing is told."""
     states = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_NO_PERMISSION)
-    found = read_nvml(Nvml(Gpu(), *(Gpu(lost=True, error=error) for error in states)))["gpus"]
+    found = gpu_facts.read(Nvml(Gpu(), *(Gpu(lost=True, error=error) for error in states)))["gpus"]
     assert {i: (bool(gpu.get("error")), gpu.get("reset")) for i, gpu in found.items()} == {
         "0": (False, None),
         "1": (True, False),
         "2": (True, True),
     }
-    assert read_nvml(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "library": True}
+    assert gpu_facts.read(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "library": True}
 
 
 def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):

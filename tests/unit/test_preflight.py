@@ -188,12 +188,12 @@ DEGREES = [
     (gpus(name="Mystery", pcie={"width": 8}), "PCIe", NOTE, "x8 of x16"),
     (gpus(3, name="Mystery", pcie={"width": 4}), "GPU model", FAULT, "7 x NVIDIA H200"),
     (refused("ecc_uncorrected"), "ECC", UNKNOWN, ""),
-    (gpus(max_sm_mhz=1755), "clocks", FAULT, "1755 MHz of 1980"),
-    (gpus(0, name="Mystery", max_sm_mhz=1900), "clocks", OK, "1900"),
-    (gpus(0, name="Mystery", max_sm_mhz=1700), "clocks", FAULT, "GPU0: offers 1700 MHz of 1980"),
+    (gpus(max_sm_clock_mhz=1755), "clocks", FAULT, "1755 MHz of 1980"),
+    (gpus(0, name="Mystery", max_sm_clock_mhz=1900), "clocks", OK, "1900"),
+    (gpus(0, name="Mystery", max_sm_clock_mhz=1700), "clocks", FAULT, "GPU0: offers 1700 MHz of 1980"),
     (gpus(name="NVIDIA H200 Mystery"), "topology", OK, "NV18"),
-    (gpus(power_limit_w=650, power_limit_default_w=650), "power limit", NOTE, "700"),
-    (gpus(name="Mystery", power_limit_enforced_w=500), "power limit", NOTE, "500"),
+    (gpus(power_limit_set_w=650, power_limit_default_w=650), "power limit", NOTE, "700"),
+    (gpus(name="Mystery", power_limit_w=500), "power limit", NOTE, "500"),
     (some_gpus(4), "GPU count", NOTE, "4 of 8"),  # parts of a board are what schedulers hand out
     (environ(SLURM_GPUS_ON_NODE="16"), "GPU count", FAULT, "16"),
     (gpus(memory={"used_gib": 4.0}), "memory in use", NOTE, "4.0 GiB"),  # a run leaves 6 GiB free

@@ -250,7 +250,7 @@ BUGS = (
     ),
     Bug(
         "preflight: an error of a link is one of the first link",
-        "jaxtrain/node/facts.py",
+        "jaxtrain/metrics/gpu_facts.py",
         "values[i * len(links) : (i + 1) * len(links)]",
         "values[: len(links)]",
         "proofs/test_node_facts.py -k every_fact",

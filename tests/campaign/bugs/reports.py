@@ -258,7 +258,13 @@ BUGS = (
         "a.losses[step] != b.losses[step]",
         UNIT["receipt"],
     ),
-    Bug("nvml: a lost GPU ends the receipt", NVML, "except (nvml.NVMLError, Lost):", "except Lost:", UNIT["receipt"]),
+    Bug(
+        "nvml: a lost GPU ends the receipt",
+        "jaxtrain/metrics/gpu_facts.py",
+        "if error.value == nvml.NVML_ERROR_NO_PERMISSION:\n            return {}\n",
+        "if error.value == nvml.NVML_ERROR_NO_PERMISSION:\n            return {}\n        raise\n",
+        UNIT["receipt"],
+    ),
     # Reports and pages
     Bug("report: a run that hangs is alive", RUN, "self.silent_s < QUIET_S", "self.silent_s > -QUIET_S", UNIT["report"]),
     Bug(
