@@ -179,7 +179,7 @@ def test_a_crash_is_told_in_its_own_words(monkeypatch, tmp_path):
     found = node_rates.measure({}, 300.0, on_cpu=True)
     words = found["failed"]["process"]
     assert "-11" in words and "NCCL WARN unhandled cuda error" in words
-    assert found["gemm_tflops"] == [7.0] and found["left_out"]["h2d_gb_s"] == words
+    assert found["gemm_tflops"] == [7.0] and found["left_out"]["hbm_gb_s"] == words
 
 
 def test_it_ends_with_the_process_that_asked(tmp_path, monkeypatch):

@@ -255,12 +255,10 @@ def load(**gpu) -> dict[str, list]:
 RATES = [
     # The normal rate is 480 with sums in the switches and 370 without. A rate between them is no fault.
     *(({"all_reduce_bus_gb_s": rate}, "all-reduce", s, "") for rate, s in ((400, OK), (380, NOTE), (300, NOTE), (290, FAULT))),
-    *(({"reduce_scatter_bus_gb_s": rate}, "reduce-scatter", state, "") for rate, state in ((300, OK), (290, FAULT))),
     *(({"gemm_tflops": [700.0] * 7 + [last]}, "GEMM", state, "") for last, state in ((640.0, OK), (620.0, FAULT))),
     ({"gemm_tflops": [400.0] * 8}, "GEMM", FAULT, ""),  # all GPUs are alike, and all are below half of the peak
     # The slower of two, although it lowers their median. GPUs are named by nvidia-smi's index.
     ({"gpus": [5, 2], "gemm_tflops": [700.0, 600.0]}, "GEMM", FAULT, "GPU2 600 (-14%)"),
-    *(({"h2d_gb_s": [50.0] * 7 + [last]}, "host to device", state, "") for last, state in ((26.0, OK), (24.0, FAULT))),
     ({"disk": {"data": {"read_gb_s": 0.01}}}, "disk rates", FAULT, ""),  # a local disk
     ({"disk": {"checkpoints": {"write_gb_s": 0.04, "read_gb_s": 1.0}}}, "disk rates", NOTE, ""),  # slow for the moment
     ({"disk": {"cache": {"write_gb_s": 0.04, "read_gb_s": 1.0}}}, "disk rates", OK, ""),

@@ -145,9 +145,9 @@ BUGS = (
     ),
     Bug(
         "bench: a bound is the smaller of the two",
-        "jaxtrain/node/kernels.py",
-        "bound = max(work.flop",
-        "bound = min(work.flop",
+        "jaxtrain/node/measure.py",
+        "return max(self.flop",
+        "return min(self.flop",
         "proofs/test_bench.py -k floors",
     ),
     Bug(
