@@ -61,10 +61,10 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
         for shape, weight in sizes.gemms:
             for dtype in ("bf16", "fp8") if weight >= 1 else ("bf16",):  # the head, with a weight below 1, is never in FP8
                 found.append(take(micro.gemm(shape, dtype, [first], weight)))
-        for forward, both in attention(first, sizes):
-            found.append(take(forward))
-            found.append(take(both).minus(found[-1], "attention backward"))
-        found += [take(work) for work in (micro.memory([first], sizes), *micro.host(first, sizes))]
+        forward, both = map(take, attention(first, sizes))
+        found += [forward, both.minus(forward, "attention backward")]
+        found.append(take(micro.memory([first], sizes)))
+        found += [take(micro.host(first, sizes, to_host)) for to_host in (True, False)]
     if len(devices) > 1:
         found += [take(micro.collective(kind, devices, sizes.collective_mib * 2**20, sizes)) for kind in COLLECTIVES]
         empty = take(micro.collective("", devices, 128 * len(devices), sizes))
@@ -73,26 +73,21 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     return found
 
 
-def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
-    """Return both passes of the kernel that `attention.impl=auto` chooses, without and with support for packed documents.
+def attention(device: Any, sizes: Sizes) -> tuple[Work, Work]:
+    """Return both passes of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    The rates are those of the packed form, as in training, if cuDNN has it; else those of the other form, so one of the forms
-    has the weight 0. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes are then timed
-    for one part, since a plan counts slicing and joining as memory traffic.
+    If cuDNN supports packed sequences, the kernel is compiled for them, as in training. cuDNN's backward pass may run in parts
+    of the batch and heads (cudnn.part_of). Both passes are then timed for one part, since a plan counts slicing and joining as
+    memory traffic.
     """
     B, T, N, K, H = sizes.attention
-    specs = [Spec(H, "bf16", False, 1), Spec(H, "bf16", True, 32)]
-    names = [support.choose("auto", [(spec, T)], Hardware.of(device))[0] for spec in specs]
-    found = []
-    for spec, name in zip(specs, names, strict=True):
-        shape = sizes.attention
+    packed, plain = Spec(H, "bf16", True, max_segments=32), Spec(H, "bf16", False, max_segments=1)
+    for spec in (packed, plain):
+        name, _ = support.choose("auto", [(spec, T)], Hardware.of(device))
         if name == "cudnn":
             rows, heads = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if spec.packed else 1)
-            shape = (rows, T, heads, max(1, heads * K // N), H)
-        weight = float(spec.packed == (names[1] == "cudnn"))
-        forward, both = (dataclasses.replace(work, weight=weight) for work in micro.attention(device, name, spec, shape))
-        found.append((forward, both))
-    return found
+            return micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H))
+    return micro.attention(device, name, plain, sizes.attention)
 
 
 def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
@@ -149,7 +144,7 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
     sheet = rates.datasheet(gpu, "bf16")
     limits, measured, failed = {}, {}, []
     for key, (kinds, unit) in MEASURED.items():
-        chosen = [r for r in readings if r.work.kind in kinds and r.work.weight and not r.work.unable]
+        chosen = [r for r in readings if r.work.kind in kinds and not r.work.unable]
         if any(r.failed for r in chosen):
             failed.append(key)
         elif chosen:

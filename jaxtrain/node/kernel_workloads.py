@@ -28,7 +28,6 @@ from jaxtrain.step.loss import LossSpec, cross_entropy
 
 NO_SCORES = 1024  # tokens; for longer sequences the reference attention is not timed, since it stores all scores
 PRODUCTS = ("over D", "over F", "outer")
-DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # einsum of the dense matmul with the same FLOPs
 LOADS = ("even", "uneven")
 
 
@@ -120,34 +119,28 @@ def gemm(device: Any, sizes: Sizes) -> Iterator[Work]:
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, each for both `loads`.
 
-    For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
+    For comparison, matmuls in which all rows have one expert are also yielded. They have the same FLOPs.
     """
     n = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
     impl = choose("auto", attention_table.Hardware.of(device), n.compute == jnp.float32)
 
-    def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:
+    def body(which: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants
         return chain(a, product(impl, which, a, b, sizes_E, n.reduce, n.precision))
 
-    def by_one(which: str, b: jax.Array, a: jax.Array) -> jax.Array:
-        return chain(a, jnp.einsum(DENSE[which], a, b, preferred_element_type=n.compute))
-
-    def prepare(which: str, shape: Sequence[int], sizes_E: list[int] | None) -> Loop:
-        if sizes_E is None:
-            a, b = operands(which, shape, tuple(shape[2:]), n.compute)
-            return functools.partial(by_one, which), b, a
-        a, b = operands(which, shape, tuple(shape[1:]), n.compute)
-        return functools.partial(by_expert, which), (b, jnp.array(sizes_E, jnp.int32)), a
+    def prepare(which: str, shape: Sequence[int], sizes_E: list[int]) -> Loop:
+        a, b = operands(which, shape, n.compute)
+        return functools.partial(body, which), (b, jnp.array(sizes_E, jnp.int32)), a
 
     for shape in sizes.experts:
         R, E, D, F = shape
-        of = f"{R:,} x {D:,} x {F:,}"
+        yield dataclasses.replace(measure.gemm((R, D, F), "bf16", [device]), kind="experts dense")
         for which in PRODUCTS:
-            for load in ("dense", *LOADS):
-                sizes_E = None if load == "dense" else loads(load, R, E)
+            for load in LOADS:
+                sizes_E = loads(load, R, E)
                 # The weight of an expert without tokens is not read, but its gradient is written.
-                weights = 1 if sizes_E is None else E if which == "outer" else sum(map(bool, sizes_E))
-                what = f"{of}, dense" if sizes_E is None else f"{of}, {E} experts {load}"
+                weights = E if which == "outer" else sum(map(bool, sizes_E))
+                what = f"{R:,} x {D:,} x {F:,}, {E} experts {load}"
                 moved = 2.0 * (R * (D + F) + weights * D * F)
                 make = functools.partial(prepare, which, shape, sizes_E)
                 yield Work(f"experts {which}", what, 2.0 * R * D * F, moved, make)
@@ -178,11 +171,11 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
     return grouped.times(impl, a, b, sizes_E, which[-1], precision)
 
 
-def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; for "outer" b is (R, F)."""
-    R, _, D, F = shape
+def operands(which: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:
+    """Return random (a, b) for `product`. shape: (R, E, D, F)."""
+    R, E, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
-    return a, normal(1, (R, F) if which == "outer" else weight, dtype)
+    return a, normal(1, (R, F) if which == "outer" else (E, D, F), dtype)
 
 
 WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work]]] = {

@@ -62,9 +62,9 @@ def make_row(reading: "Reading", gpu: hardware.Gpu | None) -> dict[str, Any]:
         "seconds_a_call": seconds,
         "spread": reading.spread,
         "bound_s": bound,
-        "of_bound": bound / seconds if bound and seconds else None,
-        "tflops": work.flop / seconds / 1e12 if seconds else None,
-        "gb_s": work.bytes / seconds / 1e9 if seconds else None,
+        "of_bound": bound / seconds if bound else None,
+        "tflops": work.flop / seconds / 1e12,
+        "gb_s": work.bytes / seconds / 1e9,
     }
 
 

@@ -99,38 +99,22 @@ TINY = Sizes(  # for tests on CPUs: every program runs, but the figures have no 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A piece of work for timing.
-
-    Attributes:
-        kind, what: the first two cells of its table row.
-        flop: FLOPs of one call.
-        bytes: bytes that one call moves over the link `over`.
-        prepare: creates the operands and returns (body, constants, state) for `looped`.
-        calls: calls in one iteration of the loop.
-        dtype: dtype of the operands. The lower bound of the time uses the GPU's peak FLOP/s in this dtype.
-        over: "memory", "host" or "NVLink".
-        devices: devices that work independently of each other, each with its own time; empty if there is one time.
-        rounds: iterations of the timed program; 0: as many as `Sizes` allows.
-        looped: whether the timed program is a loop. If not, it is one call of `body`.
-        message: bytes of a collective's global array.
-        weight: share among the work of its kind, such as matmuls of this shape in a layer.
-        unable: reason why it cannot be timed here.
-    """
+    """A piece of work for timing."""
 
     kind: str
-    what: str
-    flop: float
-    bytes: float
-    prepare: Callable[[], Loop]
-    calls: int = 1
-    dtype: str = "bf16"
-    over: str = "memory"
-    devices: Sequence[Any] = ()
-    rounds: int = 0
-    looped: bool = True
-    message: float = 0.0
-    weight: float = 1.0
-    unable: str = ""
+    what: str  # shapes or sizes
+    flop: float  # FLOPs of one call
+    bytes: float  # bytes that one call moves over the link `over`
+    prepare: Callable[[], Loop]  # creates the operands
+    calls: int = 1  # in one iteration of the loop
+    dtype: str = "bf16"  # of the operands; the lower bound of the time uses the GPU's peak FLOP/s in this dtype
+    over: str = "memory"  # or "host", "NVLink"
+    devices: Sequence[Any] = ()  # they work independently of each other, each with its own time; empty: there is one time
+    rounds: int = 0  # iterations of the timed program; 0: as many as `Sizes` allows
+    looped: bool = True  # if not, the timed program is one call of `body`
+    message: float = 0.0  # bytes of a collective's global array
+    weight: float = 1.0  # share among the work of its kind, such as matmuls of this shape in a layer
+    unable: str = ""  # reason why it cannot be timed here
 
     @property
     def amount(self) -> float:
@@ -187,9 +171,11 @@ def time_work(work: Work, sizes: Sizes, watch: AbstractContextManager[Any] | Non
         jax.block_until_ready(run(constants, state))  # compile before `watch` is entered
     with watch or contextlib.nullcontext():
         taken = timed(run, constants, state, sizes=sizes, devices=work.devices)
-    medians = [statistics.median(each) for each in taken]
-    spreads = [(max(each) - min(each)) / median for each, median in zip(taken, medians, strict=True)]
-    return [Reading(work, m / (rounds * work.calls), spread) for m, spread in zip(medians, spreads, strict=True)]
+    found = []
+    for seconds in taken:
+        median = statistics.median(seconds)
+        found.append(Reading(work, median / (rounds * work.calls), (max(seconds) - min(seconds)) / median))
+    return found
 
 
 def try_work(work: Work, sizes: Sizes) -> list[Reading]:
@@ -273,6 +259,12 @@ def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Seque
     return jax.jit(functools.partial(normal, seed, whole, dtype), out_shardings=sharded_over(devices))()
 
 
+def manual(body: Callable[..., Any], devices: Sequence[Any], constants: P, state: P) -> Callable[..., Any]:
+    """Return a body for `looped` that runs `body` on each device with the device's own shards. The specs are for shards."""
+    mesh = sharded_over(devices).mesh
+    return jax.shard_map(body, mesh=mesh, in_specs=(constants, state), out_specs=state, check_vma=False)
+
+
 # ---- matmuls
 
 
@@ -287,30 +279,41 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any], weight
     """
     M, K, N = shape
     # An iteration has several small matmuls, so that the dependency between iterations costs little.
-    copies = 3 if max(shape) <= 2048 else 1
-    bf16, e4m3, e5m2 = jnp.bfloat16, fp8.E4M3, fp8.E5M2
-    body, constants, state = {
-        "bf16": (bf16_matmuls, [((K, N), bf16)], [((M, K), bf16)]),
-        "fp8": (
-            fp8_matmuls,
-            [((N, K), e4m3), ((K, N), e4m3), ((N, M), e5m2)],
-            [((M, K), e4m3), ((M, N), e5m2), ((K, M), e4m3)],
-        ),
-    }[dtype]
+    copies, is_fp8, bf16 = 3 if max(shape) <= 2048 else 1, dtype == "fp8", jnp.dtype("bfloat16")
+    value, gradient = (fp8.E4M3, fp8.E5M2) if is_fp8 else (bf16, bf16)
+    constants, state = [((K, N), value)], [((M, K), value)]
+    if is_fp8:  # these matmuls contract the last dimension of both operands, so they need transposed operands
+        constants += [((N, K), value), ((N, M), gradient)]
+        state += [((M, N), gradient), ((K, M), value)]
+
+    def times(a: jax.Array, b: jax.Array) -> jax.Array:
+        if is_fp8:
+            return fp8.multiply(a, jnp.ones(()), b, jnp.ones(()), out=bf16)
+        return jnp.einsum("MK,NK->MN", a, b, preferred_element_type=bf16)
+
+    def body(constants: Sequence[Sequence[jax.Array]], state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (x_MK, *rest), made = state, []
+        for w_KN, *others in constants:
+            if is_fp8:
+                (w_NK, dy_NM), (dy_MN, x_KM) = others, rest
+                made += [times(x_MK, w_NK), times(dy_MN, w_KN), times(x_KM, dy_NM)]
+            else:
+                y_MN = times(x_MK, w_KN.T)
+                made += [times(y_MN, w_KN), times(x_MK.T, y_MN.T)]
+        return tuple(chain(x, *made) for x in state)
 
     def prepare() -> Loop:
-        seeds, spec, mesh = itertools.count(), P(AXIS), sharded_over(devices).mesh
+        seeds = itertools.count()
 
         def arrays(of: Sequence[tuple[tuple[int, int], Any]]) -> tuple[jax.Array, ...]:
             return tuple(normal_on_each(next(seeds), shape, dtype, devices) for shape, dtype in of)
 
-        on_each = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
-        return on_each, [arrays(constants) for _ in range(copies)], arrays(state)
+        return manual(body, devices, P(AXIS), P(AXIS)), [arrays(constants) for _ in range(copies)], arrays(state)
 
     here = attention_table.Hardware.of(devices[0])
     major, minor = here.compute_capability
-    unable = dtype == "fp8" and here.platform != "cpu" and 10 * major + minor < precision.SM
-    each = (2 * (1 if dtype == "fp8" else 2) + 2) / 3  # bytes of an element: two matrices are read, the third is written
+    unable = is_fp8 and here.platform != "cpu" and 10 * major + minor < precision.SM
+    each = (2 * value.itemsize + 2) / 3  # bytes of an element: two matrices are read, the third is written
     return Work(
         f"gemm {dtype}",
         f"{M:,} x {K:,} x {N:,}",
@@ -323,28 +326,6 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any], weight
         weight=weight,
         unable="no 8-bit matmuls here" if unable else "",
     )
-
-
-def bf16_matmuls(constants: Sequence[tuple[jax.Array]], state: tuple[jax.Array]) -> tuple[jax.Array]:
-    """Run the matmuls of `gemm` with each weight of `constants`."""
-    matmul = functools.partial(jnp.einsum, preferred_element_type=jnp.bfloat16)
-    (x_MK,), made = state, []
-    for (w_KN,) in constants:
-        y_MN = matmul("MK,KN->MN", x_MK, w_KN)
-        made += [matmul("MN,KN->MK", y_MN, w_KN), matmul("MK,MN->KN", x_MK, y_MN)]
-    return (chain(x_MK, *made),)
-
-
-def fp8_matmuls(constants: Sequence[Sequence[jax.Array]], state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Run the matmuls of `gemm` in FP8, which contract the last dimension of both operands."""
-
-    def times(a: jax.Array, b: jax.Array) -> jax.Array:
-        return fp8.multiply(a, jnp.ones(()), b, jnp.ones(()), out=jnp.dtype("bfloat16"))
-
-    x_MK, dy_MN, x_KM = state
-    made = [(times(x_MK, w_NK), times(dy_MN, w_KN), times(x_KM, dy_NM)) for w_NK, w_KN, dy_NM in constants]
-    y, dx, dw = zip(*made, strict=True)
-    return chain(x_MK, *dx, *y), chain(dy_MN, *y, *dw), chain(x_KM, *dw, *dx)
 
 
 # ---- attention
@@ -370,20 +351,17 @@ def attention(
         rows = attention_table.Rows(segments_BT, positions_BT, segments_BT, positions_BT)
         prepared = jax.jit(kernel.prepare, static_argnums=1)(rows, spec)
 
-        def forward(constants: Any, q_BTNH: jax.Array) -> jax.Array:
-            k, v, prepared, _ = constants
-            return chain(q_BTNH, kernel.attention(q_BTNH, k, v, prepared, spec))
-
-        def both(constants: Any, q_BTNH: jax.Array) -> jax.Array:
+        def body(constants: Any, q_BTNH: jax.Array) -> jax.Array:
             k, v, prepared, do = constants
-            o, pull = jax.vjp(lambda q, k, v: kernel.attention(q, k, v, prepared, spec), q_BTNH, k, v)
+            attend = functools.partial(kernel.attention, prepared=prepared, spec=spec)
+            if not backward:
+                return chain(q_BTNH, attend(q_BTNH, k, v))
+            o, pull = jax.vjp(attend, q_BTNH, k, v)
             return chain(q_BTNH, o, *pull(do))
 
-        # As in the model, since cuDNN's kernels need a shard_map that is manual over the whole mesh.
-        mesh = Mesh(np.asarray([device]), (AXIS,))
-        body = jax.shard_map(both if backward else forward, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
         k_BSKH, v_BSKH, do_BTNH = normal(0, (B, T, K, H)), normal(1, (B, T, K, H)), normal(2, (B, T, N, H))
-        return body, (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
+        # As in the model, since cuDNN's kernels need a shard_map that is manual over the whole mesh.
+        return manual(body, [device], P(), P()), (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
 
     what = f"{name}{', packed' if spec.packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
     flop, q, kv = 2.0 * B * N * H * T**2 / documents, 2.0 * B * T * N * H, 2.0 * B * T * K * H
@@ -407,17 +385,18 @@ def memory(devices: Sequence[Any], sizes: Sizes) -> Work:
     return Work("memory", f"2 x {sizes.memory_mib} MiB read, 1 written", 0.0, 3.0 * 4 * count, prepare, devices=devices)
 
 
-def host(device: Any, sizes: Sizes) -> tuple[Work, Work]:
-    """Return copies from the device to pinned host memory, and back."""
+def host(device: Any, sizes: Sizes, to_host: bool) -> Work:
+    """Return a copy from the device to pinned host memory, or back."""
     count = sizes.host_mib * 2**20 // 4
-    places = SingleDeviceSharding(device, memory_kind="pinned_host"), SingleDeviceSharding(device)
+    source, target = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind="pinned_host")
+    if not to_host:
+        source, target = target, source
 
-    def prepare(source: Any, target: Any) -> Loop:
+    def prepare() -> Loop:
         return lambda _, x: jax.device_put(x, target), (), jax.device_put(normal(0, (count,), jnp.float32), source)
 
-    there, back = functools.partial(prepare, places[1], places[0]), functools.partial(prepare, *places)
-    copy = Work("host", "device to host", 0.0, 4.0 * count, there, over="host", rounds=1, looped=False)
-    return copy, dataclasses.replace(copy, what="host to device", prepare=back)
+    what = "device to host" if to_host else "host to device"
+    return Work("host", what, 0.0, 4.0 * count, prepare, over="host", rounds=1, looped=False)
 
 
 # ---- collectives
@@ -446,10 +425,8 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
     }[kind]
 
     def prepare() -> Loop:
-        sharding = sharded_over(devices)
-        x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharding)()
-        manual = jax.shard_map(body, mesh=sharding.mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
-        return manual, (), x
+        x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharded_over(devices))()
+        return manual(body, devices, P(), P(AXIS)), (), x
 
     sent = {"": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
     what, rounds = f"{2 * elements / 2**20:,.3g} MiB over {D} devices", sizes.collective_rounds
