@@ -45,7 +45,8 @@ class CalibrationError(ValueError):
 def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] = lambda _: None) -> list[Reading]:
     """Measure kernels on the first device, and collectives over all devices if there are several. Return the readings.
 
-    Times of backward passes and of the messages of the curve are differences of two times.
+    If a measurement fails, its reading has the error, and the next measurement runs. Times of backward passes and of the
+    messages of the curve are differences of two times.
 
     Args:
         report: called with the name of each measurement before the measurement runs.
@@ -60,14 +61,14 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     with jax.default_device(first):
         for shape, weight in sizes.gemms:
             for dtype in ("bf16", "fp8") if weight >= 1 else ("bf16",):  # the head, with a weight below 1, is never in FP8
-                found.append(take(micro.gemm(shape, dtype, [first], weight)))
+                found.append(take(dataclasses.replace(micro.gemm(shape, dtype, [first]), weight=weight)))
         forward, both = map(take, attention(first, sizes))
         found += [forward, both.minus(forward, "attention backward")]
         found.append(take(micro.memory([first], sizes)))
         found += [take(micro.host(first, sizes, to_host)) for to_host in (True, False)]
     if len(devices) > 1:
         found += [take(micro.collective(kind, devices, sizes.collective_mib * 2**20, sizes)) for kind in COLLECTIVES]
-        empty = take(micro.collective("", devices, 128 * len(devices), sizes))
+        empty = take(micro.collective("no collective", devices, 128 * len(devices), sizes))
         by_size = [take(micro.collective("all-gather", devices, mib * 2**20, sizes)) for mib in sizes.curve_mib]
         found += [reading.minus(empty, CURVE) for reading in by_size]
     return found

@@ -1,6 +1,7 @@
 """Time kernels of a train step (node/kernel_workloads.py) and compare them with the lower bound of their time.
 
-The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over its memory bandwidth.
+The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over the bandwidth of its
+memory or link.
 """
 
 import dataclasses

@@ -234,8 +234,8 @@ def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     """Return x with one element that depends on all arrays of `made`, so that the next iteration waits for them.
 
     So XLA removes none of `made` as dead code. The other elements of x keep their random values, since a GPU that multiplies
-    zeros uses less power and runs faster. The optimization barrier prevents XLA from computing only
-    the used elements of `made`.
+    zeros uses less power and runs faster. The optimization barrier prevents XLA from computing only the used elements of
+    `made`.
     """
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
     drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
@@ -268,14 +268,13 @@ def manual(body: Callable[..., Any], devices: Sequence[Any], constants: P, state
 # ---- matmuls
 
 
-def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any], weight: float = 1.0) -> Work:
+def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Work:
     """Return the matmuls (M, K) x (K, N) of training: forward, and the gradients of input and weight. A call is one matmul.
 
     Quantizing the operands of FP8 is not timed, since plans count it separately.
 
     Args:
         dtype: "bf16" or "fp8".
-        weight: see `Work`.
     """
     M, K, N = shape
     # An iteration has several small matmuls, so that the dependency between iterations costs little.
@@ -323,7 +322,6 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any], weight
         calls=3 * copies,
         dtype=dtype,
         devices=devices,
-        weight=weight,
         unable="no 8-bit matmuls here" if unable else "",
     )
 
@@ -409,7 +407,7 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
     time, times 2(n-1)/n for an all-reduce and (n-1)/n for other collectives.
 
     Args:
-        kind: one of COLLECTIVES; "" is the loop without a collective.
+        kind: one of COLLECTIVES, or "no collective", which is the loop alone.
         message: bytes of an all-gather's result, or of each device's operand in a reduce-scatter or all-reduce.
     """
     D = len(devices)
@@ -418,7 +416,7 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
     local = elements if kind in ("reduce-scatter", "all-reduce") else elements // D
     # The all-reduce runs in place, because a chain would make it copy the array. The array is zeros, so the sums stay finite.
     body = {
-        "": lambda _, x: chain(x, x),
+        "no collective": lambda _, x: chain(x, x),
         "all-gather": lambda _, x: chain(x, jax.lax.all_gather(x, AXIS, tiled=True)),
         "reduce-scatter": lambda _, x: chain(x, jax.lax.psum_scatter(x, AXIS, tiled=True)),
         "all-reduce": lambda _, x: jax.lax.psum(x, AXIS),
@@ -428,6 +426,6 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
         x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharded_over(devices))()
         return manual(body, devices, P(), P(AXIS)), (), x
 
-    sent = {"": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
+    sent = {"no collective": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
     what, rounds = f"{2 * elements / 2**20:,.3g} MiB over {D} devices", sizes.collective_rounds
     return Work(kind, what, 0.0, sent, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)
