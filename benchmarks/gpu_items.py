@@ -220,13 +220,13 @@ def try_jax(request: dict[str, Any]) -> dict[str, Any]:
 
         return error(by("cudnn" if on_gpu else "reference"), np.asarray(by("reference"), np.float64))
 
-    sizes = dataclasses.replace(micro.Sizes(), gemm_tflop=30.0, warm_s=0.3, repeats=5, memory_rounds=40)
+    sizes = micro.Sizes(flop=30e12, rounds=40, warm_s=0.3, repeats=5)
 
     def tflops() -> float:
-        return micro.gemm((8192, 8192, 8192), [one], sizes)[0].rate / 1e12
+        return micro.time_work(micro.gemm((8192, 8192, 8192), "bf16", [one]), sizes)[0].rate / 1e12
 
     def tb_s() -> float:
-        return micro.memory([one], sizes)[0].rate / 1e12
+        return micro.time_work(micro.memory([one], sizes), sizes)[0].rate / 1e12
 
     for act in (product, functions, pinned, attention, *((tflops, tb_s, loaded_cudnn) if on_gpu else ())):
         try:
@@ -531,7 +531,7 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
     import jax
 
     from jaxtrain.kernels.attention import Spec
-    from jaxtrain.node.measure import Sizes, attention_loop, looped, timed
+    from jaxtrain.node.measure import Sizes, attention, looped, timed
 
     smoke = request["smoke"]
     shape, iterations = ((1, 128, 4, 2, 16), 2) if smoke else ((1, 8192, 32, 8, 128), 10)
@@ -543,11 +543,12 @@ def time_packing(request: dict[str, Any]) -> dict[str, Any]:
             break
         row = {"kernel": name, "max_segments": segments, "documents": documents}
         spec = Spec(shape[-1], "bf16", segments > 1, segments)
-        body, constants, q_BTNH = attention_loop(one, name, spec, shape, True, documents)
+        _, both = attention(one, name, spec, shape, documents)
+        body, constants, q_BTNH = both.prepare()
         try:
             program: Any = looped(body, iterations)
             step = program.lower(constants, q_BTNH).compile()
-            seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)) / iterations
+            seconds = statistics.median(timed(step, constants, q_BTNH, sizes=sizes)[0]) / iterations
             used = step.memory_analysis()
             row |= {"seconds": seconds, "temp_gib": used.temp_size_in_bytes / 2**30 if used else None}
         except jax.errors.JaxRuntimeError as error:  # the workspace may exceed the memory

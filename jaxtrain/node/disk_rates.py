@@ -44,22 +44,24 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
     """
     folder = existing(folder)
     if not os.access(folder, os.W_OK):
-        return {"write_gb_s": None, "read_gb_s": _read_largest(folder, seconds, size)}
+        with os.scandir(folder) as entries:
+            files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]
+        length, path = max(files, default=(0, ""))
+        if not length:
+            raise Unmeasured(f"{folder} is not writable, and has no file to read")
+        with open(path, "rb", buffering=0) as file:
+            return {"write_gb_s": None, "read_gb_s": _read(file.fileno(), seconds, min(length, size))}
     free = shutil.disk_usage(folder).free
     if free < FREE_FACTOR * size:
         least = FREE_FACTOR * size / 2**30
         raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; the test needs {least:.2f}")
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        handle = file.fileno()
-        written, write_s = _write(handle, seconds / 2, size)
-        _drop_cached(handle)
-        os.lseek(handle, 0, os.SEEK_SET)
-        read, read_s = _read(handle, seconds / 2, written)
-    return {"write_gb_s": written / write_s / 1e9, "read_gb_s": read / read_s / 1e9}
+        write_gb_s = _write(file.fileno(), seconds / 2, size)
+        return {"write_gb_s": write_gb_s, "read_gb_s": _read(file.fileno(), seconds / 2, file.tell())}
 
 
-def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Write random bytes, which no file system can compress. Return (bytes, seconds until all are on the disk)."""
+def _write(handle: int, seconds: float, size: int) -> float:
+    """Write random bytes, which no file system can compress. Return GB/s until all are on the disk."""
     block = memoryview(os.urandom(min(WRITE_BYTES, size)))
     start, written = time.perf_counter(), 0
     while written < size and (not written or time.perf_counter() - start < seconds):
@@ -67,11 +69,19 @@ def _write(handle: int, seconds: float, size: int) -> tuple[int, float]:
         while written < end:
             written += os.write(handle, block[: end - written])
         os.fsync(handle)
-    return written, time.perf_counter() - start
+    return written / (time.perf_counter() - start) / 1e9
 
 
-def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
-    """Read up to `size` bytes from the file's position, for at most about `seconds`. Return (bytes, seconds)."""
+def _read(handle: int, seconds: float, size: int) -> float:
+    """Read up to `size` bytes of a file from the disk, for at most about `seconds`. Return GB/s.
+
+    Raises Unmeasured if the system has no posix_fadvise, which drops a file from the page cache.
+    """
+    advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
+    if advise is None:
+        raise Unmeasured("this system cannot drop a file from its memory, so a read would not measure the disk")
+    advise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(handle, 0, os.SEEK_SET)
     buffer = bytearray(min(WRITE_BYTES, max(size, 1)))
     start, read = time.perf_counter(), 0
     while read < size and time.perf_counter() - start < seconds:
@@ -79,27 +89,4 @@ def _read(handle: int, seconds: float, size: int) -> tuple[int, float]:
         if not count:
             break
         read += count
-    return read, time.perf_counter() - start
-
-
-def _read_largest(folder: Path, seconds: float, size: int) -> float:
-    with os.scandir(folder) as entries:
-        files = [(entry.stat().st_size, entry.path) for entry in entries if entry.is_file()]
-    length, path = max(files, default=(0, ""))
-    if not length:
-        raise Unmeasured(f"{folder} is not writable, and has no file to read")
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _drop_cached(handle)
-        read, read_s = _read(handle, seconds, min(length, size))
-    finally:
-        os.close(handle)
-    return read / read_s / 1e9
-
-
-def _drop_cached(handle: int) -> None:
-    """Drop a file from the page cache. Raises Unmeasured if the system has no posix_fadvise."""
-    advise: Callable[[int, int, int, int], None] | None = getattr(os, "posix_fadvise", None)
-    if advise is None:
-        raise Unmeasured("this system cannot drop a file from its memory, so a read would not measure the disk")
-    advise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    return read / (time.perf_counter() - start) / 1e9

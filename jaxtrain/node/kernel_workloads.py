@@ -7,12 +7,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import hardware
 from jaxtrain.kernels import attention as attention_table
 from jaxtrain.kernels.attention.support import unable
 from jaxtrain.kernels.experts import grouped
@@ -20,7 +19,8 @@ from jaxtrain.kernels.experts.support import choose
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.models.zero import make_zero
-from jaxtrain.node.measure import ATTENTION_BACKWARD, attention_loop, chain, normal
+from jaxtrain.node import measure
+from jaxtrain.node.measure import Loop, Sizes, Work, chain, normal
 from jaxtrain.node.train_step import one_device
 from jaxtrain.optim.optimizer import make_optimizer
 from jaxtrain.sharding import make_placement
@@ -28,87 +28,26 @@ from jaxtrain.step.loss import LossSpec, cross_entropy
 
 NO_SCORES = 1024  # tokens; for longer sequences the reference attention is not timed, since it stores all scores
 PRODUCTS = ("over D", "over F", "outer")
-DENSE = {"over D": "RD,DF->RF", "over F": "RF,DF->RD", "outer": "RD,RF->DF"}  # einsum of the dense matmul with the same FLOPs
 LOADS = ("even", "uneven")
 
-Loop = tuple[Callable[..., Any], Any, Any]  # (body, constants, state) for measure.looped
 
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes of the kernels' operands, and parameters of their timing.
-
-    The defaults are shapes of Llama 3 8B; square matmuls; and experts of Mixtral 8x7B and Qwen3 30B A3B.
-    """
-
-    attention: tuple[int, int, int, int, int] = (1, 8192, 32, 8, 128)  # B, T, N, K, H
-    loss: tuple[int, int, int] = (8192, 4096, 128256)  # T, D, V
-    norm: tuple[int, int] = (16384, 4096)  # T, D
-    optimizer: tuple[int, int, int] = (4, 4096, 14336)  # layers, D, F
-    gemm: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    # (rows, E, D, F) of 8,192 tokens in a layer of Mixtral 8x7B (2 experts per token) and of Qwen3 30B A3B (8 per token).
-    experts: tuple[tuple[int, int, int, int], ...] = ((16384, 8, 4096, 14336), (65536, 128, 2048, 768))
-    flop: float = 50e12  # approximate FLOPs of a timed program
-    rounds: int = 200  # most iterations of a timed program
-    warm_s: float = 0.5
-    repeats: int = 7
-
-
-TINY = Sizes((1, 64, 4, 2, 16), (64, 32, 264), (64, 32), (2, 32, 64), (32, 64), ((64, 4, 32, 64),), 1e6, 2, 0.0, 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A kernel for timing.
-
-    Attributes:
-        kind, what: the first two cells of its table row.
-        flop: FLOPs of one call.
-        bytes: bytes that one call has to read and write.
-        prepare: creates the operands and returns (body, constants, state) for `measure.looped`.
-        calls: calls of the kernel in one iteration of the loop.
-        dtype: dtype of the operands. The lower bound of the time uses the GPU's peak FLOP/s in this dtype.
-    """
-
-    kind: str
-    what: str
-    flop: float
-    bytes: float
-    prepare: Callable[[], Loop]
-    calls: int = 1
-    dtype: str = "bf16"
-
-
-class NotTimed(NamedTuple):
-    """A kernel that cannot be timed here, and the reason."""
-
-    kind: str
-    what: str
-    why: str
-
-
-def attention(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
+def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield every attention kernel, forward and forward+backward, without and with support for packed documents.
 
-    Each sequence is one document, also with that support. FLOPs are those inside the causal mask.
+    Each sequence is one document, also with that support.
     """
-    B, T, N, K, H = sizes.attention
-    flop, q, kv = 2.0 * B * N * H * T**2, 2.0 * B * T * N * H, 2.0 * B * T * K * H
+    T, H = sizes.attention[1], sizes.attention[-1]
     for name in attention_table.IMPLEMENTATIONS:
         for packed in (False, True):
             spec = attention_table.Spec(H, "bf16", packed, max_segments=32 if packed else 1)
-            what = f"{name}{', packed' if packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
             why_not = unable(name, [spec], attention_table.Hardware.of(device))
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
+            forward, both = measure.attention(device, name, spec, sizes.attention)
             if why_not:
-                yield NotTimed("attention", what, why_not)
-                continue
-            loop = functools.partial(attention_loop, device, name, spec, sizes.attention)
-            yield Work("attention forward", what, flop, 2 * q + 2 * kv, functools.partial(loop, False))
-            # Forward and backward read q, k, v, o and do, and write o, dq, dk and dv.
-            moved, flops = 6 * q + 6 * kv, flop * (1 + ATTENTION_BACKWARD)
-            yield Work("attention forward+backward", what, flops, moved, functools.partial(loop, True))
+                yield dataclasses.replace(forward, kind="attention", unable=why_not)
+            else:
+                yield from (forward, both)
 
 
 def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
@@ -170,62 +109,38 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved, prepare)
 
 
-def gemm(device: Any, sizes: Sizes) -> Iterator[Work | NotTimed]:
-    """Yield square matmuls in bfloat16 and FP8 (e4m3). The contracted dimension is the last one of both operands."""
-    gpu = hardware.lookup(device.device_kind)
-    for dtype, kind in {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}.items():
-        if dtype == "fp8" and (device.platform != "gpu" or (gpu and not gpu.fp8)):
-            yield NotTimed("gemm fp8", "", "no 8-bit GEMMs here")
-            continue
-        for n in sizes.gemm:
-            # An iteration has several small matmuls, so that the dependency between iterations costs little.
-            calls = 8 if n <= 2048 else 4 if n <= 8192 else 1
-
-            def body(weights: Sequence[jax.Array], x_MK: jax.Array) -> jax.Array:
-                def multiply(w_NK: jax.Array) -> jax.Array:
-                    dims = (((1,), (1,)), ((), ()))
-                    return jax.lax.dot_general(x_MK, w_NK, dims, preferred_element_type=jnp.bfloat16)
-
-                return chain(x_MK, *map(multiply, weights))
-
-            def prepare(n: int = n, kind: Any = kind, calls: int = calls, body: Any = body) -> Loop:
-                return body, [normal(i + 1, (n, n), kind) for i in range(calls)], normal(0, (n, n), kind)
-
-            moved = (2 * jnp.dtype(kind).itemsize + 2.0) * n * n
-            yield Work(f"gemm {dtype}", f"{n:,} x {n:,} x {n:,}", 2.0 * n**3, moved, prepare, calls, dtype)
+def gemm(device: Any, sizes: Sizes) -> Iterator[Work]:
+    """Yield square matmuls in bfloat16 and FP8."""
+    for dtype in ("bf16", "fp8"):
+        for n in sizes.squares:
+            yield measure.gemm((n, n, n), dtype, [device])
 
 
 def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
     """Yield the grouped matmuls of experts as `moe.impl=auto` computes them on this device, each for both `loads`.
 
-    For comparison, each of PRODUCTS is also yielded as a dense matmul of the same FLOPs, in which all rows have one expert.
+    For comparison, matmuls in which all rows have one expert are also yielded. They have the same FLOPs.
     """
     n = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
     impl = choose("auto", attention_table.Hardware.of(device), n.compute == jnp.float32)
 
-    def by_expert(which: str, constants: Any, a: jax.Array) -> jax.Array:
+    def body(which: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants
         return chain(a, product(impl, which, a, b, sizes_E, n.reduce, n.precision))
 
-    def by_one(which: str, b: jax.Array, a: jax.Array) -> jax.Array:
-        return chain(a, jnp.einsum(DENSE[which], a, b, preferred_element_type=n.compute))
-
-    def prepare(which: str, shape: Sequence[int], sizes_E: list[int] | None) -> Loop:
-        if sizes_E is None:
-            a, b = operands(which, shape, tuple(shape[2:]), n.compute)
-            return functools.partial(by_one, which), b, a
-        a, b = operands(which, shape, tuple(shape[1:]), n.compute)
-        return functools.partial(by_expert, which), (b, jnp.array(sizes_E, jnp.int32)), a
+    def prepare(which: str, shape: Sequence[int], sizes_E: list[int]) -> Loop:
+        a, b = operands(which, shape, n.compute)
+        return functools.partial(body, which), (b, jnp.array(sizes_E, jnp.int32)), a
 
     for shape in sizes.experts:
         R, E, D, F = shape
-        of = f"{R:,} x {D:,} x {F:,}"
+        yield dataclasses.replace(measure.gemm((R, D, F), "bf16", [device]), kind="experts dense")
         for which in PRODUCTS:
-            for load in ("dense", *LOADS):
-                sizes_E = None if load == "dense" else loads(load, R, E)
+            for load in LOADS:
+                sizes_E = loads(load, R, E)
                 # The weight of an expert without tokens is not read, but its gradient is written.
-                weights = 1 if sizes_E is None else E if which == "outer" else sum(map(bool, sizes_E))
-                what = f"{of}, dense" if sizes_E is None else f"{of}, {E} experts {load}"
+                weights = E if which == "outer" else sum(map(bool, sizes_E))
+                what = f"{R:,} x {D:,} x {F:,}, {E} experts {load}"
                 moved = 2.0 * (R * (D + F) + weights * D * F)
                 make = functools.partial(prepare, which, shape, sizes_E)
                 yield Work(f"experts {which}", what, 2.0 * R * D * F, moved, make)
@@ -256,14 +171,14 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
     return grouped.times(impl, a, b, sizes_E, which[-1], precision)
 
 
-def operands(which: str, shape: Sequence[int], weight: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-    """Return random (a, b) for `product`. shape: (R, E, D, F). weight: shape of b; for "outer" b is (R, F)."""
-    R, _, D, F = shape
+def operands(which: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:
+    """Return random (a, b) for `product`. shape: (R, E, D, F)."""
+    R, E, D, F = shape
     a = normal(0, (R, F if which == "over F" else D), dtype)
-    return a, normal(1, (R, F) if which == "outer" else weight, dtype)
+    return a, normal(1, (R, F) if which == "outer" else (E, D, F), dtype)
 
 
-WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work | NotTimed]]] = {
+WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work]]] = {
     "attention": attention,
     "loss": loss,
     "norm": norm,

@@ -1,11 +1,11 @@
 """Time kernels of a train step (node/kernel_workloads.py) and compare them with the lower bound of their time.
 
-The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over its memory bandwidth.
+The lower bound is the longer of two times: FLOPs over the GPU's peak FLOP/s, and bytes over the bandwidth of its
+memory or link.
 """
 
-import math
+import dataclasses
 import time
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,10 @@ from jaxtrain.node.train_step import one_device, start_devices
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder, number
 from jaxtrain.report.tables import Table
-from jaxtrain.train.child import FAILED, LATE, OK, error_line, run_case, save_partial
+from jaxtrain.train.child import FAILED, LATE, OK, run_case, save_partial
 
 if TYPE_CHECKING:  # it imports JAX
-    from jaxtrain.node.kernel_workloads import Sizes, Work
+    from jaxtrain.node.measure import Reading
 
 CASE = "jaxtrain.node.kernels:measure"
 KINDS = ("attention", "loss", "norm", "optimizer", "gemm", "experts")
@@ -37,49 +37,35 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     began = time.monotonic()
     (device,) = start_devices(one_device(request.get("cache")), 1)
-    from jaxtrain.node import kernel_workloads as workloads
+    from jaxtrain.node import measure as micro
+    from jaxtrain.node.kernel_workloads import WORKLOADS
 
     on_gpu = device.platform == "gpu"
-    sizes, gpu = (workloads.Sizes(), hardware.lookup(device.device_kind)) if on_gpu else (workloads.TINY, None)
+    sizes, gpu = (micro.Sizes(flop=50e12, warm_s=0.5), hardware.lookup(device.device_kind)) if on_gpu else (micro.TINY, None)
     rows: list[dict[str, Any]] = []
-    for work in workloads.WORKLOADS[request["kind"]](device, sizes):
+    for work in WORKLOADS[request["kind"]](device, sizes):
         if request["limit_s"] and time.monotonic() - began > request["limit_s"]:
-            work = workloads.NotTimed(work.kind, work.what, "no time was left")
-        if isinstance(work, workloads.NotTimed):
-            rows.append({"kind": work.kind, "what": work.what, "verdict": NOT_TIMED, "why": work.why})
-        else:
-            rows.append(time_one(work, sizes, gpu))
+            work = dataclasses.replace(work, unable="no time was left")
+        rows += [make_row(reading, gpu) for reading in micro.try_work(work, sizes)]
         save_partial(request, {"verdict": LATE, "device": device.device_kind, "rows": rows})
     return {"verdict": OK, "device": device.device_kind, "rows": rows}
 
 
-def time_one(work: "Work", sizes: "Sizes", gpu: hardware.Gpu | None) -> dict[str, Any]:
-    """Return the table row of a kernel: its times, or the reason why it failed."""
-    from jaxtrain.node import measure
-
+def make_row(reading: "Reading", gpu: hardware.Gpu | None) -> dict[str, Any]:
+    """Return the table row of a reading: its time beside its lower bound on this GPU, or the reason why there is no time."""
+    work, seconds = reading.work, reading.seconds
     out: dict[str, Any] = {"kind": work.kind, "what": work.what, "flop": work.flop, "bytes": work.bytes}
-    rounds = sizes.rounds
-    if work.flop:
-        rounds = max(1, min(sizes.rounds, math.ceil(sizes.flop / (work.flop * work.calls))))
-    timing = measure.Sizes(warm_s=sizes.warm_s, repeats=sizes.repeats)
-    try:
-        body, constants, state = work.prepare()
-        taken = measure.timed(measure.looped(body, rounds), constants, state, sizes=timing)
-    except Exception as error:  # of compiler, driver or kernel; the next kernels are still timed
-        traceback.print_exc()
-        return out | {"verdict": FAILED, "why": error_line(error)}
-    r = measure.reading(work.kind, work.what, work.flop, taken, rounds * work.calls)
-    bound = None
-    if gpu:
-        bound = max(work.flop / (gpu.peak(work.dtype) * 1e12), work.bytes / (gpu.hbm_tb_s * 1e12))
+    if reading.failed:
+        return out | {"verdict": NOT_TIMED if work.unable else FAILED, "why": reading.failed}
+    bound = work.bound_s(gpu) if gpu else None
     return out | {
         "verdict": OK,
-        "seconds_a_call": r.seconds,
-        "spread": r.spread,
+        "seconds_a_call": seconds,
+        "spread": reading.spread,
         "bound_s": bound,
-        "of_bound": bound / r.seconds if bound else None,
-        "tflops": work.flop / r.seconds / 1e12,
-        "gb_s": work.bytes / r.seconds / 1e9,
+        "of_bound": bound / seconds if bound else None,
+        "tflops": work.flop / seconds / 1e12,
+        "gb_s": work.bytes / seconds / 1e9,
     }
 
 

@@ -274,8 +274,8 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
     if local[0].platform == "gpu":
         # Square matmuls for at most 0.3 s, so that a slow GPU does not take a minute. Collectives of 1 GiB, since nccl-tests
         # reach the full bandwidth with more than 256 MiB (NVIDIA/nccl-tests, issue 212).
-        square = (((8192, 8192, 8192), 1.0),)
-        sizes = micro.Sizes(square, 220.0, 0.3, memory_rounds=100, collective_mib=1024, repeats=5)
+        limits: dict[str, Any] = {"flop": 220e12, "rounds": 100, "seconds": 0.3, "repeats": 5}
+        sizes = micro.Sizes(squares=(8192,), collective_mib=1024, collective_rounds=20, **limits)
     try:
         cards = cards_of(local)
     except (pynvml.NVMLError, hardware.InvisibleGpu, IndexError) as error:
@@ -283,27 +283,28 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
     measured |= {"gpus": [card.index for card in cards] or list(range(len(local))), "under_load": []}
 
     def gemm() -> list[float]:
+        side = sizes.squares[0]
         watch = load_samples(cards, measured["under_load"])
-        return [r.rate / 1e12 for r in micro.gemm(sizes.gemms[0][0], local, sizes, watch=watch)]
+        return [r.rate / 1e12 for r in micro.time_work(micro.gemm((side, side, side), "bf16", local), sizes, watch)]
 
-    def bus(kind: str, members: Sequence[Any]) -> float:
+    def memory() -> list[float]:
+        return [r.rate / 1e9 for r in micro.time_work(micro.memory(local, sizes), sizes)]
+
+    def bus(members: Sequence[Any]) -> float:
         # All processes must make the same number of calls, so no warm-up by time. The matmuls have warmed the GPUs up.
-        fixed = micro.Sizes(warm_s=0.0, repeats=sizes.repeats)
-        elements = sizes.collective_mib * 2**20 // 2
-        return micro.collective(kind, members, elements, sizes.collective_rounds, fixed).rate / 1e9
+        fixed = dataclasses.replace(sizes, warm_s=0.0)
+        work = micro.collective("all-reduce", members, sizes.collective_mib * 2**20, sizes)
+        return micro.time_work(work, fixed)[0].rate / 1e9
 
     n = len(local)
     results.add("gemm_tflops", f"GEMMs on {n} GPUs", gemm)
     node = [device for device in devices if node_of(device) == node_of(local[0])]
     everywhere = devices if len(node) < len(devices) else ()
     for prefix, members, where in (("", node, "the node's"), ("inter_node_", everywhere, "all")):
-        for kind in ("all-reduce", "reduce-scatter"):
-            key = f"{prefix}{kind.replace('-', '_')}_bus_gb_s"
-            if len(members) > 1:
-                what = f"{kind} over {where} {len(members)} GPUs"
-                results.add(key, what, functools.partial(bus, kind, members), together=True)
-            else:
-                left_out[key] = "there is one node" if prefix else "there is one GPU"
-    results.add("hbm_gb_s", f"memory of {n} GPUs", lambda: [r.rate / 1e9 for r in micro.memory(local, sizes)])
-    copies = functools.partial(micro.host, local, sizes, ("host to device",))
-    results.add("h2d_gb_s", f"copies from the host to {n} GPUs", lambda: [r.rate / 1e9 for r in copies()])
+        key = f"{prefix}all_reduce_bus_gb_s"
+        if len(members) > 1:
+            what = f"all-reduce over {where} {len(members)} GPUs"
+            results.add(key, what, functools.partial(bus, members), together=True)
+        else:
+            left_out[key] = "there is one node" if prefix else "there is one GPU"
+    results.add("hbm_gb_s", f"memory of {n} GPUs", memory)

@@ -18,9 +18,9 @@ from jaxtrain.node.table import Context, Probe, Table, Verdict, fault, listed, n
 
 CHECKS = Table()
 
-GPU_RATES = ("gemm_tflops", "hbm_gb_s", "h2d_gb_s")  # lists with a figure for each GPU
+GPU_RATES = ("gemm_tflops", "hbm_gb_s")  # lists with a figure for each GPU
 GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
-BUS_RATES = ("all_reduce_bus_gb_s", "reduce_scatter_bus_gb_s")  # over the GPUs of the node
+BUS_RATES = ("all_reduce_bus_gb_s",)  # over the GPUs of the node
 INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
 RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
 SLOWER = 0.10  # largest tolerated difference below the median of the other GPUs
@@ -133,13 +133,6 @@ CHECKS.add(
     fix="Look at ECC and row remaps of that GPU; if they are fine, take it out and report it.",
 )(rate_of_gpus("hbm_gb_s", "GB/s", lambda gpu: 1000 * gpu.hbm_tb_s))
 
-CHECKS.add(
-    "host to device",
-    expected="no GPU at less than half the median of the others",
-    why="Input, offloaded state and restores use it; a narrow or remote PCIe link makes them slow.",
-    fix="Look at its PCIe width (nvidia-smi -q -d PCIE), and at its NUMA node.",
-)(rate_of_gpus("h2d_gb_s", "GB/s", None, share=0.5))
-
 
 def bus_bandwidth(key: str, nvls: bool) -> Probe:
     """Return the probe that compares a collective's bus bandwidth with the board's. nvls: whether NVLS speeds it up."""
@@ -172,13 +165,6 @@ CHECKS.add(
     why="It sums the gradients; if it is slower than the links, steps wait for it.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
 )(bus_bandwidth("all_reduce_bus_gb_s", nvls=True))
-
-CHECKS.add(
-    "reduce-scatter",
-    expected="bus bandwidth of the board",
-    why="A sharded run gathers weights and scatters gradients in every layer, at this rate.",
-    fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path.",
-)(bus_bandwidth("reduce_scatter_bus_gb_s", nvls=False))
 
 
 @CHECKS.add(

@@ -74,7 +74,7 @@ def errors(shape: tuple[int, ...], how: str, dtype: str) -> dict[str, tuple[floa
     R, E, D, F = shape
     sizes_E, found = loads(how, R, E), {}
     for which in experts.PRODUCTS:
-        a, b = experts.operands(which, shape, tuple(shape[1:]), DTYPES[dtype])
+        a, b = experts.operands(which, shape, DTYPES[dtype])
         unused = jnp.arange(R)[:, None] >= sum(sizes_E)
         a = jnp.where(unused, jnp.nan, a)
         b = jnp.where(unused, jnp.nan, b) if which == "outer" else b

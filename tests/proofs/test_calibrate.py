@@ -16,11 +16,11 @@ import pytest
 import rich.console
 
 from jaxtrain.data import loading
-from jaxtrain.kernels.attention import Hardware
+from jaxtrain.kernels import fp8
 from jaxtrain.node import calibrate
 from jaxtrain.node import measure as micro
-from jaxtrain.node.calibrate import CalibrationError, to_rates
-from jaxtrain.node.measure import COLLECTIVES, CURVE, TINY, Reading, Sizes, chain, timed
+from jaxtrain.node.calibrate import CURVE, CalibrationError, to_rates
+from jaxtrain.node.measure import COLLECTIVES, TINY, Reading, Sizes, Work, chain, time_work, timed
 from jaxtrain.plan import rates, topology
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.step import compiler
@@ -31,20 +31,21 @@ SIZES = dataclasses.replace(TINY, gemms=TINY.gemms[:1], curve_mib=TINY.curve_mib
 
 def test_everything_is_measured_and_counted_by_hand():
     readings = calibrate.measure(jax.devices()[:4], SIZES)
-    assert {r.kind for r in readings} == {kind for of_rate, _, _ in calibrate.MEASURED.values() for kind in of_rate}
+    assert {r.work.kind for r in readings} == {CURVE, *(kind for kinds, _ in calibrate.MEASURED.values() for kind in kinds)}
     # Times of backward passes and of small messages are differences. At this size noise can make them negative.
-    whole = [r for r in readings if "backward" not in r.kind and r.kind != CURVE]
+    whole = [r for r in readings if "backward" not in r.work.kind and r.work.kind != CURVE]
     assert all(r.seconds > 0 and r.spread >= 0 for r in whole)
-    work = {r.kind: r.work for r in readings}
-    assert work["gemm"] == 3 * 2 * 64 * 32 * 48
+    work = {r.work.kind: r.work.amount for r in readings}
+    assert work["gemm bf16"] == work["gemm fp8"] == 2 * 64 * 32 * 48  # of one of the three matmuls
     assert (work["memory"], work["host"]) == (3 * 2**20, 2**20)
     # Scores and their matmul with v: 2 FLOPs each, for half of 32 x 32 pairs, in 2 heads of 16.
     assert work["attention forward"] == 2 * 2 * 32 * 32 / 2 * 2 * 16
+    assert work["attention backward"] == 2.5 * work["attention forward"]
     assert micro.ATTENTION_BACKWARD == ATTENTION_BACKWARD  # the factor that plans use
     # A ring of 4 devices sends three quarters of 1 MiB in an all-gather and in a reduce-scatter.
     sent = {"all-gather": 0.75 * 2**20, "reduce-scatter": 0.75 * 2**20, "all-reduce": 1.5 * 2**20}
     assert {kind: work[kind] for kind in COLLECTIVES} == sent
-    assert [(r.message, r.work) for r in readings if r.kind == CURVE] == [(2**14, 0.75 * 2**14)]
+    assert [(r.work.message, r.work.bytes) for r in readings if r.work.kind == CURVE] == [(2**14, 0.75 * 2**14)]
 
 
 def test_without_a_gpu_nothing_is_measured_or_stored(tmp_path):
@@ -67,17 +68,17 @@ def test_a_round_waits_for_all_of_the_last():
 @pytest.fixture
 def for_h200s(monkeypatch):
     """Compile programs ahead of time for eight H200s, and time none. Returns the devices and the list of HLO texts."""
-    devices = topology.devices(topology.parse("h200:8"))
+    h200s = topology.devices(topology.parse("h200:8"))
     kept: list[str] = []
 
     def described(x, sharding):
         here = isinstance(x, jax.Array) or x.sharding is None  # arrays that are not on the H200s yet
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if here else x.sharding)
 
-    def compiled(run, *args, devices=devices[:1], sizes):
-        where = jax.sharding.SingleDeviceSharding(devices[0])
+    def timed(run, *args, sizes, devices=()):
+        where = jax.sharding.SingleDeviceSharding(h200s[0])
         kept.append(run.lower(*jax.tree.map(lambda x: described(x, where), args)).compile().as_text())
-        return [[1.0]] * len(devices)
+        return [[1.0]] * max(len(devices), 1)
 
     def on_each(seed, shape, dtype, devices):
         whole = (len(devices) * shape[0], *shape[1:])
@@ -86,11 +87,10 @@ def for_h200s(monkeypatch):
     def normal(seed, shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    monkeypatch.setattr(micro, "timed_by_device", compiled)
-    monkeypatch.setattr(micro, "timed", lambda *args, sizes: compiled(*args, sizes=sizes)[0])
+    monkeypatch.setattr(micro, "timed", timed)
     monkeypatch.setattr(micro, "normal_on_each", on_each)
     monkeypatch.setattr(micro, "normal", normal)
-    return devices, kept
+    return h200s, kept
 
 
 def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s):
@@ -98,7 +98,7 @@ def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s):
     collective.
     """
     devices, kept = for_h200s
-    assert len(micro.gemm((8192, 4096, 14336), devices, Sizes())) == 8
+    assert len(time_work(micro.gemm((8192, 4096, 14336), "bf16", devices), Sizes())) == 8
     (text,) = kept
     made = re.findall(r"= \(bf16\[(\d+,\d+)\]\S* .*custom-call\(.*__cublas.*while/body", text)
     assert sorted(made) == ["4096,14336", "8192,14336", "8192,4096"]
@@ -109,15 +109,25 @@ def test_the_gpu_compiler_leaves_every_product_in_the_loop(for_h200s):
 
 def test_the_gpu_compiler_leaves_every_fp8_product_in_the_loop(for_h200s):
     devices, kept = for_h200s
-    micro.fp8_gemm((8192, 4096, 14336), devices[:1], Sizes())
+    time_work(micro.gemm((8192, 4096, 14336), "fp8", devices[:1]), Sizes())
     made = re.findall(r"= \(?bf16\[(\d+,\d+)\]\S* .*custom_call_target=\"__cublas\$lt\$matmul\$f8\".*while/body", kept[0])
     assert sorted(made) == ["4096,14336", "8192,14336", "8192,4096"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_gpu_compiler_leaves_every_small_product_in_the_loop(for_h200s, dtype):
+    """The nine matmuls of a round, which share operands, are neither merged nor joined into a batch."""
+    devices, kept = for_h200s
+    time_work(micro.gemm((512, 512, 512), dtype, devices[:1]), Sizes())
+    assert len(re.findall(r"= \(?bf16\[512,512\]\S* .*custom-call\(.*__cublas.*while/body", kept[0])) == 9
 
 
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s):
     """The loop has cuDNN's forward and backward kernels, and only one other operation that moves a whole array."""
     (device, *_), kept = for_h200s
-    micro.attention_pair(device, Hardware.of(device), True, Sizes())
+    for work in calibrate.attention(device, Sizes()):
+        assert "cudnn, packed" in work.what
+        time_work(work, Sizes())
     ahead, both = kept
     body = [line for line in both.splitlines() if "while/body" in line and "= " in line]
     assert ahead.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
@@ -131,17 +141,17 @@ def test_each_device_is_timed_by_itself(monkeypatch):
     """One device becomes slow after the first timed round. Only that device's median time shows it."""
     devices, calls, thread = ["a", "b", "c"], [], threading.local()
     monkeypatch.setattr(micro, "time", SimpleNamespace(perf_counter=lambda: getattr(thread, "now", 0.0)))
-    monkeypatch.setattr(micro.jax, "block_until_ready", lambda x: x)
+    monkeypatch.setattr(micro.jax, "block_until_ready", lambda x: x() if callable(x) else x)
 
     def shard(device, seconds):
-        return SimpleNamespace(device=device, data=SimpleNamespace(block_until_ready=lambda: setattr(thread, "now", seconds)))
+        return SimpleNamespace(device=device, data=lambda: setattr(thread, "now", seconds))
 
     def run():
         calls.append(1)
         slow = {"a": 0.01, "b": 0.15 if len(calls) > 2 else 0.01, "c": 0.02}
         return SimpleNamespace(addressable_shards=[shard(d, slow[d]) for d in reversed(devices)])
 
-    found = micro.timed_by_device(run, devices=devices, sizes=dataclasses.replace(TINY, repeats=5))
+    found = timed(run, devices=devices, sizes=dataclasses.replace(TINY, repeats=5))
     assert [statistics.median(each) for each in found] == [0.01, 0.15, 0.02] and len(calls) == 1 + 5
 
 
@@ -149,37 +159,43 @@ def test_each_device_is_timed_by_itself(monkeypatch):
 
 TODAY = datetime.date(2026, 11, 21)
 H200 = topology.parse("h200:8").gpu
+
+
+def reading(kind: str, amount: float, seconds: float, **more) -> Reading:
+    """Return a reading of `amount` FLOPs, or bytes for memory and links."""
+    over = {"memory": "memory", "host": "host"}.get(kind, "NVLink" if kind in (*COLLECTIVES, CURVE) else "")
+    amounts = {"flop": 0.0, "bytes": amount, "over": over} if over else {"flop": amount, "bytes": 0.0}
+    return Reading(Work(kind, "", prepare=lambda: (None, None, None), **amounts, **more), seconds, 0.01)
+
+
 GOOD = [
-    Reading("gemm", "a", 600e12, 1.0, 0.01, weight=3),
-    Reading("gemm", "b", 300e12, 1.0, 0.01, weight=1),
-    Reading("attention forward", "cudnn", 550e12, 1.0, 0.01),
-    Reading("attention backward", "cudnn", 450e12, 1.0, 0.01),
-    Reading("packed attention forward", "cudnn", 500e12, 1.0, 0.01),
-    Reading("packed attention backward", "cudnn", 400e12, 1.0, 0.01),
-    Reading("memory", "d", 4e12, 1.0, 0.01),
-    Reading("host", "to", 50e9, 1.0, 0.01),
-    Reading("host", "from", 50e9, 1.5, 0.01),
+    reading("gemm bf16", 600e12, 1.0, weight=3),
+    reading("gemm bf16", 300e12, 1.0, weight=1),
+    reading("attention forward", 500e12, 1.0),
+    reading("attention backward", 400e12, 1.0),
+    reading("memory", 4e12, 1.0),
+    reading("host", 50e9, 1.0),
+    reading("host", 50e9, 1.5),
 ]
 LINKS = [
-    Reading("all-gather", "e", 300e9, 1.0, 0.01),
-    Reading("reduce-scatter", "e", 330e9, 1.0, 0.01),
-    Reading(CURVE, "4 MiB", 3.5 * 2**20, 35e-6, 0.01, message=4 * 2**20),
-    Reading(CURVE, "1 MiB", 0.875 * 2**20, 25e-6, 0.01, message=2**20),
-    Reading(CURVE, "256 MiB", 224 * 2**20, 0.7e-3, 0.01, message=256 * 2**20),
+    reading("all-gather", 300e9, 1.0),
+    reading("reduce-scatter", 330e9, 1.0),
+    reading(CURVE, 3.5 * 2**20, 35e-6, message=4 * 2**20),
+    reading(CURVE, 0.875 * 2**20, 25e-6, message=2**20),
+    reading(CURVE, 224 * 2**20, 0.7e-3, message=256 * 2**20),
 ]
 
 
 @pytest.fixture
 def untimed(monkeypatch):
     """Replace timing by a constant: no kernel runs, and every call takes a second."""
-    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: [1.0])
-    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[1.0]] * len(devices))
+    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes, devices=(): [[1.0]] * max(len(devices), 1))
     monkeypatch.setattr(micro, "normal", lambda seed, shape, dtype=jnp.bfloat16: jnp.zeros(shape, dtype))
     monkeypatch.setattr(micro, "normal_on_each", lambda seed, shape, dtype, devices: jnp.zeros(shape, dtype))
 
 
 def test_one_device_has_no_links(untimed):
-    kinds = {r.kind for r in calibrate.measure(jax.devices()[:1], TINY)}
+    kinds = {r.work.kind for r in calibrate.measure(jax.devices()[:1], TINY)}
     assert kinds and not kinds & {*COLLECTIVES, CURVE}
 
 
@@ -191,7 +207,7 @@ def test_times_are_of_warm_calls(monkeypatch):
     def run(x):
         now[0] += 1.0
 
-    assert timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5)) == [1.0] * 5 and now[0] == 6
+    assert timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5)) == [[1.0] * 5] and now[0] == 6
     now[0] = 0.0
     timed(run, 1, sizes=dataclasses.replace(TINY, repeats=5, warm_s=2.5))
     assert now[0] == 1 + 3 + 5
@@ -226,16 +242,16 @@ def test_several_gpus_measure_their_links():
 @pytest.mark.parametrize(
     ("kind", "seconds", "key"),
     [
-        ("gemm", 0.1, "gemm_tflops"),
-        ("packed attention backward", -1.0, "attention_backward_tflops"),
-        ("packed attention forward", 0.0, "attention_forward_tflops"),
+        ("gemm bf16", 0.1, "gemm_tflops"),
+        ("attention backward", -1.0, "attention_backward_tflops"),
+        ("attention forward", 0.0, "attention_forward_tflops"),
         ("memory", 0.5, "memory_tb_s"),
         ("all-gather", 0.1, "nvlink_gb_s"),
         (CURVE, -1.0, "collective_curve"),
     ],
 )
 def test_what_cannot_be_is_not_stored(kind, seconds, key):
-    wrong = [dataclasses.replace(r, seconds=seconds) if r.kind == kind else r for r in GOOD + LINKS]
+    wrong = [dataclasses.replace(r, seconds=seconds) if r.work.kind == kind else r for r in GOOD + LINKS]
     with pytest.raises(CalibrationError, match=f"^{key}"):
         to_rates(wrong, H200, "NVIDIA H200", TODAY)
 
@@ -244,13 +260,14 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
     def broken(*_):
         raise RuntimeError("luck\nand much more")
 
-    monkeypatch.setattr(micro, "fp8_gemm", broken)
-    monkeypatch.setattr(micro, "attention_pair", broken)
+    made = micro.normal_on_each
+    monkeypatch.setattr(micro, "normal_on_each", lambda *of: (made if of[2] != fp8.E4M3 else broken)(*of))
+    monkeypatch.setattr(micro.attention_table, "implementation", broken)
     found = calibrate.measure(jax.devices()[:1], TINY)
     failed = [r for r in found if r.failed]
-    attention = {f"{p}attention {d}" for p in ("", "packed ") for d in ("forward", "backward")}
-    assert {r.kind for r in failed} == {"FP8 gemm", *attention} and {r.failed for r in failed} == {"RuntimeError: luck"}
-    good = [r for r in GOOD if "attention" not in r.kind]
+    assert {r.work.kind for r in failed} == {"gemm fp8", "attention forward", "attention backward"}
+    assert {r.failed for r in failed} == {"RuntimeError: luck"}
+    good = [r for r in GOOD if "attention" not in r.work.kind]
     got, sheet = to_rates(good + failed, H200, "NVIDIA H200", TODAY), rates.datasheet(H200, "bf16")
     assert (got.gemm_tflops, got.memory_tb_s, got.fp8_tflops) == (525.0, 4.0, 0.0)
     assert got.attention_forward_tflops == sheet.attention_forward_tflops
@@ -274,7 +291,7 @@ def test_a_gpus_rates_are_stored_where_plans_find_them(tmp_path, monkeypatch):
     found = rates.rates_for(H200, "bf16", tmp_path)
     assert found.gemm_tflops == 525.0 and found.source.startswith("calibrated on NVIDIA H200, ")
     text = console.export_text()
-    assert all(number in text for number in ("600", "989.4", "61%", "36.7"))
+    assert all(number in text for number in ("600", "60.6%", "83.3%", "36.7"))
 
 
 def test_runs_that_cannot_calibrate_are_refused(tmp_path, monkeypatch):

@@ -52,43 +52,56 @@ def test_a_driver_or_a_mount_that_hangs_is_left_out(tmp_path, monkeypatch):
 # ---- GPUs
 
 
-def reading(work: float = 1e9) -> micro.Reading:
-    return micro.Reading("", "", work, 1.0, 0.0)
+WORK = micro.Work("", "", 0.0, 1e9, lambda: (None, None, None))
 
 
 def test_rates_have_the_units_of_their_names(monkeypatch):
     """Every program takes half a second on every device. Expected by hand: FLOPs of three matmuls, bytes of three arrays,
-    nccl-tests' bus bandwidth with 2(n-1)/n or (n-1)/n.
+    nccl-tests' bus bandwidth with 2(n-1)/n.
 
     The number of calls of a collective is fixed: with a limit by the clock, one process could start a call that another does
     not.
     """
-    calls: list[micro.Sizes] = []
-    monkeypatch.setattr(micro, "timed", lambda run, *args, sizes: calls.append(sizes) or [0.5])
-    monkeypatch.setattr(micro, "timed_by_device", lambda run, *args, devices, sizes: [[0.5]] * len(devices))
-    monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, warm_s=9.0))
+    calls: list[float] = []
+
+    def timed(run: Any, *args: Any, sizes: micro.Sizes, devices: Any = ()) -> list[list[float]]:
+        calls.extend([] if devices else [sizes.warm_s])
+        return [[0.5]] * max(len(devices), 1)
+
+    monkeypatch.setattr(micro, "timed", timed)
+    monkeypatch.setattr(micro, "TINY", dataclasses.replace(TINY, squares=(4096,), flop=1.0, warm_s=9.0))
     found = node_rates.Results({}, 60.0)
     node_rates.measure_gpus(jax.devices()[:2], jax.devices()[:2], found)
     measured = found.answer["measured"]
-    assert measured["gemm_tflops"] == pytest.approx([3 * 2 * 64 * 32 * 48 * 2 / 0.5e12] * 2)
-    assert measured["hbm_gb_s"] == pytest.approx([3 * MIB * TINY.memory_rounds / 0.5e9] * 2)
-    assert measured["h2d_gb_s"] == pytest.approx([MIB / 0.5e9] * 2)
+    assert set(measured) == {"gpus", "under_load", *rates.GPU_RATES, *rates.BUS_RATES}
+    assert measured["gemm_tflops"] == pytest.approx([3 * 2 * 4096**3 / 0.5e12] * 2)
+    assert measured["hbm_gb_s"] == pytest.approx([3 * MIB * TINY.rounds / 0.5e9] * 2)
     algorithm = MIB * TINY.collective_rounds / 0.5 / 1e9
     assert measured["all_reduce_bus_gb_s"] == pytest.approx(algorithm * 2 * 1 / 2)
-    assert measured["reduce_scatter_bus_gb_s"] == pytest.approx(algorithm * 1 / 2)
-    assert [(s.warm_s, s.repeats) for s in calls] == [(0.0, TINY.repeats)] * 2
+    assert calls == [0.0]
+
+
+def test_a_slow_gpu_runs_fewer_iterations(monkeypatch):
+    """The probe of PROBE iterations takes 0.1 s. A collective's number of iterations is fixed, as all processes must agree."""
+    programs: list[int] = []
+    looped = micro.looped
+    monkeypatch.setattr(micro, "looped", lambda body, rounds: programs.append(rounds) or looped(body, rounds))
+    monkeypatch.setattr(micro, "timed", lambda *_, sizes, devices=(): [[0.1]] * max(len(devices), 1))
+    sizes, devices = dataclasses.replace(TINY, rounds=90, seconds=0.3), jax.devices()[:2]
+    micro.time_work(micro.memory(devices, sizes), sizes)
+    micro.time_work(micro.collective("all-reduce", devices, MIB, sizes), sizes)
+    assert programs == [micro.PROBE, 3 * micro.PROBE, TINY.collective_rounds]
 
 
 def test_nodes_are_told_apart(monkeypatch):
     """Each collective runs over the node's devices, and over all devices if there are several nodes."""
     members: list[list[Any]] = []
-    for name in ("gemm", "memory", "host"):
-        monkeypatch.setattr(micro, name, lambda *_, **__: [reading()])
-    monkeypatch.setattr(micro, "collective", lambda kind, over, *_: members.append(list(over)) or reading())
+    monkeypatch.setattr(micro, "time_work", lambda *_, **__: [micro.Reading(WORK, 1.0)])
+    monkeypatch.setattr(micro, "collective", lambda kind, over, *_: members.append(list(over)) or WORK)
     every = jax.devices()
     monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // 4)
     node_rates.measure_gpus(every, every[4:6], node_rates.Results({}, 60.0))
-    assert members == [every[4:]] * 2 + [every] * 2
+    assert members == [every[4:], every]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -101,9 +114,9 @@ def test_what_fails_or_comes_too_late_is_left_out(tmp_path, monkeypatch, late):
         raise RuntimeError("no such luck\nand much more")
 
     monkeypatch.setattr(micro, "gemm", broken)
-    monkeypatch.setattr(micro, "memory", lambda *_: [reading()])
-    monkeypatch.setattr(micro, "host", lambda *_: [reading()])
-    monkeypatch.setattr(micro, "collective", lambda kind, members, *_: reading(1e9 * len(members)))
+    monkeypatch.setattr(micro, "time_work", lambda work, *_: [micro.Reading(work, 1.0)])
+    monkeypatch.setattr(micro, "memory", lambda *_: WORK)
+    monkeypatch.setattr(micro, "collective", lambda kind, members, *_: dataclasses.replace(WORK, bytes=1e9 * len(members)))
     found = node_rates.Results({"answer_file": str(tmp_path / "answer.json")}, -1.0 if late else 60.0)
     node_rates.measure_gpus(jax.devices(), jax.devices()[:2], found)
     saved = json.loads((tmp_path / "answer.json").read_text())

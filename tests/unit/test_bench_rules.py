@@ -10,7 +10,7 @@ from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 from jaxtrain.commands import bench as command
 from jaxtrain.config import hardware
 from jaxtrain.data import loading
-from jaxtrain.node import kernel_workloads, kernels, parts, suite, train_step
+from jaxtrain.node import kernels, measure, parts, suite, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
@@ -143,7 +143,8 @@ def test_a_kernel_that_fails_is_a_row(monkeypatch, tmp_path):
     def broken():
         raise ValueError("no such luck\nand much more")
 
-    row = kernels.time_one(kernel_workloads.Work("k", "w", 1.0, 1.0, broken), kernel_workloads.TINY, None)
+    (reading,) = measure.try_work(measure.Work("k", "w", 1.0, 1.0, broken), measure.TINY)
+    row = kernels.make_row(reading, None)
     assert (row["verdict"], row["why"]) == ("failed", "ValueError: no such luck")
     monkeypatch.setattr(kernels, "run_case", lambda kind, ask, log: {"verdict": "ok", "rows": [row], "seconds": 1.0})
     out = tmp_path / "kernels"
