@@ -23,7 +23,7 @@ from jaxtrain.config import hardware
 from jaxtrain.metrics.nvml import Card, Lost, Sample, mean
 from jaxtrain.node import disk_rates
 from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
-from jaxtrain.node.rates import BUS_RATES, GPU_LISTS, INTER_NODE_RATES, RATES
+from jaxtrain.node.rates import BUS_RATES, GPU_LISTS, RATES
 from jaxtrain.runtime import startup
 from jaxtrain.runtime.distributed import Cluster, all_devices
 from jaxtrain.train import child
@@ -72,7 +72,7 @@ def measure(
         rate that was not measured, the list is empty, the number is None, or `disk` lacks the name.
     """
     deadline = time.monotonic() + budget_s
-    found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys((*BUS_RATES, *INTER_NODE_RATES))
+    found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys(BUS_RATES)
     found |= {"disk": {}, "left_out": {}, "failed": {}}
     disk_s = min(DISK_S, budget_s / 3 / max(len(paths), 1))
     disks = threading.Thread(target=measure_disks, args=(paths, disk_s, disk_bytes, found), name="disks", daemon=True)
@@ -122,7 +122,7 @@ def hangs(answer: Mapping[str, Any]) -> bool:
 
     A timeout before the first collective is no hang, since the start of JAX or a file system may be slow.
     """
-    in_collective = answer.get("key") in (*BUS_RATES, *INTER_NODE_RATES) and "gemm_tflops" in answer["measured"]
+    in_collective = answer.get("key") in BUS_RATES and "gemm_tflops" in answer["measured"]
     return in_collective and time.time() - answer["began_unix"] >= HANG_S
 
 
@@ -300,11 +300,10 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
     results.add("gemm_tflops", f"GEMMs on {n} GPUs", gemm)
     node = [device for device in devices if node_of(device) == node_of(local[0])]
     everywhere = devices if len(node) < len(devices) else ()
-    for prefix, members, where in (("", node, "the node's"), ("inter_node_", everywhere, "all")):
-        key = f"{prefix}all_reduce_bus_gb_s"
+    for key, members, where in zip(BUS_RATES, (node, everywhere), ("GPU", "node"), strict=True):
         if len(members) > 1:
-            what = f"all-reduce over {where} {len(members)} GPUs"
+            what = f"all-reduce over {len(members)} GPUs of {'the node' if members is node else 'all nodes'}"
             results.add(key, what, functools.partial(bus, members), together=True)
         else:
-            left_out[key] = "there is one node" if prefix else "there is one GPU"
+            left_out[key] = f"there is one {where}"
     results.add("hbm_gb_s", f"memory of {n} GPUs", memory)

@@ -20,9 +20,8 @@ CHECKS = Table()
 
 GPU_RATES = ("gemm_tflops", "hbm_gb_s")  # lists with a figure for each GPU
 GPU_LISTS = ("gpus", *GPU_RATES, "under_load")
-BUS_RATES = ("all_reduce_bus_gb_s",)  # over the GPUs of the node
-INTER_NODE_RATES = tuple(f"inter_node_{name}" for name in BUS_RATES)  # over the GPUs of all nodes
-RATES = (*GPU_RATES, *BUS_RATES, *INTER_NODE_RATES)
+BUS_RATES = ("all_reduce_bus_gb_s", "inter_node_all_reduce_bus_gb_s")  # over the GPUs of the node, and of all nodes
+RATES = (*GPU_RATES, *BUS_RATES)
 SLOWER = 0.10  # largest tolerated difference below the median of the other GPUs
 PEAK_SHARE = 0.5  # of the data sheet's rate; large matmuls and copies reach this on every healthy GPU
 BUS_SHARE = 0.8  # of the board's bus bandwidth
@@ -54,11 +53,11 @@ def gpu_work(c: Context) -> Verdict | None:
     return dataclasses.replace(fault(listed(failed, 2)), of_cpus=True)
 
 
-def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | None, share: float = 1 - SLOWER) -> Probe:
+def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float]) -> Probe:
     """Return the probe of the rate `key` of all GPUs.
 
-    The verdict is a fault if one GPU is below `share` of the median of the other GPUs. With `peak`, which returns the data
-    sheet's rate, it is also a fault if one GPU is below PEAK_SHARE of that rate.
+    The verdict is a fault if one GPU is more than SLOWER below the median of the other GPUs, or below PEAK_SHARE of the data
+    sheet's rate, which `peak` returns.
     """
 
     def probe(c: Context) -> Verdict | None:
@@ -67,18 +66,16 @@ def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float] | No
         rates = dict(zip(c.measured.get("gpus") or c.gpus.indices, c.measured.get(key) or (), strict=False))
         if not rates:
             return reason(c, key)
-        text = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}"
-        slow = []
+        text, slow = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}", []
         for gpu, rate in rates.items():
             median = statistics.median([other for i, other in rates.items() if i != gpu] or [rate])
-            slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < share * median else []
+            slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < (1 - SLOWER) * median else []
         if slow:
             return fault(f"{listed(slow)}; all {text}")
         sheet = hardware.lookup(c.gpus.names[0])
-        if not peak or not sheet:
+        if not sheet:
             return ok(text)
-        most = peak(sheet)
-        return (fault if min(rates.values()) < PEAK_SHARE * most else ok)(f"{text}, of {most:,.0f}")
+        return (fault if min(rates.values()) < PEAK_SHARE * peak(sheet) else ok)(f"{text}, of {peak(sheet):,.0f}")
 
     return probe
 
@@ -134,37 +131,28 @@ CHECKS.add(
 )(rate_of_gpus("hbm_gb_s", "GB/s", lambda gpu: 1000 * gpu.hbm_tb_s))
 
 
-def bus_bandwidth(key: str, nvls: bool) -> Probe:
-    """Return the probe that compares a collective's bus bandwidth with the board's. nvls: whether NVLS speeds it up."""
-
-    def probe(c: Context) -> Verdict | None:
-        if c.gpus.count < 2:
-            return None
-        rate = c.measured.get(key)
-        if rate is None:
-            return reason(c, key)
-        seen = f"{rate:,.0f} GB/s"
-        board = c.board if c.board and c.board.gpus == c.gpus.count else None
-        if board is None or not board.all_reduce or not board.without_nvls:
-            return ok(f"{seen}; the bandwidth of this board is not known")
-        least, best = board.without_nvls, board.all_reduce if nvls else board.without_nvls
-        with_nvls = f" with NVLS, {least:,.0f} without" if nvls else ""
-        expected = f"{best:,.0f} GB/s{with_nvls}; not {1 - BUS_SHARE:.0%} below"
-        if rate < BUS_SHARE * least:
-            return fault(seen, expected=expected)
-        if rate < BUS_SHARE * best:
-            return note(f"{seen}: NVLS is probably not used", expected=expected)
-        return ok(seen, expected=expected)
-
-    return probe
-
-
-CHECKS.add(
+@CHECKS.add(
     "all-reduce",
     expected="bus bandwidth of the board",
     why="It sums the gradients; if it is slower than the links, steps wait for it.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
-)(bus_bandwidth("all_reduce_bus_gb_s", nvls=True))
+)
+def all_reduce(c: Context) -> Verdict | None:
+    if c.gpus.count < 2:
+        return None
+    rate = c.measured.get("all_reduce_bus_gb_s")
+    if rate is None:
+        return reason(c, "all_reduce_bus_gb_s")
+    seen = f"{rate:,.0f} GB/s"
+    best, least = (c.board.all_reduce, c.board.without_nvls) if c.board and c.board.gpus == c.gpus.count else (None, None)
+    if not best or not least:
+        return ok(f"{seen}; the bandwidth of this board is not known")
+    expected = f"{best:,.0f} GB/s with NVLS, {least:,.0f} without; not {1 - BUS_SHARE:.0%} below"
+    if rate < BUS_SHARE * least:
+        return fault(seen, expected=expected)
+    if rate < BUS_SHARE * best:
+        return note(f"{seen}: NVLS is probably not used", expected=expected)
+    return ok(seen, expected=expected)
 
 
 @CHECKS.add(

@@ -145,12 +145,12 @@ def test_a_fault_is_told_and_nothing_else(name):
 def test_a_healthy_node_is_fit(name, gpus, links, capsys):
     code, found, line = judged(RECORDED / name, capsys)
     (of_node,) = found["nodes"]
-    checks = {check["name"]: check for check in of_node["checks"]}
+    told = {check["name"]: check for check in of_node["checks"]}
     assert (code, found["verdict"], found["exit_code"], found["format"]) == (0, "fit", 0, 1)
-    assert line == f"fit: {gpus}, {len(checks)} checks"  # without a remark
-    assert {check["state"] for check in checks.values()} == {OK} and len(checks) == len(of_node["checks"]) > 32
-    assert all(check["expected"] and check["seen"] and check["why"] for check in checks.values())
-    assert of_node["host"] == "node-a" and links in checks["topology"]["seen"] and not set(checks) - set(checks.CHECKS)
+    assert line == f"fit: {gpus}, {len(told)} checks"  # without a remark
+    assert {check["state"] for check in told.values()} == {OK} and len(told) == len(of_node["checks"]) > 32
+    assert all(check["expected"] and check["seen"] and check["why"] for check in told.values())
+    assert of_node["host"] == "node-a" and links in told["topology"]["seen"] and not set(told) - set(checks.CHECKS)
 
 
 def test_a_machine_without_gpus_gets_a_plain_report(capsys):
