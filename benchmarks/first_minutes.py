@@ -236,17 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in changes:
         bench.print_line(console, line, "dim")
     results = work / "results" / "results.json"
-    done: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
-    done = {name: before for name, before in done.items() if name not in only}
-    node = Node(
-        dataclasses.replace(devices, count=1),
-        args.smoke,
-        bench.Folder(str(work / "results"), "", "first_minutes"),
-        str(work / "compiled"),
-    )
+    before: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
+    folder = bench.Folder(str(results.parent), "", "first_minutes")
+    done = folder.results["parts"] = {name: result for name, result in before.items() if name not in only}
+    node = Node(dataclasses.replace(devices, count=1), args.smoke, folder, str(work / "compiled"))
     for name in ("logs", "keep"):
         (node.path / name).mkdir(parents=True, exist_ok=True)
-    node.folder.results["parts"] = done
     items = [i for i in items if is_open(i, done.get(i.name), args.seconds)]
     if args.smoke:
         items = [dataclasses.replace(i, need_s=2.0) for i in items]
@@ -262,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         after()
     left_s = args.seconds - MARGIN_S - (time.monotonic() - began)
     try:
-        code = run_parts(items, node, console, left_s, "The first minutes", done, after)
+        code = folder.run(lambda: run_parts(items, node, console, left_s, "The first minutes", after), "an item failed")
     except KeyboardInterrupt:
         print("\nCtrl-C: stopped; finished results are kept.", file=sys.stderr)
         return INTERRUPTED

@@ -95,7 +95,7 @@ PARITY_SHAPE = (
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=64", "--config.data.seq_len=512"),
     *("--config.train.global_batch=4", "--config.train.grad_accum=2"),
 )
-LOSSES = (19, 1)  # timed steps, and steps before them
+LOSSES = {"steps": 19, "warmup": 1}
 # Kernels of attention that decide whether llama3_8b and llama3_1b are right, and one of each other kind.
 FIRST_KERNELS = (
     *(f"cudnn-{shape}" for shape in ("T4096-heads32:8-dim128-packed", "T4096-heads32:8-dim64-packed")),
@@ -290,7 +290,7 @@ def take_losses(node: Node, precision: str, where: str, limit_s: float) -> dict[
     argv = [suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}"]
     argv.append(f"--config.paths.cache={node.cache}")
     environ = os.environ | (CPU if where == "cpu" else {})
-    return suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, LOSSES, environ, devices=1)
+    return suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, environ, devices=1, **LOSSES)
 
 
 def precisions(node: Node) -> list[str]:
@@ -360,8 +360,8 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
-    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
-    return suite.save_and_restore(node, argv, limit_s, devices=1)
+    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], *suite.SAVED, f"--config.paths.cache={node.cache}"]
+    return suite.train_and_restore("checkpoint", node, limit_s, argv)
 
 
 # ---- Train steps
@@ -378,11 +378,13 @@ def step_argv(case: str, smoke: bool) -> list[str]:
 def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
     """Time the train steps of one of CASES, beside their estimate. If cuDNN's attention fails, time Pallas' attention."""
     argv, name = [*step_argv(case, node.smoke), f"--config.paths.cache={node.cache}"], f"{case}{' trace' if trace else ''}"
-    steps, began, note = (3, 1) if node.smoke or trace else (8, 2), time.monotonic(), ""
-    answer = suite.time_steps(node, name, argv, limit_s, steps, devices=1, trace=trace)
+    request = {"steps": 3, "warmup": 1} if node.smoke or trace else {"steps": 8, "warmup": 2}
+    request |= {"devices": 1, "trace": trace}
+    began, note = time.monotonic(), ""
+    answer = suite.time_steps(node, name, argv, limit_s, **request)
     if answer["verdict"] == FAILED and "cudnn" in answer["why"].lower() and not {*PALLAS} & {*argv}:
         note, left = f"cuDNN failed ({answer['why'][:300]}); with Pallas: ", limit_s - (time.monotonic() - began)
-        answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, steps, devices=1, trace=trace)
+        answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, **request)
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)

@@ -5,7 +5,6 @@ result has the reason, and the next part runs.
 """
 
 import dataclasses
-import functools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +13,9 @@ from typing import Any
 
 import rich.console
 
-from jaxtrain.config import hardware, launch
-from jaxtrain.config.command_line import INTERRUPTED
+from jaxtrain.config import hardware
 from jaxtrain.config.durations import duration
-from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
-from jaxtrain.report.bench import Folder
 from jaxtrain.report.tables import Table
 from jaxtrain.train.child import error_line, last_lines, run_program
 
@@ -55,7 +51,7 @@ class Node:
 
     devices: hardware.Devices
     smoke: bool
-    folder: Folder
+    folder: bench.Folder
     cache: str | None = None
 
     @property
@@ -64,18 +60,6 @@ class Node:
             raise ValueError("parts need a folder")
         return self.folder.path
 
-    def config(self, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
-        """Return (name in tables, command line) of a shipped config on these GPUs.
-
-        Args:
-          micro: sequences per GPU and microbatch.
-          accum: microbatches of a step.
-        """
-        count = self.devices.count
-        variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
-        batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
-        return f"{name}:{variant}", [f"--config={launch.REPO}/configs/{name}.py:{variant}", *batch, *DATA["synthetic"]]
-
     def run_program(
         self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
     ) -> tuple[int | None, Outcome]:
@@ -83,10 +67,9 @@ class Node:
         log = self.path / "logs" / f"{bench.file_name(name)}.txt"
         code, output = run_program(command, log, environ=environ, limit_s=max(1.0, limit_s))
         lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
-        found = "not done in time" if code is None else f"exit code {code}: {last_lines(output)}"
         if code == 0:
-            found = last_lines(output).rpartition(" | ")[2]
-        return code, Outcome(BAD if code != 0 else GOOD, found, lines)
+            return code, Outcome(GOOD, last_lines(output).rpartition(" | ")[2], lines)
+        return code, Outcome(BAD, "not done in time" if code is None else f"exit code {code}: {last_lines(output)}", lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +85,18 @@ class Part:
     need_s: float = 1.0
     gate: bool = False
 
+    def run(self, node: Node, limit_s: float) -> Outcome:
+        """Run the part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
+        if limit_s < self.need_s:
+            return Outcome(OUT, f"{duration(limit_s)} were left, and it needs {duration(self.need_s)}")
+        try:
+            return self.act(node, limit_s)
+        except Exception as error:
+            log = node.path / "logs" / f"{bench.file_name(self.name)}_error.txt"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+            return Outcome(BAD, f"{error_line(error)} ({log})")
+
 
 def run_parts(
     parts: Sequence[Part],
@@ -109,66 +104,38 @@ def run_parts(
     console: rich.console.Console,
     budget_s: float,
     title: str,
-    done: dict[str, dict[str, Any]],
     after: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run the parts and return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
+    """Run the parts in `budget_s` seconds. Return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
 
-    After each part, all results so far are in the output folder.
-
-    Args:
-      budget_s: seconds for all parts.
-      title: title of the page.
-      done: name of a part -> its result. This function adds the results of `parts`.
-      after: called after each part.
+    After each part, all results so far are in the output folder, with those of parts that it had before, and `after` is called.
     """
-    code, reason, began = 1, "ended by an exception", monotonic()
+    done: dict[str, dict[str, Any]] = node.folder.results.setdefault("parts", {})
+    began, code = monotonic(), 0
     try:
         for i, part in enumerate(parts, 1):
             started = monotonic()
             limit = min(part.most_s, budget_s - (started - began))
-            function = part.act.func if isinstance(part.act, functools.partial) else part.act
-            about = (function.__doc__ or part.name).splitlines()[0]
-            text = (
-                f"part {i} of {len(parts)}: {part.name}: {about} At most {duration(limit)}; {duration(started - began)} gone."
-            )
-            bench.print_line(console, text, "dim")
-            if limit < part.need_s:
-                outcome = Outcome(OUT, f"{duration(limit)} were left, and it needs {duration(part.need_s)}")
-            else:
-                with console.status(part.name):
-                    outcome = _act(part, node, limit)
+            about = f"part {i} of {len(parts)}: {part.name}, at most {duration(limit)}; {duration(started - began)} gone"
+            bench.print_line(console, about, "dim")
+            with console.status(part.name):
+                outcome = part.run(node, limit)
             times = {"seconds": monotonic() - started, "budget_s": max(0.0, limit)}
             done[part.name] = dataclasses.asdict(outcome) | times
             bench.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
             sections = [line for p in done.values() for line in p["lines"]]
-            table = bench.markdown(make_table(done))
-            node.folder.write(title, [f"**{verdict(done)}**", "", *table, *sections], parts=done, verdict=verdict(done))
+            lines = [f"**{verdict(done)}**", "", *bench.markdown(make_table(done)), *sections]
+            node.folder.write(title, lines, verdict=verdict(done))
             after()
-            if part.gate and outcome.verdict == BAD:
-                break
-        failed = [part.name for part in parts if done.get(part.name, {}).get("verdict") == BAD]
-        code, reason = (1, f"failed: {', '.join(failed)}") if failed else (0, "done")
-    except KeyboardInterrupt:
-        code, reason = INTERRUPTED, "Ctrl-C"
-        raise
+            if outcome.verdict == BAD:
+                code = 1
+                if part.gate:
+                    break
     finally:
-        node.folder.finish(code, reason)
         if done:
             bench.print_table(console, make_table(done))
             bench.print_line(console, verdict(done), "bold red" if code else "bold green")
     return code
-
-
-def _act(part: Part, node: Node, limit_s: float) -> Outcome:
-    """Run a part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
-    try:
-        return part.act(node, limit_s)
-    except Exception as error:
-        log = node.path / "logs" / f"{bench.file_name(part.name)}_error.txt"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
-        return Outcome(BAD, f"{error_line(error)} ({log})")
 
 
 def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:

@@ -10,12 +10,12 @@ from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 from jaxtrain.commands import bench as command
 from jaxtrain.config import hardware
 from jaxtrain.data import loading
-from jaxtrain.node import kernel_workloads, kernels, suite, parts, train_step
+from jaxtrain.node import kernel_workloads, kernels, parts, suite, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
 from jaxtrain.step import state_size
-from jaxtrain.train import child
+from jaxtrain.train import child, step_log
 
 
 def ask(**more):
@@ -26,7 +26,7 @@ def ask(**more):
 def test_fp8_and_bf16_share_one_peak():
     """MFU of a step with FP8 is relative to the bfloat16 peak FLOP/s, as in the log of a run and in plans."""
     runs = {p: loading.load([*SMALL, f"--config.precision={p}"]).run for p in ("bf16", "fp8", "f32")}
-    peaks = {p: train_step.peak_tflops(run.log, run.compute, "NVIDIA H200") for p, run in runs.items()}
+    peaks = {p: step_log.peak_tflops(run, "NVIDIA H200") for p, run in runs.items()}
     assert peaks["fp8"] == peaks["bf16"] == pytest.approx(989.4, rel=1e-3) and peaks["f32"] == pytest.approx(66.9, rel=0.1)
 
 
@@ -181,8 +181,39 @@ def test_verdicts_of_kernel_tests(lines, code, want, said, tmp_path, monkeypatch
     assert found.verdict == want and said in found.found
 
 
+@pytest.mark.parametrize(
+    ("act", "code", "restore", "want"),
+    [
+        ("", 0, {"digests": "matched", "seconds": 0.5}, "ok"),
+        ("", 0, None, "FAILED"),  # the second process began a run of its own
+        ("verify", 1, {"digests": "matched", "seconds": 0.5}, "FAILED"),
+        ("restore", None, {"digests": "matched", "seconds": 0.5}, "FAILED"),
+    ],
+)
+def test_verdicts_of_a_restore(act, code, restore, want, tmp_path, monkeypatch):
+    """The verdict follows from the exit codes and the receipt of a run, whose processes are faked here."""
+    started = []
+
+    def run_program(command, log, *, environ, limit_s):
+        started.append(command[3:])
+        folder = tmp_path / "node" / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n{"kind": "gpu", "step": 1}\n')
+        receipt = {"goodput": {"parts_s": {"save": 0.2}}} | ({"restore": restore} if restore else {})
+        (folder / "receipt.json").write_text(json.dumps(receipt))
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        return code if log.stem == f"run_{act}" else 0, "said"
+
+    monkeypatch.setattr(parts, "run_program", run_program)
+    node = parts.Node(train_step.devices_for(0), True, bench.Folder(str(tmp_path / "node"), "", "suite"))
+    found = suite.train_tiny(node, 60.0)
+    assert found.verdict == want and (want == "FAILED" or found.data["loss"] == 3.0)
+    assert [words[0] for words in started] == ["main", "main", "checkpoint"][: 2 if act == "restore" else 3]
+    assert started[0] == started[1] and not (tmp_path / "node" / "run" / "checkpoints").exists()
+
+
 def test_the_budget_of_a_suite_and_its_layouts():
-    assert sum(seconds for _, seconds in suite.PARTS.values()) <= suite.BUDGET_S == 1800
+    assert sum(part.most_s for part in suite.PARTS) <= suite.BUDGET_S == 1800
     for count, text in suite.LAYOUTS.items():
         found, problems = suite.parity_layouts.parse(text)
         assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"

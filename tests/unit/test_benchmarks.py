@@ -14,9 +14,10 @@ from benchmarks import first_minutes, gpu_items, peer_torch
 from jaxtrain.config import hardware, schema
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import suite, parts, train_step
+from jaxtrain.node import parts, suite, train_step
 from jaxtrain.report import bench
 from jaxtrain.step.validate import validate_step
+from jaxtrain.train import step_log
 
 NAMES = [item.name for item in first_minutes.ITEMS]
 H100 = hardware.Devices("gpu", "NVIDIA H100 80GB HBM3", 1, 79.6, "described", 90)
@@ -251,5 +252,5 @@ def test_the_peers_answer_in_our_terms(precision, device):
     assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5
     assert (found["steps"], found["warmup"], found["loss"]) == (2, 1, {"first": 5.0, "last": 4.0})
     assert found["memory"]["peak_gib"] == 2.0 and found["hfu"] == found["mfu_causal"]
-    assert found["peak_tflops"] == train_step.peak_tflops(run.log, run.compute, device)
+    assert found["peak_tflops"] == step_log.peak_tflops(run, device)
     assert device == "cpu" or found["peak_tflops"] == pytest.approx(989.4, rel=1e-3)
