@@ -34,7 +34,7 @@ from jaxtrain.config import environment, hardware, launch
 from jaxtrain.config.command_line import INTERRUPTED, REFUSED, make_console
 from jaxtrain.config.schema import Problem
 from jaxtrain.node import suite
-from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Part, run_parts
+from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, Part, run_parts
 from jaxtrain.report import bench
 from jaxtrain.train.child import LATE
 
@@ -237,9 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench.print_line(console, line, "dim")
     results = work / "results" / "results.json"
     before: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
-    folder = bench.Folder(str(results.parent), "", "first_minutes")
-    done = folder.results["parts"] = {name: result for name, result in before.items() if name not in only}
-    node = Node(dataclasses.replace(devices, count=1), args.smoke, folder, str(work / "compiled"))
+    node = Node(str(results.parent), "", "first_minutes", args.smoke, str(work / "compiled"))
+    node.devices = dataclasses.replace(devices, count=1)
+    done = node.results["parts"] = {name: result for name, result in before.items() if name not in only}
     for name in ("logs", "keep"):
         (node.path / name).mkdir(parents=True, exist_ok=True)
     items = [i for i in items if is_open(i, done.get(i.name), args.seconds)]
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         after()
     left_s = args.seconds - MARGIN_S - (time.monotonic() - began)
     try:
-        code = folder.run(lambda: run_parts(items, node, console, left_s, "The first minutes", after), "an item failed")
+        code = node.run(lambda: run_parts(items, node, console, left_s, "The first minutes", after), "an item failed")
     except KeyboardInterrupt:
         print("\nCtrl-C: stopped; finished results are kept.", file=sys.stderr)
         return INTERRUPTED

@@ -324,7 +324,7 @@ def run(
 
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary)
-        logs = folder.path / "logs" if folder.path else files / "logs"
+        logs = folder.path / "logs"
         with console.status("comparing losses of a small model ..."):
             small = export_small(base, files / "small", logs / "same_work.txt", left())
             same = compare_losses(small, python, logs / "same_work_torch.txt", left())

@@ -4,6 +4,7 @@ Each part has a time limit (PARTS). Its verdict is `ok`, `off`, `FAILED`, or `le
 or memory differs from the plan, or the part ran out of time. The suite fails if a part failed.
 """
 
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -11,19 +12,23 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
 from jaxtrain.config import hardware, launch
+from jaxtrain.config.durations import duration
 from jaxtrain.node import train_step
-from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
+from jaxtrain.report.tables import Table
 from jaxtrain.train import parity_layouts
-from jaxtrain.train.child import FAILED, LATE, OK, REFUSED, jaxtrain_command, run_case
+from jaxtrain.train.child import FAILED, LATE, OK, REFUSED, error_line, jaxtrain_command, last_lines, run_case, run_program
 
+GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
+STYLES = {BAD: "bold red", OFF: "yellow"}
 BUDGET_S = 1800.0  # for all parts together
 PEAK_ERROR = 0.10  # tolerated relative difference of measured from planned peak memory
 
@@ -42,6 +47,130 @@ WIDER = ("model.d_model=512", "model.num_heads=8", "model.num_kv_heads=4", "mode
 # Of a run that does nothing but take two steps, and save its state.
 SAVED = ("--config.train.steps=2", "--config.checkpoint.every_steps=0", "--config.sample.max_tokens=0")
 GPU_TESTS = launch.REPO / "tests" / "gpu"
+
+
+# ---- The runner of parts, also of benchmarks/first_minutes.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a part.
+
+    Attributes:
+      verdict: GOOD, OFF, BAD or OUT (left out). OFF is no fault: the result differs from the plan or is incomplete.
+      found: the result in one line.
+      lines: Markdown lines of the part's section in results.md.
+      data: the result as JSON data.
+    """
+
+    verdict: str
+    found: str
+    lines: list[str] = dataclasses.field(default_factory=list)
+    data: Any = None
+
+
+class Node(bench.Folder):
+    """The output folder of parts.
+
+    smoke: whether to use tiny shapes. cache: folder for compiled programs; "": none; None: the folder of the config.
+    """
+
+    def __init__(self, out: str, file: str, kind: str, smoke: bool, cache: str | None = None):
+        super().__init__(out, file, kind)
+        self.smoke, self.cache = smoke, cache
+
+    def run_program(
+        self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
+    ) -> tuple[int | None, Outcome]:
+        """Run a program as a part. Return (exit code, or None after a timeout; outcome, GOOD if the code is 0, else BAD)."""
+        code, output = run_program(command, self.log(name), environ=environ, limit_s=max(1.0, limit_s))
+        lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
+        if code == 0:
+            return code, Outcome(GOOD, last_lines(output).rpartition(" | ")[2], lines)
+        return code, Outcome(BAD, "not done in time" if code is None else f"exit code {code}: {last_lines(output)}", lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left.
+
+    gate: if this part fails, no further part runs.
+    """
+
+    name: str
+    act: Callable[[Node, float], Outcome]
+    most_s: float
+    need_s: float = 1.0
+    gate: bool = False
+
+    def run(self, node: Node, limit_s: float) -> Outcome:
+        """Run the part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
+        if limit_s < self.need_s:
+            return Outcome(OUT, f"{duration(limit_s)} were left, and it needs {duration(self.need_s)}")
+        try:
+            return self.act(node, limit_s)
+        except Exception as error:
+            log = node.log(f"{self.name}_error")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+            return Outcome(BAD, f"{error_line(error)} ({log})")
+
+
+def run_parts(
+    parts: Sequence[Part],
+    node: Node,
+    console: rich.console.Console,
+    budget_s: float,
+    title: str,
+    after: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the parts in `budget_s` seconds. Return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
+
+    After each part, all results so far are in the output folder, with those of parts that it had before, and `after` is called.
+    """
+    done: dict[str, dict[str, Any]] = node.results.setdefault("parts", {})
+    began, failed = time.monotonic(), False
+    try:
+        for i, part in enumerate(parts, 1):
+            started = time.monotonic()
+            limit = min(part.most_s, budget_s - (started - began))
+            about = f"part {i} of {len(parts)}: {part.name}, at most {duration(limit)}; {duration(started - began)} gone"
+            bench.print_line(console, about, "dim")
+            with console.status(part.name):
+                outcome = part.run(node, limit)
+            times = {"seconds": time.monotonic() - started, "budget_s": max(0.0, limit)}
+            done[part.name] = dataclasses.asdict(outcome) | times
+            bench.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
+            sections = [line for p in done.values() for line in p["lines"]]
+            lines = [f"**{verdict(done)}**", "", *bench.markdown(make_table(done)), *sections]
+            node.write(title, lines, verdict=verdict(done))
+            after()
+            failed |= outcome.verdict == BAD
+            if part.gate and outcome.verdict == BAD:
+                break
+    finally:
+        if done:
+            bench.print_table(console, make_table(done))
+            bench.print_line(console, verdict(done), "bold red" if failed else "bold green")
+    return int(failed)
+
+
+def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the verdict on all parts in one line."""
+    failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
+    if failed:
+        return f"FAULT: {'; '.join(failed)}"
+    off = [name for name, p in done.items() if p["verdict"] == OFF]
+    return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
+
+
+def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of parts."""
+    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in done.items()]
+    return bench.make_table("Parts", ("part", "", "took", "of at most", "result"), rows)
+
+
+# ---- Configs
 
 
 def smoke_config(node: Node) -> list[str]:
@@ -89,7 +218,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
-    file = node.path / "logs" / f"{bench.file_name(name)}.jsonl"
+    file = node.log(name).with_suffix(".jsonl")
     file.unlink(missing_ok=True)
     where = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
     where["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
@@ -97,7 +226,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     command += [str(GPU_TESTS / target) for target in only]
     code, outcome = node.run_program(name, command, limit_s, os.environ | where)
     results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    passed, failed = ([r for r in results if r["outcome"] == outcome] for outcome in ("passed", "failed"))
+    passed, failed = ([r for r in results if r["outcome"] == kind] for kind in ("passed", "failed"))
     unfinished = [r for r in results if "no time was left" in r["why"]]
     text = f"{len(passed)} tests passed, {len(failed)} failed" + (f", {len(unfinished)} had no time" if unfinished else "")
     if ratios := [r["ratio"] for r in results if "ratio" in r]:
@@ -108,7 +237,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
         text += f"; {outcome.found}"
     verdict = BAD if failed or code != 0 or not passed else OFF if unfinished else GOOD
     rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
-    table = bench.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows, text=2)
+    table = bench.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows)
     return Outcome(verdict, text, bench.markdown(table) + outcome.lines * (verdict == BAD), results)
 
 
@@ -140,35 +269,30 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
     cases = [("tiny", smoke_config(node))] if node.smoke else [shipped_config(node, *c) for c in SHIPPED]
     found: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
-    steps = {"steps": 2, "warmup": 1} if node.smoke else {"steps": 25, "warmup": 5}
+    steps: dict[str, Any] = {"steps": 2, "warmup": 1} if node.smoke else {"steps": 25, "warmup": 5}
     for i, (name, argv) in enumerate(cases):
         share = (limit_s - (time.monotonic() - began)) / (len(cases) - i)
         found[name] = time_steps(node, name, argv, share, **steps)
     lines = bench.markdown(bench.step_table("Shipped configs", found))
     ended = {r["verdict"] for r in found.values()}
-    off = [text for name, r in found.items() for text in differences_from_plan(name, r)]
-    text = "; ".join([*(f"{name}: {bench.step_result(r)}" for name, r in found.items()), *off])
-    verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off or LATE in ended else GOOD
+    off = LATE in ended or any(map(is_off_plan, found.values()))
+    text = "; ".join(f"{name}: {bench.step_result(r)}" for name, r in found.items())
+    verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off else GOOD
     return Outcome(verdict, text, lines, found)
 
 
-def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for an unexpected step time (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
+def is_off_plan(r: Mapping[str, Any]) -> bool:
+    """Return whether a step time is unexpected (`Expected.is_unexpected`), or a peak memory off by over PEAK_ERROR.
 
-    Without a plan, return [].
+    Without a plan, return False. r: answer of train_step.measure.
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
     if not r.get("planned"):
-        return []
-    planned, out = Expected(**r["planned"]), []
-    step_s, peak_gib = r["step_s"]["median"], r["memory"]["peak_gib"]
-    if planned.is_unexpected(step_s):
-        within = " ({:.3g} to {:.3g} s are expected)".format(*planned.range_s) if planned.range_s else ""
-        out.append(f"{name}: step time {step_s / planned.step_s:.2f} times the plan{within}")
-    if peak_gib and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR:
-        out.append(f"{name}: peak memory {peak_gib / planned.peak_gib:.2f} times the plan")
-    return out
+        return False
+    planned, peak_gib = Expected(**r["planned"]), r["memory"]["peak_gib"]
+    is_memory_off = bool(peak_gib) and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR
+    return is_memory_off or planned.is_unexpected(r["step_s"]["median"])
 
 
 def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]) -> Outcome:
@@ -218,7 +342,7 @@ def time_steps(
     """Return the answer of train_step.measure for the config of `argv`. request: further fields of the request to `measure`."""
     # The process needs some time to end after its last step.
     request = {"devices": 0, "argv": [*argv], "limit_s": 0.8 * limit_s, **request}
-    return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)
+    return run_case(train_step.CASE, request, log=node.log(name), environ=environ, limit_s=limit_s)
 
 
 # The sum of their seconds is below BUDGET_S.
@@ -242,12 +366,11 @@ def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Cons
       parts: names of parts, separated by commas; "": all.
       smoke: whether to use tiny shapes on GPUs too.
     """
-    devices = hardware.probe()
-    folder = bench.Folder(out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}", file, "suite")
-    node = Node(devices, smoke or devices.kind != "gpu", folder)
+    out = out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    node = Node(out, file, "suite", smoke or hardware.probe().kind != "gpu")
     chosen = [part for part in PARTS if not parts or part.name in parts.split(",")]
     try:
-        return folder.run(lambda: run_parts(chosen, node, console, BUDGET_S, "A node"), "a part failed")
+        return node.run(lambda: run_parts(chosen, node, console, BUDGET_S, "A node"), "a part failed")
     finally:
         packed = shutil.make_archive(str(node.path), "gztar", node.path.parent, node.path.name)
         bench.print_line(console, f"{node.path}, and as one file to send in: {packed}")

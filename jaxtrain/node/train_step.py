@@ -5,6 +5,7 @@ late, so step time is the device's time, or the host's time if that is longer. M
 runs nothing else.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,7 +29,7 @@ from jaxtrain.report import bench
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.step.state_size import least_gib
 from jaxtrain.step.validate import validate_step
-from jaxtrain.train.child import FAILED, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
+from jaxtrain.train.child import FAILED, LATE, NO_MEMORY, OK, REFUSED, error_line, run_case, save_partial
 
 CASE = "jaxtrain.node.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
@@ -59,11 +60,6 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     found += validate_step(run, devices)
     found += pipeline.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     return found + environment.overlay(run, devices, os.environ)[1]
-
-
-def refuse(problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the answer of a case with problems."""
-    return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, problems)))}
 
 
 def one_device(cache: str | None = None) -> RunConfig:
@@ -106,32 +102,19 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
       `verdict`, facts of the run and its layout, `step_s` (median, quartiles, extremes, in seconds), rates and `memory`.
       `planned` is the plan of this executable, or None for the reason in `not_planned`. `trace` is the folder of the trace, or
       the reason why it failed. The times are returned even if the plan or the trace fails.
+
+    Raises ConfigError if the config has problems, and JaxRuntimeError if memory does not suffice.
     """
     began = time.perf_counter()
-    loaded = loading.load(request["argv"])
-    if wrong := find_problems(loaded, request["devices"]):
-        return refuse(wrong)
-    run, there = loaded.run, devices_for(request["devices"])
+    loaded, count = loading.load(request["argv"]), request["devices"]
+    if wrong := find_problems(loaded, count):
+        raise ConfigError(wrong)
+    run, there = loaded.run, devices_for(count)
     parts = ("params", "moments") if run.optimizer.offload == "none" else ("params",)
     if there.kind == "gpu" and (least := least_gib(run, parts) / there.count) > there.memory_gib:
         rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
-    devices = start_devices(run, request["devices"])
-    import jax
-
-    out: dict[str, Any] = {}  # filled step by step: if memory runs out, the results so far are kept
-    try:
-        _measure(run, devices, request, out, began)
-    except ConfigError as error:
-        return out | refuse(error.problems)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return out | {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
-    return out
-
-
-def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], out: dict[str, Any], began: float) -> None:
+    devices = start_devices(run, count)
     import jax
 
     from jaxtrain.config.schema import config_sha256
@@ -152,7 +135,7 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.
     allocated = taken_gib(train) if devices[0].platform == "gpu" else None
-    out |= {
+    out: dict[str, Any] = {
         "mesh": dict(program.placement.mesh.shape),
         "attention": program.kernel.name,
         "attention_reason": program.kernel_reason,
@@ -172,12 +155,12 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         "compiler_options": options,
         "memory": {"peak_gib": None, "compiled_gib": allocated, "budget_gib": limit / 2**30 if limit else None},
     }
+    save_partial(request, out | {"verdict": LATE})
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    feed = BatchFeed(rows, 0, program.batch, program.context)
-    batches = feed.batches()
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
-    try:
+    with contextlib.closing(BatchFeed(rows, 0, program.batch, program.context)) as feed:
+        batches = feed.batches()
         # A step is done when its metrics have arrived. The next step is dispatched before that, as in training.
         while len(marks) < warmup + steps:
             asked = time.perf_counter()
@@ -192,9 +175,8 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
                 break
         jax.block_until_ready(current)
         seconds = [b - a for a, b in itertools.pairwise(marks[warmup - 1 :])]
+        step_s, peak = spread(seconds), step_log.peak_tflops(run, devices[0].device_kind)
         out["memory"]["peak_gib"] = throughput.memory(devices)[1]
-        peak = step_log.peak_tflops(run, devices[0].device_kind)
-        step_s = spread(seconds)
         out |= {
             "verdict": OK,
             "steps": len(seconds),
@@ -214,14 +196,13 @@ def _measure(run: RunConfig, devices: Sequence[Any], request: dict[str, Any], ou
         out |= _plan(program, train, devices)
         save_partial(request, out)
         if traced:
-            out["trace"] = folder = request["trace"]
+            out["trace"] = request["trace"]
             try:
-                _trace(Path(folder), program, train, current, batches, step_s["median"])
+                _trace(Path(request["trace"]), program, train, current, batches, step_s["median"])
             except Exception as error:  # the timings are returned even if the profiler fails
                 traceback.print_exc()
                 out["trace"] = f"failed: {error_line(error)}"
-    finally:
-        feed.close()
+    return out
 
 
 def _plan(program: Any, executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
@@ -313,15 +294,15 @@ def run_cases(
     try:
         for i, (name, argv) in enumerate(cases.items(), 1):
             if problems[name]:
-                answer = refuse(problems[name])
+                answer = {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, problems[name])))}
             else:
-                trace = folder.trace(name) if request["trace"] else ""
+                trace = str(folder.path / "traces" / bench.file_name(name)) if request["trace"] else ""
                 with console.status(f"{i} of {len(cases)}: {name} ..."):
                     answer = run_case(CASE, {**request, "argv": argv, "trace": trace}, log=folder.log(name))
             done[name] = answer | {"argv": argv}
             if len(cases) > 1:
                 bench.print_line(console, f"{i} of {len(cases)}: {name}: {bench.step_result(answer)}")
-            table = bench.step_table("Train steps", done) if len(cases) > 1 else bench.step_details(name, answer)
+            table = bench.step_table("Train steps", done)
             best = max((n for n in done if done[n]["verdict"] == OK), key=lambda n: done[n]["tokens_per_s"], default=None)
             rows = [{"name": n, **r} for n, r in done.items()]
             folder.write("Step time", bench.markdown(table), cases=rows, best=best)

@@ -3,7 +3,9 @@
 import json
 import platform
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,8 @@ WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
-def about() -> dict[str, Any]:
+def about(found: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
-    found = hardware.probe()
     commit, dirty, _ = checkout(launch.REPO)
     return {
         "date": now(),
@@ -78,6 +79,7 @@ def step_facts(r: Mapping[str, Any]) -> dict[str, str]:
     if r["verdict"] != OK:
         return out | {"result": f"{r['verdict']}: {r['why']}"}
     s, memory, planned = r["step_s"], r["memory"], r["planned"] or {}
+    within = ", {:.3g} to {:.3g} s expected".format(*planned["range_s"]) if planned.get("range_s") else ""
     without_graphs = r.get("trace") and r["compiler_options"].get("xla_gpu_enable_command_buffer") == ""
     return out | {
         "step s": beside_plan(s["median"], planned.get("step_s")),
@@ -92,7 +94,7 @@ def step_facts(r: Mapping[str, Any]) -> dict[str, str]:
         "HFU": percent(r["hfu"]),
         "peak GiB": beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f"),
         "limit GiB": number(memory["budget_gib"], ".2f"),
-        "plan": planned.get("rates") or r["not_planned"],
+        "plan": f"{planned['rates']}{within}" if planned else r["not_planned"],
         "loss": f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last",
         "trace": r.get("trace", ""),
         "CUDA graphs": "off in all steps: a trace does not name their kernels" if without_graphs else "",
@@ -101,22 +103,26 @@ def step_facts(r: Mapping[str, Any]) -> dict[str, str]:
 
 
 def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of train steps, a case per row. answers: name of the case -> answer of train_step.measure."""
+    """Return the table of train steps: a case per row; of a single case, all facts, a fact per row.
+
+    Args:
+        answers: name of the case -> answer of train_step.measure.
+    """
     facts = {name: step_facts(r) for name, r in answers.items()}
-    rows = [[name, *(of.get(column, "-") for column in COLUMNS), of["result"]] for name, of in facts.items()]
-    return make_table(title, ("case", *COLUMNS, ""), rows)
-
-
-def step_details(name: str, r: Mapping[str, Any]) -> Table:
-    """Return the table of a single case of train steps, a fact per row."""
-    known = {fact: text for fact, text in step_facts(r).items() if text not in ("", "-")}
-    return make_table("Details", ("", ""), {"case": name, **known}.items())
+    if len(facts) > 1:
+        rows = [[name, *(of.get(column, "-") for column in COLUMNS), of["result"]] for name, of in facts.items()]
+        return make_table(title, ("case", *COLUMNS, ""), rows)
+    ((name, of),) = facts.items()
+    return make_table(title, ("case", name), [pair for pair in of.items() if pair[1] not in ("", "-")])
 
 
 def step_result(r: Mapping[str, Any]) -> str:
     """Return the result of a case of train steps in one line."""
     facts = step_facts(r)
-    return f"{facts['step s']} s, {facts['tokens/s']} tokens/s" if r["verdict"] == OK else facts["result"]
+    if r["verdict"] != OK:
+        return facts["result"]
+    names = ("step s", "tokens/s", "MFU causal", "peak GiB", "compile s")
+    return ", ".join(f"{name} {facts[name]}" for name in names if facts[name] != "-")
 
 
 # ---- Tables and pages
@@ -165,25 +171,25 @@ def file_name(name: str) -> str:
 
 
 class Folder:
-    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results."""
+    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results.
+
+    Without --out, `run` deletes the folder at the end. devices: those of this machine.
+    """
 
     def __init__(self, out: str, file: str, kind: str):
-        self.path = Path(out).expanduser().absolute() if out else None
+        self.path = Path(out).expanduser().absolute() if out else Path(tempfile.mkdtemp(prefix="bench-"))
         self.file = Path(file).expanduser().absolute() if file else None
-        self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": about()}
-        self.receipt = Receipt(self.path) if self.path else None
-        if self.receipt:
-            facts = self.results["about"]
-            devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
-            self.receipt.start({"bench": kind, "devices": devices})
+        self.is_kept = bool(out)
+        self.devices = hardware.probe()
+        facts = about(self.devices)
+        self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": facts}
+        self.receipt = Receipt(self.path)
+        devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
+        self.receipt.start({"bench": kind, "devices": devices})
 
-    def log(self, name: str) -> Path | None:
-        """Return the file for a case's output; None without --out."""
-        return self.path / "logs" / f"{file_name(name)}.txt" if self.path else None
-
-    def trace(self, name: str) -> str:
-        """Return the folder for a case's trace; "" without --out."""
-        return str(self.path / "traces" / file_name(name)) if self.path else ""
+    def log(self, name: str) -> Path:
+        """Return the file for the output of a case or program."""
+        return self.path / "logs" / f"{file_name(name)}.txt"
 
     def write(self, title: str, lines: Iterable[str], **results: Any) -> None:
         """Write the page with `lines` to results.md, and all results so far to results.json and the file of --json."""
@@ -191,13 +197,12 @@ class Folder:
         text = json.dumps(self.results, indent=1) + "\n"
         if self.file:
             write_atomic(self.file, text)
-        if self.path:
-            write_atomic(self.path / "results.json", text)
-            write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
+        write_atomic(self.path / "results.json", text)
+        write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
 
     def print_cpu_note(self, console: rich.console.Console) -> None:
         """Print a note that figures of a CPU mean nothing, if this machine has no GPU."""
-        if self.results["about"]["platform"] == "cpu":
+        if self.devices.kind == "cpu":
             print_line(console, NO_MEASUREMENT, "dim")
 
     def run(self, act: Callable[[], int], failure: str) -> int:
@@ -215,6 +220,7 @@ class Folder:
             code, reason = INTERRUPTED, "Ctrl-C"
             raise
         finally:
-            if self.receipt:
-                self.receipt.finish(code, reason)
+            self.receipt.finish(code, reason)
+            if not self.is_kept:
+                shutil.rmtree(self.path, ignore_errors=True)
         return code

@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import REPO
-from jaxtrain.config.schema import ConfigError
+from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.runtime.startup import missing_part
 
@@ -67,8 +67,7 @@ def run_case(
     Returns:
       The answer of the case. `verdict` is OK, REFUSED, NO_MEMORY, FAILED or LATE. `why` is the reason for a verdict other than
       OK. If the case raised ConfigError, the verdict is REFUSED, and `problems` has the fields of its problems. `seconds` is
-      the time of the process. After a crash or a timeout, the answer is the one that `save_partial` saved
-      last.
+      the time of the process. After an error, a crash or a timeout, the answer has what `save_partial` saved last.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,6 +161,11 @@ def error_line(error: BaseException) -> str:
     return f"{line} {missing_part(str(error))}".rstrip()
 
 
+def _refused(problems: Sequence[Problem]) -> dict[str, Any]:
+    why = "; ".join(dict.fromkeys(map(str, problems)))
+    return {"verdict": REFUSED, "why": why, "problems": [dataclasses.asdict(problem) for problem in problems]}
+
+
 def main(argv: list[str]) -> int:
     """Run a case. argv: FUNCTION REQUEST ANSWER, with the JSON files of request and answer."""
     function, asked, answered = argv
@@ -169,14 +173,16 @@ def main(argv: list[str]) -> int:
     case = getattr(importlib.import_module(module), name)
     try:
         answer = case(json.loads(Path(asked).read_text(encoding="utf-8")))
-    except ConfigError as error:  # the devices or the environment
-        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
-        answer |= {"verdict": REFUSED, "why": "; ".join(map(str, error.problems))}
-        answer["problems"] = [dataclasses.asdict(problem) for problem in error.problems]
     except Exception as error:
-        if not (problem := own_parts.problem_of(error)):
+        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
+        if isinstance(error, ConfigError):  # the devices or the environment
+            answer |= _refused(error.problems)
+        elif problem := own_parts.problem_of(error):
+            answer |= _refused([problem])
+        elif "RESOURCE_EXHAUSTED" in str(error):  # JAX's JaxRuntimeError
+            answer |= {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
+        else:
             raise
-        answer = {"verdict": REFUSED, "why": str(problem), "problems": [dataclasses.asdict(problem)]}
     write_atomic(Path(answered), json.dumps(answer))
     return 0
 

@@ -19,7 +19,7 @@ from jaxtrain.commands import bench as command
 from jaxtrain.commands.command import read_line
 from jaxtrain.commands.parity import main as parity_main
 from jaxtrain.config import launch
-from jaxtrain.node import parts, suite, train_step
+from jaxtrain.node import suite, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.train import child
@@ -55,7 +55,7 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch):
     tests and training.
     """
     monkeypatch.setattr(suite, "run_case", run_here)
-    monkeypatch.setattr(parts, "run_program", program_here)
+    monkeypatch.setattr(suite, "run_program", program_here)
     monkeypatch.setattr(suite, "SMOKE_LAYOUTS", "one,fsdp2")
     out = tmp_path / "node"
     assert command.main(["--suite=node", f"--out={out}"]) == 0

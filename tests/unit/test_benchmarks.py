@@ -14,8 +14,7 @@ from benchmarks import first_minutes, gpu_items, peer_torch
 from jaxtrain.config import hardware, schema
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import parts, suite, train_step
-from jaxtrain.report import bench
+from jaxtrain.node import suite, train_step
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import step_log
 
@@ -24,9 +23,9 @@ H100 = hardware.Devices("gpu", "NVIDIA H100 80GB HBM3", 1, 79.6, "described", 90
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> parts.Node:
+def node(tmp_path: Path) -> suite.Node:
     (tmp_path / "results" / "keep").mkdir(parents=True)
-    return parts.Node(H100, True, bench.Folder(str(tmp_path / "results"), "", "first_minutes"), str(tmp_path / "compiled"))
+    return suite.Node(str(tmp_path / "results"), "", "first_minutes", True, str(tmp_path / "compiled"))
 
 
 # ---- The schedule
@@ -93,7 +92,7 @@ def call(tmp_path: Path, *more: str) -> tuple[int, dict[str, str]]:
 def act(*verdicts: str):
     """Return an item's function that has these verdicts in turn, and then raises an error."""
     left = iter(verdicts)
-    return lambda node, limit_s: parts.Outcome(next(left), "so")
+    return lambda node, limit_s: suite.Outcome(next(left), "so")
 
 
 def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu, monkeypatch):
