@@ -352,8 +352,8 @@ PARTS = (
     Part("kernels", run_gpu_tests, 300),
     Part("parity", check_parity, 300),
     Part("configs", time_configs, 540),
-    Part("checkpoint", check_checkpoint, 180),
-    Part("run", train_tiny, 120),
+    Part("checkpoint", check_checkpoint, 300),
+    Part("run", train_tiny, 150),
 )
 
 
