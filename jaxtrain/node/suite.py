@@ -179,12 +179,7 @@ def smoke_config(node: Node) -> list[str]:
 
 
 def shipped_config(node: Node, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
-    """Return (name in tables, command line) of a shipped config on the GPUs of the node.
-
-    Args:
-      micro: sequences per GPU and microbatch.
-      accum: microbatches of a step.
-    """
+    """Return (name in tables, command line) of a shipped config on the GPUs of the node. name, micro, accum: see SHIPPED."""
     count = node.devices.count
     variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
     batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
@@ -213,8 +208,7 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
 
     No test starts in the last fifth of `limit_s`. A test that still runs after `limit_s` is a fault, since it may hang.
 
-    Args:
-        only: files of tests/gpu, or FILE::TEST; "": all files.
+    only: files of tests/gpu, or FILE::TEST; "": all files.
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
@@ -358,13 +352,9 @@ PARTS = (
 
 
 def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
-    """Run the suite. Return 0, or 1 if a part failed.
+    """Run the suite, and pack its folder into one .tar.gz. Return 0, or 1 if a part failed.
 
-    Args:
-      out: the output folder; "": a new folder under runs/. The suite also packs the folder into one .tar.gz.
-      file: the file of --json.
-      parts: names of parts, separated by commas; "": all.
-      smoke: whether to use tiny shapes on GPUs too.
+    Args: the values of --out ("": a new folder under runs/), --json, --parts ("": all) and --smoke.
     """
     out = out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     node = Node(out, file, "suite", smoke or hardware.probe().kind != "gpu")
