@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.config import own_parts
 from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import REPO
-from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.runtime.startup import missing_part
 
@@ -161,11 +161,6 @@ def error_line(error: BaseException) -> str:
     return f"{line} {missing_part(str(error))}".rstrip()
 
 
-def _refused(problems: Sequence[Problem]) -> dict[str, Any]:
-    why = "; ".join(dict.fromkeys(map(str, problems)))
-    return {"verdict": REFUSED, "why": why, "problems": [dataclasses.asdict(problem) for problem in problems]}
-
-
 def main(argv: list[str]) -> int:
     """Run a case. argv: FUNCTION REQUEST ANSWER, with the JSON files of request and answer."""
     function, asked, answered = argv
@@ -175,11 +170,12 @@ def main(argv: list[str]) -> int:
         answer = case(json.loads(Path(asked).read_text(encoding="utf-8")))
     except Exception as error:
         answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
-        if isinstance(error, ConfigError):  # the devices or the environment
-            answer |= _refused(error.problems)
-        elif problem := own_parts.problem_of(error):
-            answer |= _refused([problem])
+        found = own_parts.problem_of(error)
+        if problems := error.problems if isinstance(error, ConfigError) else [found] if found else []:
+            why = "; ".join(dict.fromkeys(map(str, problems)))
+            answer |= {"verdict": REFUSED, "why": why, "problems": [dataclasses.asdict(problem) for problem in problems]}
         elif "RESOURCE_EXHAUSTED" in str(error):  # JAX's JaxRuntimeError
+            traceback.print_exc()
             answer |= {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
         else:
             raise

@@ -130,9 +130,8 @@ def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
     if note := model_flops(run).note:
         console.say(note)
     device = jax.devices()[0]
-    peak = peak_tflops(run, device.device_kind)
+    peak, gpu = peak_tflops(run, device.device_kind), hardware.lookup(device.device_kind)
     if not run.log.peak_tflops and device.platform == "gpu":
-        gpu = hardware.lookup(device.device_kind)
         if gpu is None:
             console.say(f"no peak rate is known for {device.device_kind!r}: mfu is null. Set log.peak_tflops.")
         else:
