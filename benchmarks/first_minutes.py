@@ -34,7 +34,7 @@ from jaxtrain.config import environment, hardware, launch
 from jaxtrain.config.command_line import INTERRUPTED, REFUSED, make_console
 from jaxtrain.config.schema import Problem
 from jaxtrain.node import suite
-from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Part, run_parts
+from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, Part, run_parts
 from jaxtrain.report import bench
 from jaxtrain.train.child import LATE
 
@@ -90,7 +90,7 @@ ITEMS: tuple[Item, ...] = (
     steps("one document, unrolled", 170, 70),
     attention("more attention", gpu_items.MORE_KERNELS, 200, 60),
     tests("fp8 matmuls", "test_gpu_fp8.py", 80, 25),
-    Item("save and restore", gpu_items.check_checkpoint, 110, 40, per_card=False),
+    Item("save and restore", gpu_items.check_checkpoint, 150, 60, per_card=False),
     tests("experts", "test_gpu_experts.py", 90, 40),
     Item("cost of packing", gpu_items.compare_packing, 90, 25),
     *map(steps, ("pallas, packed, loop", "deterministic, pallas, loop")),
@@ -100,7 +100,7 @@ ITEMS: tuple[Item, ...] = (
     tests("attention", "test_gpu_attention.py", 240, 45),
     *map(steps, ("mixtral", "1b loop")),
     Item("a run and its receipt", gpu_items.check_gpu_metrics, 150, 60),
-    Item("command line", suite.train_tiny, 120, 40, per_card=False),
+    Item("command line", suite.train_tiny, 150, 50, per_card=False),
     Item("preflight", gpu_items.record_preflight, 75, 30),
     timed_kernels("gemm", "gemm", 110, 30),
     timed_kernels("attention", "kernels of attention", 110, 30),
@@ -236,17 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in changes:
         bench.print_line(console, line, "dim")
     results = work / "results" / "results.json"
-    done: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
-    done = {name: before for name, before in done.items() if name not in only}
-    node = Node(
-        dataclasses.replace(devices, count=1),
-        args.smoke,
-        bench.Folder(str(work / "results"), "", "first_minutes"),
-        str(work / "compiled"),
-    )
+    before: dict[str, dict[str, Any]] = json.loads(results.read_text())["parts"] if results.exists() else {}
+    node = Node(str(results.parent), "", "first_minutes", args.smoke, str(work / "compiled"))
+    node.devices = dataclasses.replace(devices, count=1)
+    done = node.results["parts"] = {name: result for name, result in before.items() if name not in only}
     for name in ("logs", "keep"):
         (node.path / name).mkdir(parents=True, exist_ok=True)
-    node.folder.results["parts"] = done
     items = [i for i in items if is_open(i, done.get(i.name), args.seconds)]
     if args.smoke:
         items = [dataclasses.replace(i, need_s=2.0) for i in items]
@@ -262,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         after()
     left_s = args.seconds - MARGIN_S - (time.monotonic() - began)
     try:
-        code = run_parts(items, node, console, left_s, "The first minutes", done, after)
+        code = node.run(lambda: run_parts(items, node, console, left_s, "The first minutes", after), "an item failed")
     except KeyboardInterrupt:
         print("\nCtrl-C: stopped; finished results are kept.", file=sys.stderr)
         return INTERRUPTED

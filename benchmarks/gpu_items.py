@@ -1,6 +1,6 @@
 """The items of benchmarks/first_minutes.py: checks and measurements on one H100 or H200, correctness and then speed.
 
-An item is a function of (node, seconds) that returns an Outcome (node/parts.py). What uses the GPU runs in a process of its
+An item is a function of (node, seconds) that returns an Outcome (node/suite.py). What uses the GPU runs in a process of its
 own, with a time limit, so a crash or a timeout of one item does not affect the others.
 """
 
@@ -23,10 +23,9 @@ from typing import Any
 from benchmarks import peer_torch
 from jaxtrain.checkpoint.steps import Steps
 from jaxtrain.config import hardware, launch
-from jaxtrain.config.numbers import percent
 from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite
-from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome
+from jaxtrain.node.suite import BAD, GOOD, OFF, OUT, Node, Outcome
 from jaxtrain.node.train_step import DATA, NOT_DONE, one_device, start_devices
 from jaxtrain.plan import rates
 from jaxtrain.report import bench
@@ -95,7 +94,7 @@ PARITY_SHAPE = (
     *("--config.model.num_kv_heads=2", "--config.model.head_dim=64", "--config.data.seq_len=512"),
     *("--config.train.global_batch=4", "--config.train.grad_accum=2"),
 )
-LOSSES = (19, 1)  # timed steps, and steps before them
+LOSSES = {"steps": 19, "warmup": 1}
 # Kernels of attention that decide whether llama3_8b and llama3_1b are right, and one of each other kind.
 FIRST_KERNELS = (
     *(f"cudnn-{shape}" for shape in ("T4096-heads32:8-dim128-packed", "T4096-heads32:8-dim64-packed")),
@@ -164,7 +163,7 @@ def look(node: Node, limit_s: float) -> Outcome:
 def compute(node: Node, limit_s: float) -> Outcome:
     """Compute on the GPU: a product, functions, host memory, cuDNN's attention; two rates as ceilings."""
     request = {"cache": node.cache}
-    seen = run_case("benchmarks.gpu_items:try_jax", request, log=node.folder.log("compute"), limit_s=limit_s)
+    seen = run_case("benchmarks.gpu_items:try_jax", request, log=node.log("compute"), limit_s=limit_s)
     if "product" not in seen:  # a crash of a library later leaves the first results
         return Outcome(BAD, seen.get("why", "no answer"), data=seen)
     errors = {name: seen.get(name, "not done") for name in ("product", "functions", "pinned", "attention")}
@@ -290,7 +289,7 @@ def take_losses(node: Node, precision: str, where: str, limit_s: float) -> dict[
     argv = [suite.TINY, *shape, *DATA["synthetic"], f"--config.precision={precision}"]
     argv.append(f"--config.paths.cache={node.cache}")
     environ = os.environ | (CPU if where == "cpu" else {})
-    return suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, LOSSES, environ, devices=1)
+    return suite.time_steps(node, f"losses {precision} {where}", argv, limit_s, environ, devices=1, **LOSSES)
 
 
 def precisions(node: Node) -> list[str]:
@@ -360,8 +359,8 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
     """Save and restore the state of a small llama3_1b, and compare it bit for bit."""
-    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], f"--config.paths.cache={node.cache}"]
-    return suite.save_and_restore(node, argv, limit_s, devices=1)
+    argv = [*(TINY if node.smoke else SHORT), *DATA["synthetic"], *suite.SAVED, f"--config.paths.cache={node.cache}"]
+    return suite.train_and_restore("checkpoint", node, limit_s, argv)
 
 
 # ---- Train steps
@@ -378,24 +377,23 @@ def step_argv(case: str, smoke: bool) -> list[str]:
 def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome:
     """Time the train steps of one of CASES, beside their estimate. If cuDNN's attention fails, time Pallas' attention."""
     argv, name = [*step_argv(case, node.smoke), f"--config.paths.cache={node.cache}"], f"{case}{' trace' if trace else ''}"
-    steps, began, note = (3, 1) if node.smoke or trace else (8, 2), time.monotonic(), ""
-    answer = suite.time_steps(node, name, argv, limit_s, steps, devices=1, trace=trace)
+    request = {"steps": 3, "warmup": 1} if node.smoke or trace else {"steps": 8, "warmup": 2}
+    request |= {"devices": 1, "trace": trace}
+    began, note = time.monotonic(), ""
+    answer = suite.time_steps(node, name, argv, limit_s, **request)
     if answer["verdict"] == FAILED and "cudnn" in answer["why"].lower() and not {*PALLAS} & {*argv}:
         note, left = f"cuDNN failed ({answer['why'][:300]}); with Pallas: ", limit_s - (time.monotonic() - began)
-        answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, steps, devices=1, trace=trace)
+        answer = suite.time_steps(node, f"{name} pallas", [*argv, *PALLAS], left, **request)
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{note}{answer['verdict']}: {answer['why']}", data=answer)
-    planned, peak = answer["planned"] or {}, answer["memory"]["peak_gib"]
-    text = f"{bench.beside_plan(answer['step_s']['median'], planned.get('step_s'))} s, {answer['tokens_per_s']:,.0f} tokens/s, "
-    text += f"MFU {percent(answer['mfu_causal'])} causal, peak {bench.beside_plan(peak, planned.get('peak_gib'), '.2f')} GiB, "
-    text += f"compiled in {answer['compile_s']:.0f} s"
+    text = bench.step_result(answer)
     if answer["not_planned"] and not node.smoke:
         text += f"; not planned: {answer['not_planned']}"
     if background.is_busy:
         text += "; the CPU worked beside it"
-    off = note or suite.differences_from_plan(case, answer)
-    return Outcome(OFF if off else GOOD, note + text, bench.markdown(bench.step_details(name, answer)), answer)
+    off = note or suite.is_off_plan(answer)
+    return Outcome(OFF if off else GOOD, note + text, bench.markdown(bench.step_table(name, {name: answer})), answer)
 
 
 def trace_step(case: str, node: Node, limit_s: float) -> Outcome:
@@ -442,7 +440,7 @@ def begin_examples(node: Node) -> None:
     """Begin to make the batches, weights and losses for PyTorch, on the CPU."""
     argv, folder = step_argv(PEERS[1], node.smoke), node.path / "peer"
     shutil.rmtree(folder, ignore_errors=True)
-    log = node.folder.log
+    log = node.log
     background.begin("small example", lambda: peer_torch.export_small(argv, folder / "small", log("example small"), 300.0))
     background.begin("example", lambda: peer_torch.export(argv, folder, log=log("example"), limit_s=300.0))
 
@@ -455,22 +453,22 @@ def time_torch(node: Node, limit_s: float) -> Outcome:
     small, example = (background.result(name, (deadline - time.monotonic()) / 2) for name in ("small example", "example"))
     platform = "cpu" if node.smoke else "gpu"
     same = peer_torch.compare_losses(
-        small, sys.executable, node.folder.log("torch small"), (deadline - time.monotonic()) / 2, platform
+        small, sys.executable, node.log("torch small"), (deadline - time.monotonic()) / 2, platform
     )
     if wrong := [answer["why"] for answer in (same, example) if answer["verdict"] != OK]:
         return Outcome(BAD, "; ".join(dict.fromkeys(wrong)), data={"same": same})
     settings = peer_torch.read_settings("sdpa,none" if node.smoke else TORCH)
     steps = (2, 3) if node.smoke else (2, 6)
     spec = example["spec"] | {"platform": platform, "settings": settings, "tune_s": 0.0, "warmup": steps[0], "steps": steps[1]}
-    timed = peer_torch.run_peer(sys.executable, spec, node.folder.log("torch"), deadline - time.monotonic())
+    timed = peer_torch.run_peer(sys.executable, spec, node.log("torch"), deadline - time.monotonic())
     answer = peer_torch.as_our_answer(timed, loading.load(step_argv(PEERS[1], node.smoke)).run)
     text, data = f"losses of a small model agree to {same['off']:.1e}", {"same": same, "torch": answer}
     if answer["verdict"] != OK:
         verdict = LATE if answer["verdict"] == LATE else BAD
         return Outcome(verdict, f"{answer['verdict']}: {answer['why']}; {text}", data=data)
-    text = f"{bench.step_result(answer)}, peak {answer['memory']['peak_gib'] or 0:.1f} GiB, {answer['settings']}; {text}"
+    text = f"{bench.step_result(answer)}, {answer['settings']}; {text}"
     for name in PEERS:
-        ours = node.folder.results.get("parts", {}).get(name, {}).get("data") or {}
+        ours = node.results.get("parts", {}).get(name, {}).get("data") or {}
         if ours.get("verdict") == OK:
             text = f"{ours['tokens_per_s'] / answer['tokens_per_s']:.3f} x PyTorch ({name}); {text}"
     return Outcome(GOOD, text, bench.markdown(bench.step_table("PyTorch", {"PyTorch": answer})), data)
@@ -498,7 +496,7 @@ def calibrate(node: Node, limit_s: float) -> Outcome:
 def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
     """Time the kernels of one kind (node/kernels.py), and compare each time with its lower bound."""
     request = {"kind": kind, "limit_s": 0.8 * limit_s, "cache": node.cache}
-    answer = run_case(kernels.CASE, request, log=node.folder.log(f"kernels {kind}"), limit_s=limit_s)
+    answer = run_case(kernels.CASE, request, log=node.log(f"kernels {kind}"), limit_s=limit_s)
     rows = answer.get("rows", [])
     lines = bench.markdown(kernels.make_table(f"Kernels: {kind}", rows))
     bad = [f"{r['kind']} {r['what']}: {r['why']}" for r in rows if r["verdict"] not in (OK, kernels.NOT_TIMED)]
@@ -515,7 +513,7 @@ def time_kernels(kind: str, node: Node, limit_s: float) -> Outcome:
 def compare_packing(node: Node, limit_s: float) -> Outcome:
     """Time attention of a layer, forward and backward, by data.max_segments and by the documents in a sequence."""
     request = {"smoke": node.smoke, "limit_s": 0.8 * limit_s, "cache": node.cache}
-    answer = run_case("benchmarks.gpu_items:time_packing", request, log=node.folder.log("packing"), limit_s=limit_s)
+    answer = run_case("benchmarks.gpu_items:time_packing", request, log=node.log("packing"), limit_s=limit_s)
     rows = answer.get("rows", [])
     done = [r for r in rows if "seconds" in r]
     text = "; ".join(f"{r['max_segments']} segments, {r['documents']} documents {1e3 * r['seconds']:.3g} ms" for r in done)

@@ -34,8 +34,8 @@ from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder
-from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.validate_places import writable
+from jaxtrain.train import step_log
 from jaxtrain.train.child import FAILED, OK, last_lines, run_case
 
 SCRIPT = launch.REPO / "benchmarks" / "peer_torch_step.py"
@@ -126,14 +126,14 @@ def start(args: Args) -> int:
     console = make_console(bench.WIDTH)
     base = [*args.loaded.launch.config_argv, *DATA["synthetic"], *SAME_WORK]
     python = shutil.which(Path(args.python or sys.executable).expanduser())
-    problems = [*train_step.refusals({"": base}, 1).get("", []), *refusal(loading.load(base).run)]
+    problems = [*train_step.find_problems(loading.load(base), 1), *refusal(loading.load(base).run)]
     problems += interpreter(args.python, python)
     settings = read_settings(args.settings) if args.settings else []
     if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
         problems.append(Problem("--settings", args.settings, "a CPU has only sdpa", "Write --settings=sdpa,layers."))
     if args.out:
         problems += writable("--out", Path(args.out).expanduser())
-    if problems := problems or train_step.gpu_problems():
+    if problems:
         raise ConfigError(problems)
     request: dict[str, Any] = {"devices": 1, "steps": args.steps, "warmup": args.warmup}
     request["limit_s"] = args.limit or None
@@ -324,7 +324,7 @@ def run(
 
     with tempfile.TemporaryDirectory() as temporary:
         files = Path(temporary)
-        logs = folder.path / "logs" if folder.path else files / "logs"
+        logs = folder.path / "logs"
         with console.status("comparing losses of a small model ..."):
             small = export_small(base, files / "small", logs / "same_work.txt", left())
             same = compare_losses(small, python, logs / "same_work_torch.txt", left())
@@ -371,13 +371,8 @@ def as_our_answer(answer: dict[str, Any], run: RunConfig) -> dict[str, Any]:
         return answer
     seconds, losses = answer.pop("step_times"), answer.pop("losses")
     step_s = train_step.spread(seconds)
-    rates = train_step.rates(
-        model_flops(run),
-        run.tokens_per_step,
-        1,
-        step_s["median"],
-        train_step.peak_tflops(run.log, run.compute, answer["device"]),
-    )
+    peak = step_log.peak_tflops(run, answer["device"])
+    rates = step_log.rates_of(run, 1, peak).rates(step_s["median"]) | {"peak_tflops": peak}
     # PyTorch's checkpointing recomputes other activations than the remat policy, so HFU is unknown.
     rates["hfu"] = None if answer["settings"]["checkpoint"] else rates["mfu_causal"]
     steps = {"steps": len(seconds), "warmup": len(losses) - len(seconds), "step_s": step_s}

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxtrain.commands.command import run_command
+from jaxtrain.config import hardware
 from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite, train_step
 from jaxtrain.node.train_step import DATA, TRACED_STEPS
 from jaxtrain.report import bench
@@ -28,6 +29,7 @@ def names_of(known: Sequence[str]) -> Callable[[str], str]:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
+    kinds, parts = ",".join(kernels.KINDS), [part.name for part in suite.PARTS]
     p = Parser(
         "bench",
         "Measure the devices of this machine: train steps by the program of training, kernels, or a complete node.",
@@ -39,25 +41,17 @@ def parser() -> Parser:
             "--kernels --out=runs/kernels",
             "--suite=node",
         ),
-        notes="Every case runs in a process of its own. Exit codes: 0 measured, at least one case of a sweep; 1 "
-        "nothing could be "
-        "measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, finished "
-        "results are kept.",
+        notes="Every case runs in a process of its own. Exit codes: 0 measured, at least one case of a sweep; 1 nothing could "
+        "be measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, "
+        "finished results are kept.",
     )
     p.option("steps", "timed steps; default 20", "N", 20, type=whole(1), modes=STEPS)
     p.option("warmup", "steps before them; default 5", "N", 5, type=whole(1), modes=STEPS)
     p.option("data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEPS)
-    p.option(
-        "devices", "the first N devices; on a CPU, N of them. Default: all", "N", 0, type=whole(1), example="2", modes=STEPS
-    )
-    p.option(
-        "limit",
-        "seconds of a case, with compilation; no step begins after that. 0: no limit",
-        "S",
-        0,
-        type=whole(0),
-        modes=STEPS,
-    )
+    devices = "the first N devices; on a CPU, N of them. Default: all"
+    p.option("devices", devices, "N", 0, type=whole(1), example="2", modes=STEPS)
+    limit = "seconds of a case, with compilation; no step begins after that. 0: no limit"
+    p.option("limit", limit, "S", 0, type=whole(0), modes=STEPS)
     p.option(
         "trace",
         f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE. All steps run without CUDA graphs, "
@@ -70,29 +64,12 @@ def parser() -> Parser:
         "not fit is a row with the reason",
         "'KEY=V,V;...'",
     )
-    p.option(
-        "kernels",
-        "instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: "
-        + ",".join(kernels.KINDS),
-        "LIST",
-        const=",".join(kernels.KINDS),
-        type=names_of(kernels.KINDS),
-        example="gemm",
-    )
-    p.option(
-        "suite",
-        "instead: check and measure this node, in at most 30 minutes, into one folder to send in",
-        "node",
-        choices=("node",),
-    )
-    p.option(
-        "parts",
-        f"parts of the suite: {','.join(suite.PARTS)}",
-        "LIST",
-        modes=("suite",),
-        type=names_of([*suite.PARTS]),
-        example="preflight",
-    )
+    bounds = f"instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: {kinds}"
+    p.option("kernels", bounds, "LIST", const=kinds, type=names_of(kernels.KINDS), example="gemm")
+    node = "instead: check and measure this node, in at most 30 minutes, into one folder to send in"
+    p.option("suite", node, "node", choices=("node",))
+    listed = f"parts of the suite: {','.join(parts)}"
+    p.option("parts", listed, "LIST", modes=("suite",), type=names_of(parts), example="preflight")
     p.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
     p.option("json", "all results, for programs", "FILE", type=output_file)
     p.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=place)
@@ -111,34 +88,30 @@ def find_problems(args: Args) -> list[Problem]:
         found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
     if args.mode in ("suite", "kernels") and (args.line.overrides or args.line.file is not None):
         found.append(Problem("--config", None, f"--{args.mode} does not use it", "Leave it out."))
-    if args.out:
-        found += writable("--out", Path(args.out).expanduser())
-    return found
+    if args.mode == "sweep":
+        found += train_step.make_cases((), "", args.sweep)[1]
+    return found + (writable("--out", Path(args.out).expanduser()) if args.out else [])
 
 
 def run(args: Args) -> int:
     """Run a checked command line and return its exit code.
 
-    Raises ConfigError if JAX cannot start the GPUs, if --sweep is malformed, or if the config or every combination of --sweep
-    has problems.
+    Raises ConfigError if the GPUs cannot be used, or if the config or every combination of --sweep has problems.
     """
     console = make_console(bench.WIDTH)
-    if args.mode in ("suite", "kernels") and (problems := train_step.gpu_problems()):
-        raise ConfigError(problems)
+    if args.mode in ("suite", "kernels") and (problem := hardware.probe().problem):
+        raise ConfigError([problem])
     if args.mode == "suite":
         return suite.run(args.out, args.json, args.parts, args.smoke, console)
     if args.mode == "kernels":
         folder = bench.Folder(args.out, args.json, "kernels")
         return folder.run(lambda: kernels.run(args.kernels.split(","), folder, console), "a kernel failed")
-    count, launched = args.devices, args.loaded.launch
-    request: dict[str, Any] = {"devices": count, "steps": args.steps, "warmup": args.warmup}
-    request |= {"limit_s": args.limit or None, "trace": args.trace}
-    base = [*launched.config_argv, *DATA[args.data]]
-    cases, wrong = train_step.make_cases(base, launched.name, args.sweep)
-    refused = {} if wrong else train_step.refusals(cases, count)
-    if len(refused) == len(cases):  # no case is possible: the command is wrong
-        wrong += [p for problems in refused.values() for p in problems]
-    if wrong := wrong or train_step.gpu_problems():
-        raise ConfigError(wrong)
+    launched = args.loaded.launch
+    cases, _ = train_step.make_cases([*launched.config_argv, *DATA[args.data]], launched.name, args.sweep)
+    problems = {name: train_step.find_problems(loading.load(argv), args.devices) for name, argv in cases.items()}
+    if all(problems.values()):  # no case is possible: the command is wrong
+        raise ConfigError([p for found in problems.values() for p in found])
+    request = {"devices": args.devices, "steps": args.steps, "warmup": args.warmup, "trace": args.trace}
+    request["limit_s"] = args.limit or None
     folder = bench.Folder(args.out, args.json, args.mode or "steps")
-    return folder.run(lambda: train_step.run_cases(cases, refused, request, folder, console), "no case was measured")
+    return folder.run(lambda: train_step.run_cases(cases, problems, request, folder, console), "no case was measured")

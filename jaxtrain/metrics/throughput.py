@@ -83,13 +83,18 @@ class Throughput:
             return out
         out["step_time_s"] = sum(times) / len(times)
         out["data_wait_s"] = sum(waits) / len(waits)
-        per_device = self._tokens_per_device / out["step_time_s"]
-        out["tokens_per_s_per_device"] = per_device
-        out["tokens_per_s"] = per_device * self._num_devices
-        out["tflops_per_device"] = per_device * (self._flops["mfu_causal"] or 0.0) / 1e12
+        return out | self.rates(out["step_time_s"])
+
+    def rates(self, step_time_s: float) -> dict[str, float | None]:
+        """Return the rates of a step that takes `step_time_s` seconds."""
+        per_device = self._tokens_per_device / step_time_s
+        out: dict[str, float | None] = {
+            "tokens_per_s": per_device * self._num_devices,
+            "tokens_per_s_per_device": per_device,
+            "tflops_per_device": per_device * (self._flops["mfu_causal"] or 0.0) / 1e12,
+        }
         for name, flops in self._flops.items():
-            if self._peak and flops is not None:
-                out[name] = per_device * flops / self._peak
+            out[name] = per_device * flops / self._peak if self._peak and flops is not None else None
         return out
 
 

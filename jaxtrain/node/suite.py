@@ -4,6 +4,7 @@ Each part has a time limit (PARTS). Its verdict is `ok`, `off`, `FAILED`, or `le
 or memory differs from the plan, or the part ran out of time. The suite fails if a part failed.
 """
 
+import dataclasses
 import datetime
 import importlib.util
 import json
@@ -11,20 +12,23 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
 
 from jaxtrain.config import hardware, launch
-from jaxtrain.data import loading
+from jaxtrain.config.durations import duration
 from jaxtrain.node import train_step
-from jaxtrain.node.parts import BAD, GOOD, OFF, OUT, Node, Outcome, Part, run_parts
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
+from jaxtrain.report.tables import Table
 from jaxtrain.train import parity_layouts
-from jaxtrain.train.child import FAILED, LATE, OK, REFUSED, jaxtrain_command, run_case
+from jaxtrain.train.child import FAILED, LATE, OK, REFUSED, error_line, jaxtrain_command, last_lines, run_case, run_program
 
+GOOD, OFF, BAD, OUT = "ok", "off", "FAILED", "left out"
+STYLES = {BAD: "bold red", OFF: "yellow"}
 BUDGET_S = 1800.0  # for all parts together
 PEAK_ERROR = 0.10  # tolerated relative difference of measured from planned peak memory
 
@@ -40,12 +44,146 @@ TINY = f"--config={launch.DEFAULT_CONFIG}"
 SMALL = tuple(f"--config.{o}" for o in ("model.num_layers=1", "model.d_model=32", "model.d_ff=64", "data.seq_len=32"))
 # A model with a head size that cuDNN supports, so that parity compares the kernels of large runs.
 WIDER = ("model.d_model=512", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=64", "data.seq_len=512")
+# Of a run that does nothing but take two steps, and save its state.
+SAVED = ("--config.train.steps=2", "--config.checkpoint.every_steps=0", "--config.sample.max_tokens=0")
 GPU_TESTS = launch.REPO / "tests" / "gpu"
+
+
+# ---- The runner of parts, also of benchmarks/first_minutes.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a part.
+
+    Attributes:
+      verdict: GOOD, OFF, BAD or OUT (left out). OFF is no fault: the result differs from the plan or is incomplete.
+      found: the result in one line.
+      lines: Markdown lines of the part's section in results.md.
+      data: the result as JSON data.
+    """
+
+    verdict: str
+    found: str
+    lines: list[str] = dataclasses.field(default_factory=list)
+    data: Any = None
+
+
+class Node(bench.Folder):
+    """The output folder of parts.
+
+    smoke: whether to use tiny shapes. cache: folder for compiled programs; "": none; None: the folder of the config.
+    """
+
+    def __init__(self, out: str, file: str, kind: str, smoke: bool, cache: str | None = None):
+        super().__init__(out, file, kind)
+        self.smoke, self.cache = smoke, cache
+
+    def run_program(
+        self, name: str, command: list[str], limit_s: float, environ: Mapping[str, str] | None = None
+    ) -> tuple[int | None, Outcome]:
+        """Run a program as a part. Return (exit code, or None after a timeout; outcome, GOOD if the code is 0, else BAD)."""
+        code, output = run_program(command, self.log(name), environ=environ, limit_s=max(1.0, limit_s))
+        lines = [f"## {name}", "", "```text", *output.strip().splitlines()[-60:], "```", ""]
+        if code == 0:
+            return code, Outcome(GOOD, last_lines(output).rpartition(" | ")[2], lines)
+        return code, Outcome(BAD, "not done in time" if code is None else f"exit code {code}: {last_lines(output)}", lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a measurement, of at most `most_s` seconds. It is left out if less than `need_s` of the budget are left.
+
+    gate: if this part fails, no further part runs.
+    """
+
+    name: str
+    act: Callable[[Node, float], Outcome]
+    most_s: float
+    need_s: float = 1.0
+    gate: bool = False
+
+    def run(self, node: Node, limit_s: float) -> Outcome:
+        """Run the part. After an exception the outcome is BAD, and the traceback is saved in logs/."""
+        if limit_s < self.need_s:
+            return Outcome(OUT, f"{duration(limit_s)} were left, and it needs {duration(self.need_s)}")
+        try:
+            return self.act(node, limit_s)
+        except Exception as error:
+            log = node.log(f"{self.name}_error")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
+            return Outcome(BAD, f"{error_line(error)} ({log})")
+
+
+def run_parts(
+    parts: Sequence[Part],
+    node: Node,
+    console: rich.console.Console,
+    budget_s: float,
+    title: str,
+    after: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the parts in `budget_s` seconds. Return the exit code: 0, or 1 if a part failed. KeyboardInterrupt passes through.
+
+    After each part, all results so far are in the output folder, with those of parts that it had before, and `after` is called.
+    """
+    done: dict[str, dict[str, Any]] = node.results.setdefault("parts", {})
+    began, failed = time.monotonic(), False
+    try:
+        for i, part in enumerate(parts, 1):
+            started = time.monotonic()
+            limit = min(part.most_s, budget_s - (started - began))
+            about = f"part {i} of {len(parts)}: {part.name}, at most {duration(limit)}; {duration(started - began)} gone"
+            bench.print_line(console, about, "dim")
+            with console.status(part.name):
+                outcome = part.run(node, limit)
+            times = {"seconds": time.monotonic() - started, "budget_s": max(0.0, limit)}
+            done[part.name] = dataclasses.asdict(outcome) | times
+            bench.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
+            sections = [line for p in done.values() for line in p["lines"]]
+            lines = [f"**{verdict(done)}**", "", *bench.markdown(make_table(done)), *sections]
+            node.write(title, lines, verdict=verdict(done))
+            after()
+            failed |= outcome.verdict == BAD
+            if part.gate and outcome.verdict == BAD:
+                break
+    finally:
+        if done:
+            bench.print_table(console, make_table(done))
+            bench.print_line(console, verdict(done), "bold red" if failed else "bold green")
+    return int(failed)
+
+
+def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the verdict on all parts in one line."""
+    failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
+    if failed:
+        return f"FAULT: {'; '.join(failed)}"
+    off = [name for name, p in done.items() if p["verdict"] == OFF]
+    return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
+
+
+def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the table of parts."""
+    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in done.items()]
+    return bench.make_table("Parts", ("part", "", "took", "of at most", "result"), rows)
+
+
+# ---- Configs
 
 
 def smoke_config(node: Node) -> list[str]:
     """Return the command line of a tiny config on all devices of the node."""
     return [TINY, *SMALL, f"--config.train.global_batch={2 * node.devices.count}", *DATA["synthetic"]]
+
+
+def shipped_config(node: Node, name: str, micro: int, accum: int) -> tuple[str, list[str]]:
+    """Return (name in tables, command line) of a shipped config on the GPUs of the node. name, micro, accum: see SHIPPED."""
+    count = node.devices.count
+    variant = "half" if name == "llama3_8b" and count == 1 else f"gpus={count}"
+    batch = [f"--config.train.global_batch={count * micro * accum}", f"--config.train.grad_accum={accum}"]
+    return f"{name}:{variant}", [f"--config={launch.REPO}/configs/{name}.py:{variant}", *batch, *DATA["synthetic"]]
 
 
 # ---- Parts
@@ -70,12 +208,11 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
 
     No test starts in the last fifth of `limit_s`. A test that still runs after `limit_s` is a fault, since it may hang.
 
-    Args:
-        only: files of tests/gpu, or FILE::TEST; "": all files.
+    only: files of tests/gpu, or FILE::TEST; "": all files.
     """
     if not GPU_TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
-    file = node.path / "logs" / f"{bench.file_name(name)}.jsonl"
+    file = node.log(name).with_suffix(".jsonl")
     file.unlink(missing_ok=True)
     where = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
     where["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
@@ -83,19 +220,18 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
     command += [str(GPU_TESTS / target) for target in only]
     code, outcome = node.run_program(name, command, limit_s, os.environ | where)
     results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    by_outcome = {kind: [r for r in results if r["outcome"] == kind] for kind in ("passed", "failed", "skipped")}
-    rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
-    table = bench.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows, text=2)
-    passed, failed = len(by_outcome["passed"]), by_outcome["failed"]
-    unfinished = sum("no time was left" in r["why"] for r in by_outcome["skipped"])
-    text = f"{passed} tests passed" + (f"; for {unfinished} there was no time" if unfinished else "")
+    passed, failed = ([r for r in results if r["outcome"] == kind] for kind in ("passed", "failed"))
+    unfinished = [r for r in results if "no time was left" in r["why"]]
+    text = f"{len(passed)} tests passed, {len(failed)} failed" + (f", {len(unfinished)} had no time" if unfinished else "")
     if ratios := [r["ratio"] for r in results if "ratio" in r]:
         text += f"; error at most {max(ratios):.2f} of its bound"
     if failed:
-        text = f"{len(failed)} of {passed + len(failed)} tests failed, first {failed[0]['test']}: {failed[0]['why']}"
+        text += f"; first {failed[0]['test']}: {failed[0]['why']}"
     elif code != 0:
-        text = f"{text}; {outcome.found}"
+        text += f"; {outcome.found}"
     verdict = BAD if failed or code != 0 or not passed else OFF if unfinished else GOOD
+    rows = [[r["test"], r["outcome"], f"{r['ratio']:.2f}" if "ratio" in r else "", r["why"]] for r in results]
+    table = bench.make_table(f"{name} against their definitions", ("test", "", "error / bound", ""), rows)
     return Outcome(verdict, text, bench.markdown(table) + outcome.lines * (verdict == BAD), results)
 
 
@@ -107,7 +243,7 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
         return Outcome(OUT, "one device has one layout")
     wider = [f"--config.{o}" for o in WIDER]
     asked = {"f32": [*SMALL, "--steps=1"]} if node.smoke else {"f32": ["--dtype=f32"], "bf16": [*wider, "--dtype=bf16"]}
-    data, lines, bad, late = {}, [], [], []
+    data, lines, found, codes = {}, [], [], []
     began = time.monotonic()
     for name, more in asked.items():
         file = node.path / f"parity_{name}.json"
@@ -115,192 +251,116 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
         command = jaxtrain_command("parity", TINY, "--config.data.source=synthetic", *more)
         command += [f"--meshes={meshes}", f"--json={file}"]
         code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))
+        data |= {name: json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
         lines += outcome.lines
-        if file.exists():
-            data[name] = json.loads(file.read_text(encoding="utf-8"))
-            bad += [f"{name} {r['name']}" for r in data[name]["layouts"] if r["verdict"] not in ("agrees", "reference")]
-        elif code:
-            bad.append(f"{name}: {outcome.found}")
-        if code is None:
-            late.append(name)
-    if bad:
-        return Outcome(BAD, f"not the same steps: {', '.join(bad)}", lines, data)
-    if late:
-        return Outcome(OFF if data else BAD, f"{', '.join(late)} not done in time", lines, data)
-    return Outcome(GOOD, f"{len(meshes.split(','))} layouts take the same steps in {' and '.join(data)}", lines, data)
+        found.append(f"{name}: {outcome.found}")
+        codes.append(code)
+    return Outcome(BAD if any(codes) else OFF if None in codes else GOOD, "; ".join(found), lines, data)
 
 
 def time_configs(node: Node, limit_s: float) -> Outcome:
     """Time shipped configs for 30 steps each, or as many as fit into the time, and compare them with their plans."""
-    cases = [("tiny", smoke_config(node))] if node.smoke else [node.config(*c) for c in SHIPPED]
+    cases = [("tiny", smoke_config(node))] if node.smoke else [shipped_config(node, *c) for c in SHIPPED]
     found: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
+    steps: dict[str, Any] = {"steps": 2, "warmup": 1} if node.smoke else {"steps": 25, "warmup": 5}
     for i, (name, argv) in enumerate(cases):
         share = (limit_s - (time.monotonic() - began)) / (len(cases) - i)
-        found[name] = time_steps(node, name, argv, share, (2, 1) if node.smoke else (25, 5))
+        found[name] = time_steps(node, name, argv, share, **steps)
     lines = bench.markdown(bench.step_table("Shipped configs", found))
-    bad = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] in (FAILED, REFUSED)]
-    late = [f"{name}: {r['why']}" for name, r in found.items() if r["verdict"] == LATE]
-    measured = [name for name, r in found.items() if r["verdict"] == OK]
-    if bad or not measured:
-        return Outcome(BAD, "; ".join(bad or ["no shipped config was measured", *late]), lines, found)
-    off = late + [text for name in measured for text in differences_from_plan(name, found[name])]
-    text = "; ".join(f"{n} {found[n]['tokens_per_s_per_device']:,.0f} tokens/s a device" for n in measured)
-    return Outcome(OFF if off else GOOD, "; ".join([text, *off]), lines, found)
+    ended = {r["verdict"] for r in found.values()}
+    off = LATE in ended or any(map(is_off_plan, found.values()))
+    text = "; ".join(f"{name}: {bench.step_result(r)}" for name, r in found.items())
+    verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off else GOOD
+    return Outcome(verdict, text, lines, found)
 
 
-def differences_from_plan(name: str, r: Mapping[str, Any]) -> list[str]:
-    """Return a text for an unexpected step time (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
+def is_off_plan(r: Mapping[str, Any]) -> bool:
+    """Return whether a step time is unexpected (`Expected.is_unexpected`), or a peak memory off by over PEAK_ERROR.
 
-    Without a plan, return [].
+    Without a plan, return False. r: answer of train_step.measure.
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
     if not r.get("planned"):
-        return []
-    planned, step_s, peak_gib, out = Expected(**r["planned"]), r["step_s"]["median"], r["memory"]["peak_gib"], []
-    if step_s and planned.is_unexpected(step_s):
-        within = " ({:.3g} to {:.3g} s are expected)".format(*planned.range_s) if planned.range_s else ""
-        out.append(f"{name}: step time {step_s / planned.step_s:.2f} times the plan{within}")
-    if peak_gib and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR:
-        out.append(f"{name}: peak memory {peak_gib / planned.peak_gib:.2f} times the plan")
-    return out
+        return False
+    planned, peak_gib = Expected(**r["planned"]), r["memory"]["peak_gib"]
+    is_memory_off = bool(peak_gib) and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR
+    return is_memory_off or planned.is_unexpected(r["step_s"]["median"])
+
+
+def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]) -> Outcome:
+    """Train by the command line, restore the last state in another process, and read the files of the state again.
+
+    The restore compares the digests of every tensor with those of the saved state.
+    """
+    folder, deadline, lines = node.path / name, time.monotonic() + limit_s, []
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier suite may have written it
+    train = jaxtrain_command("main", *argv, f"--workdir={folder}")
+    verify = jaxtrain_command("checkpoint", "verify", str(folder))
+    try:
+        for act, command in (("train", train), ("restore", train), ("verify", verify)):
+            code, outcome = node.run_program(f"{name} {act}", command, deadline - time.monotonic())
+            lines += outcome.lines
+            if code != 0:
+                return Outcome(BAD, f"{act}: {outcome.found}", lines)
+    finally:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a checkpoint has gigabytes
+    receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
+    lines_of_run = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    last = [line for line in lines_of_run if "loss" in line][-1]
+    restore, waited_s = receipt.get("restore", {}), receipt["goodput"]["parts_s"]["save"]
+    if restore.get("digests") != "matched":
+        return Outcome(BAD, "the second process did not restore what the first has saved", lines, last)
+    text = f"loss {last['loss']:.3f}; training waited {waited_s:.2g} s for saves; restored bit for bit in "
+    text += f"{restore['seconds']:.2g} s; {outcome.found}"
+    return Outcome(GOOD, text, lines, last | {"restore": restore, "save_s": waited_s})
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:
-    """Save and restore a state, and compare it bit for bit."""
-    argv = smoke_config(node) if node.smoke else node.config("llama3_1b", 1, 1)[1]
-    return save_and_restore(node, argv, limit_s)
-
-
-def save_and_restore(node: Node, argv: list[str], limit_s: float, devices: int = 0) -> Outcome:
-    """Save and restore the state of a config in a child process. devices: number of devices; 0: all."""
-    folder = node.path / "checkpoint"
-    request = {"argv": argv, "devices": devices, "folder": str(folder)}
-    try:
-        answer = run_case("jaxtrain.node.suite:measure_checkpoint", request, log=node.folder.log("checkpoint"), limit_s=limit_s)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a checkpoint has gigabytes
-    if answer["verdict"] != OK:
-        return Outcome(BAD, answer["why"], data=answer)
-    text = f"{answer['gib']:.3g} GiB in {answer['tensors']} tensors restored bit for bit; written in {answer['save_s']:.2g} s "
-    text += f"(the loop waits {answer['blocked_s']:.2g} s), read in {answer['restore_s']:.2g} s"
-    return Outcome(GOOD, text, ["## Checkpoint", "", text, ""], answer)
-
-
-def measure_checkpoint(request: dict[str, Any]) -> dict[str, Any]:
-    """Train two steps, save and restore the state, and compare every bit. This is a case (child.py).
-
-    Args:
-      request: `argv`, config file and overrides; `devices`, their number, 0 for all; `folder`, for the checkpoint.
-    """
-    loaded = loading.load(request["argv"])
-    if wrong := train_step.find_problems(loaded, request["devices"]):
-        return {"verdict": REFUSED, "why": "; ".join(dict.fromkeys(map(str, wrong)))}
-    run = loaded.run
-    devices = train_step.start_devices(run, request["devices"])
-    import jax
-    import jax.numpy as jnp
-
-    from jaxtrain.checkpoint import Checkpoints, Failed
-    from jaxtrain.data import pipeline
-    from jaxtrain.step import state
-    from jaxtrain.step.batch import place_batch
-    from jaxtrain.train.parity import compile_step, open_rows
-
-    rows = open_rows(run)
-    program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
-    current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    for i in range(2):  # two steps, so that no moment is zero
-        current, _ = train(current, place_batch(rows.batch(i), program.batch, program.context))
-    jax.block_until_ready(current)
-
-    checkpoints = Checkpoints(request["folder"])
-    checkpoints.save(2, state.to_tensors(current), {"config": {}, "data": {}}, began=time.perf_counter())
-    (saved,) = checkpoints.wait()
-    if isinstance(saved, Failed):
-        raise saved.error
-    began = time.perf_counter()
-    tensors = checkpoints.restore(2, state.abstract_tensors(program.state))
-    restored = jax.block_until_ready(state.from_tensors(program.state, tensors))
-    restore_s = time.perf_counter() - began
-    checkpoints.close()
-
-    @jax.jit
-    def equal(a: jax.Array, b: jax.Array) -> jax.Array:
-        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        return jnp.all(jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits))
-
-    pairs = zip(state.to_tensors(current).items(), state.to_tensors(restored).values(), strict=True)
-    differ = [name for (name, a), b in pairs if not equal(a, b)]
-    out = {"gib": saved.bytes / 2**30, "save_s": saved.total_s, "blocked_s": saved.blocked_s, "restore_s": restore_s}
-    out["tensors"] = len(state.abstract_tensors(program.state))
-    if differ:
-        return out | {"verdict": FAILED, "why": f"{len(differ)} tensors restored with differences: {', '.join(differ[:4])}"}
-    return out | {"verdict": OK}
+    """Save and restore the state of llama3_1b, and compare it bit for bit."""
+    argv = smoke_config(node) if node.smoke else shipped_config(node, "llama3_1b", 1, 1)[1]
+    return train_and_restore("checkpoint", node, limit_s, [*argv, *SAVED])
 
 
 def train_tiny(node: Node, limit_s: float) -> Outcome:
     """Run configs/tiny.py through the command line, from text to a sample."""
-    folder = node.path / "run"
     small = [*SMALL, f"--config.train.global_batch={2 * node.devices.count}", "--config.train.steps=4"]
     small += ["--config.optimizer.warmup_steps=1", "--config.eval.sequences=8", "--config.sample.max_tokens=4"]
-    command = jaxtrain_command("main", TINY, *(small if node.smoke else ()), f"--workdir={folder}")
-    code, outcome = node.run_program("configs/tiny.py", command, limit_s)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    if code != 0:
-        return outcome
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][-1]
-    return Outcome(GOOD, f"trained, evaluated (loss {last['loss']:.3f}), saved and sampled", outcome.lines, last)
+    return train_and_restore("run", node, limit_s, [TINY, *(small if node.smoke else ())])
 
 
 def time_steps(
-    node: Node,
-    name: str,
-    argv: list[str],
-    limit_s: float,
-    steps: tuple[int, int],
-    environ: Mapping[str, str] | None = None,
-    **more: Any,
+    node: Node, name: str, argv: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None, **request: Any
 ) -> dict[str, Any]:
-    """Return the answer of train_step.measure for the config of `argv`.
-
-    Args:
-      steps: (timed steps, warm-up steps).
-      more: further fields of the request to `measure`.
-    """
-    request = {"argv": argv, "devices": 0, "steps": steps[0], "warmup": steps[1], **more}
-    request["limit_s"] = 0.8 * limit_s  # the process needs some time to end after its last step
-    return run_case(train_step.CASE, request, log=node.folder.log(name), environ=environ, limit_s=limit_s)
+    """Return the answer of train_step.measure for the config of `argv`. request: further fields of the request to `measure`."""
+    # The process needs some time to end after its last step.
+    request = {"devices": 0, "argv": [*argv], "limit_s": 0.8 * limit_s, **request}
+    return run_case(train_step.CASE, request, log=node.log(name), environ=environ, limit_s=limit_s)
 
 
-# Name -> (function, most seconds). The sum is below BUDGET_S.
-PARTS: dict[str, tuple[Callable[[Node, float], Outcome], float]] = {
-    "preflight": (check_health, 20),
-    "rates": (calibrate, 120),
-    "kernels": (run_gpu_tests, 300),
-    "parity": (check_parity, 300),
-    "configs": (time_configs, 540),
-    "checkpoint": (check_checkpoint, 180),
-    "run": (train_tiny, 120),
-}
+# The sum of their seconds is below BUDGET_S.
+PARTS = (
+    Part("preflight", check_health, 20),
+    Part("rates", calibrate, 120),
+    Part("kernels", run_gpu_tests, 300),
+    Part("parity", check_parity, 300),
+    Part("configs", time_configs, 540),
+    Part("checkpoint", check_checkpoint, 300),
+    Part("run", train_tiny, 150),
+)
 
 
 def run(out: str, file: str, parts: str, smoke: bool, console: rich.console.Console) -> int:
-    """Run the suite. Return 0, or 1 if a part failed.
+    """Run the suite, and pack its folder into one .tar.gz. Return 0, or 1 if a part failed.
 
-    Args:
-      out: the output folder; "": a new folder under runs/. The suite also packs the folder into one .tar.gz.
-      file: the file of --json.
-      parts: names of parts, separated by commas; "": all.
-      smoke: whether to use tiny shapes on GPUs too.
+    Args: the values of --out ("": a new folder under runs/), --json, --parts ("": all) and --smoke.
     """
-    devices = hardware.probe()
-    folder = bench.Folder(out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}", file, "suite")
-    node = Node(devices, smoke or devices.kind != "gpu", folder)
-    chosen = [Part(name, *PARTS[name]) for name in PARTS if not parts or name in parts.split(",")]
+    out = out or f"runs/node-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    node = Node(out, file, "suite", smoke or hardware.probe().kind != "gpu")
+    chosen = [part for part in PARTS if not parts or part.name in parts.split(",")]
     try:
-        return run_parts(chosen, node, console, BUDGET_S, "A node", {})
+        return node.run(lambda: run_parts(chosen, node, console, BUDGET_S, "A node"), "a part failed")
     finally:
         packed = shutil.make_archive(str(node.path), "gztar", node.path.parent, node.path.name)
         bench.print_line(console, f"{node.path}, and as one file to send in: {packed}")

@@ -3,7 +3,9 @@
 import json
 import platform
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from rich.text import Text
 
 from jaxtrain.config import hardware, launch
 from jaxtrain.config.command_line import INTERRUPTED
-from jaxtrain.config.durations import duration
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
@@ -28,9 +29,8 @@ WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
-def about() -> dict[str, Any]:
+def about(found: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
-    found = hardware.probe()
     commit, dirty, _ = checkout(launch.REPO)
     return {
         "date": now(),
@@ -59,95 +59,80 @@ def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g
 
 # ---- Train steps
 
+# Facts of a case that are columns of the table of several cases.
+COLUMNS = ("step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s")
+
+
+def step_facts(r: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> text of the facts of train steps, without those that are unknown. r: answer of train_step.measure."""
+    out = {}
+    if "mesh" in r:
+        mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
+        out |= {
+            "devices": f"{r['devices']['count']} x {', '.join(r['devices']['kind'])}; mesh: {mesh}",
+            "model": f"{r['parameters']:,} parameters, precision {r['precision']}, remat.policy {r['remat']}",
+            "kept": r["remat_auto"],
+            "batch": f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data",
+            "attention": f"{r['attention']} ({r['attention_reason']})",
+        }
+    out["compile s"] = number(r.get("compile_s"), ".1f")
+    if r["verdict"] != OK:
+        return out | {"result": f"{r['verdict']}: {r['why']}"}
+    s, memory, planned = r["step_s"], r["memory"], r["planned"] or {}
+    within = ", {:.3g} to {:.3g} s expected".format(*planned["range_s"]) if planned.get("range_s") else ""
+    without_graphs = r.get("trace") and r["compiler_options"].get("xla_gpu_enable_command_buffer") == ""
+    return out | {
+        "step s": beside_plan(s["median"], planned.get("step_s")),
+        "quartiles": f"{s['q1']:.4g} to {s['q3']:.4g}",
+        "extremes": f"{s['min']:.4g} to {s['max']:.4g}",
+        "data ms": f"{1e3 * r['data_wait_s']:.3g} of a step, waiting for data" if "data_wait_s" in r else "",
+        "tokens/s": f"{r['tokens_per_s']:,.0f}",
+        "a device": f"{r['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s": f"{r['tflops_per_device']:,.4g} a device, causal; peak {number(r['peak_tflops'])}",
+        "MFU causal": percent(r["mfu_causal"]),
+        "MFU full": percent(r["mfu_full"]),
+        "HFU": percent(r["hfu"]),
+        "peak GiB": beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f"),
+        "limit GiB": number(memory["budget_gib"], ".2f"),
+        "plan": f"{planned['rates']}{within}" if planned else r["not_planned"],
+        "loss": f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last",
+        "trace": r.get("trace", ""),
+        "CUDA graphs": "off in all steps: a trace does not name their kernels" if without_graphs else "",
+        "result": f"{r['steps']} steps after {r['warmup']}",
+    }
+
 
 def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table of train steps. A case that failed has the reason in the last column.
+    """Return the table of train steps: a case per row; of a single case, all facts, a fact per row.
 
     Args:
         answers: name of the case -> answer of train_step.measure.
     """
-    headings = ("case", "step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s")
-    rows = []
-    for name, r in answers.items():
-        compile_s = number(r.get("compile_s"), ".1f")
-        if r["verdict"] != OK:
-            rows.append([name, *["-"] * 8, compile_s, f"{r['verdict']}: {r['why']}"])
-            continue
-        s, planned = r["step_s"], r["planned"] or {}
-        cells = [beside_plan(s["median"], planned.get("step_s")), f"{s['q1']:.4g} to {s['q3']:.4g}"]
-        cells += [f"{r['tokens_per_s']:,.0f}", f"{r['tokens_per_s_per_device']:,.0f}"]
-        cells += [percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu")]
-        cells += [beside_plan(r["memory"]["peak_gib"], planned.get("peak_gib"), ".2f"), compile_s]
-        rows.append([name, *cells, f"{r['steps']} steps after {r['warmup']}"])
-    return make_table(title, (*headings, ""), rows)
+    facts = {name: step_facts(r) for name, r in answers.items()}
+    if len(facts) > 1:
+        rows = [[name, *(of.get(column, "-") for column in COLUMNS), of["result"]] for name, of in facts.items()]
+        return make_table(title, ("case", *COLUMNS, ""), rows)
+    ((name, of),) = facts.items()
+    return make_table(title, ("case", name), [pair for pair in of.items() if pair[1] not in ("", "-")])
 
 
 def step_result(r: Mapping[str, Any]) -> str:
     """Return the result of a case of train steps in one line."""
+    facts = step_facts(r)
     if r["verdict"] != OK:
-        return f"{r['verdict']}: {r['why']}"
-    return f"{beside_plan(r['step_s']['median'], (r['planned'] or {}).get('step_s'))} s, {r['tokens_per_s']:,.0f} tokens/s"
-
-
-def step_details(name: str, r: Mapping[str, Any]) -> Table:
-    """Return the table of a single case of train steps, a fact per row. Facts unknown for this device are left out."""
-    planned, rows = r.get("planned"), [["case", name]]
-    if "mesh" in r:
-        mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
-        rows += [
-            ["devices", f"{r['devices']['count']} x {', '.join(r['devices']['kind'])}; mesh: {mesh}"],
-            ["model", f"{r['parameters']:,} parameters, precision {r['precision']}, remat.policy {r['remat']}"],
-            ["batch", f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data"],
-            ["attention", f"{r['attention']} ({r['attention_reason']})"],
-            ["compile", duration(r["compile_s"])],
-        ]
-    if r.get("remat_auto"):
-        rows.append(["kept", r["remat_auto"]])
-    if r["verdict"] != OK:
-        return make_table("Details", ("", ""), [*rows, [r["verdict"], r["why"]]])
-    s, memory = r["step_s"], r["memory"]
-    rows += [
-        ["step", f"{s['median']:.4g} s, median of {r['steps']} after {r['warmup']} to warm up"],
-        ["", f"quartiles {s['q1']:.4g} to {s['q3']:.4g} s, extremes {s['min']:.4g} to {s['max']:.4g} s"],
-        ["waiting for data", f"{1e3 * r['data_wait_s']:.3g} ms of a step"],
-        ["tokens/s", f"{r['tokens_per_s']:,.0f}; {r['tokens_per_s_per_device']:,.0f} a device"],
-        ["TFLOP/s a device", f"{r['tflops_per_device']:,.4g} causal"],
-    ]
-    if r["peak_tflops"]:
-        rows[-1][1] += f"; the peak is {r['peak_tflops']:,.4g}"
-        causal, full, hfu = (percent(r[key]) for key in ("mfu_causal", "mfu_full", "hfu"))
-        rows.append(["MFU", f"{causal} causal, {full} full; HFU {hfu} (causal)"])
-    if memory["peak_gib"] is not None:
-        rows.append(["peak memory", f"{memory['peak_gib']:.2f} GiB of {number(memory['budget_gib'], '.2f')}, by the allocator"])
-    if planned:
-        rows.append(["planned step", f"{beside_plan(s['median'], planned.get('step_s'))} ({planned['rates']})"])
-        rows.append(["planned peak", beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f")])
-    elif r.get("devices", {}).get("platform") != ["cpu"]:  # plans are made for GPUs
-        rows.append(["not planned", r["not_planned"]])
-    rows.append(["loss", f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last"])
-    if r.get("trace"):
-        rows.append(["trace", r["trace"]])
-        if r.get("compiler_options", {}).get("xla_gpu_enable_command_buffer") == "":
-            rows.append(["", "the steps were timed without CUDA graphs, whose kernels a trace does not name"])
-    return make_table("Details", ("", ""), rows)
+        return facts["result"]
+    names = ("step s", "tokens/s", "MFU causal", "peak GiB", "compile s")
+    return ", ".join(f"{name} {facts[name]}" for name in names if facts[name] != "-")
 
 
 # ---- Tables and pages
 
 
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> Table:
-    """Return a table without the columns that are empty in every row, such as MFU on a CPU.
-
-    The first `text` columns and the last column are text. All other columns are figures, aligned to the right.
-    """
-    cells = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in headings]
-    last = len(headings) - 1
-    columns = [
-        tables.Column(heading, cells[i], kind="" if i < text or i == last else "number")
-        for i, heading in enumerate(headings)
-        if i < text or {*cells[i]} - {"-", ""}
-    ]
-    return Table(title, columns)
+    """Return a table without the columns that are empty in every row, such as MFU on a CPU. The first `text` columns stay."""
+    rows = list(rows)
+    kept = [i for i in range(len(headings)) if i < text or {row[i] for row in rows} - {"-", ""}]
+    return tables.text_table(title, [headings[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def print_table(console: rich.console.Console, table: Table) -> None:
@@ -186,25 +171,25 @@ def file_name(name: str) -> str:
 
 
 class Folder:
-    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results."""
+    """The outputs of --out and --json. `__init__` starts the receipt, and `write` rewrites all results.
+
+    Without --out, `run` deletes the folder at the end. devices: those of this machine.
+    """
 
     def __init__(self, out: str, file: str, kind: str):
-        self.path = Path(out).expanduser().absolute() if out else None
+        self.path = Path(out).expanduser().absolute() if out else Path(tempfile.mkdtemp(prefix="bench-"))
         self.file = Path(file).expanduser().absolute() if file else None
-        self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": about()}
-        self.receipt = Receipt(self.path) if self.path else None
-        if self.receipt:
-            facts = self.results["about"]
-            devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
-            self.receipt.start({"bench": kind, "devices": devices})
+        self.is_kept = bool(out)
+        self.devices = hardware.probe()
+        facts = about(self.devices)
+        self.results: dict[str, Any] = {"format": FORMAT, "kind": kind, "about": facts}
+        self.receipt = Receipt(self.path)
+        devices = {key: facts[key] for key in ("platform", "device", "count", "memory_gib")}
+        self.receipt.start({"bench": kind, "devices": devices})
 
-    def log(self, name: str) -> Path | None:
-        """Return the file for a case's output; None without --out."""
-        return self.path / "logs" / f"{file_name(name)}.txt" if self.path else None
-
-    def trace(self, name: str) -> str:
-        """Return the folder for a case's trace; "" without --out."""
-        return str(self.path / "traces" / file_name(name)) if self.path else ""
+    def log(self, name: str) -> Path:
+        """Return the file for the output of a case or program."""
+        return self.path / "logs" / f"{file_name(name)}.txt"
 
     def write(self, title: str, lines: Iterable[str], **results: Any) -> None:
         """Write the page with `lines` to results.md, and all results so far to results.json and the file of --json."""
@@ -212,17 +197,16 @@ class Folder:
         text = json.dumps(self.results, indent=1) + "\n"
         if self.file:
             write_atomic(self.file, text)
-        if self.path:
-            write_atomic(self.path / "results.json", text)
-            write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
+        write_atomic(self.path / "results.json", text)
+        write_atomic(self.path / "results.md", page(title, self.results["about"], lines))
 
     def print_cpu_note(self, console: rich.console.Console) -> None:
         """Print a note that figures of a CPU mean nothing, if this machine has no GPU."""
-        if self.results["about"]["platform"] == "cpu":
+        if self.devices.kind == "cpu":
             print_line(console, NO_MEASUREMENT, "dim")
 
     def run(self, act: Callable[[], int], failure: str) -> int:
-        """Run `act` and return its exit code. Close the receipt, also after an exception.
+        """Run `act` and return its exit code. Write the end of the receipt, also after an exception.
 
         Args:
             act: returns the exit code.
@@ -236,10 +220,7 @@ class Folder:
             code, reason = INTERRUPTED, "Ctrl-C"
             raise
         finally:
-            self.finish(code, reason)
-        return code
-
-    def finish(self, code: int, reason: str) -> None:
-        """Write exit code and reason to the receipt, and close it."""
-        if self.receipt:
             self.receipt.finish(code, reason)
+            if not self.is_kept:
+                shutil.rmtree(self.path, ignore_errors=True)
+        return code

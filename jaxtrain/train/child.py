@@ -67,8 +67,7 @@ def run_case(
     Returns:
       The answer of the case. `verdict` is OK, REFUSED, NO_MEMORY, FAILED or LATE. `why` is the reason for a verdict other than
       OK. If the case raised ConfigError, the verdict is REFUSED, and `problems` has the fields of its problems. `seconds` is
-      the time of the process. After a crash or a timeout, the answer is the one that `save_partial` saved
-      last.
+      the time of the process. After an error, a crash or a timeout, the answer has what `save_partial` saved last.
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -169,14 +168,17 @@ def main(argv: list[str]) -> int:
     case = getattr(importlib.import_module(module), name)
     try:
         answer = case(json.loads(Path(asked).read_text(encoding="utf-8")))
-    except ConfigError as error:  # the devices or the environment
-        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
-        answer |= {"verdict": REFUSED, "why": "; ".join(map(str, error.problems))}
-        answer["problems"] = [dataclasses.asdict(problem) for problem in error.problems]
     except Exception as error:
-        if not (problem := own_parts.problem_of(error)):
+        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
+        found = own_parts.problem_of(error)
+        if problems := error.problems if isinstance(error, ConfigError) else [found] if found else []:
+            why = "; ".join(dict.fromkeys(map(str, problems)))
+            answer |= {"verdict": REFUSED, "why": why, "problems": [dataclasses.asdict(problem) for problem in problems]}
+        elif "RESOURCE_EXHAUSTED" in str(error):  # JAX's JaxRuntimeError
+            traceback.print_exc()
+            answer |= {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
+        else:
             raise
-        answer = {"verdict": REFUSED, "why": str(problem), "problems": [dataclasses.asdict(problem)]}
     write_atomic(Path(answered), json.dumps(answer))
     return 0
 

@@ -127,24 +127,36 @@ class StepLog:
 
 def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
     """Return the object that computes tokens/s and MFU from step times. MFU is null if the device's peak rate is unknown."""
-    model = model_flops(run)
-    if model.note:
-        console.say(model.note)
+    if note := model_flops(run).note:
+        console.say(note)
     device = jax.devices()[0]
-    peak = run.log.peak_tflops
-    if not peak and device.platform == "gpu":
-        gpu = hardware.lookup(device.device_kind)
+    peak, gpu = peak_tflops(run, device.device_kind), hardware.lookup(device.device_kind)
+    if not run.log.peak_tflops and device.platform == "gpu":
         if gpu is None:
             console.say(f"no peak rate is known for {device.device_kind!r}: mfu is null. Set log.peak_tflops.")
         else:
-            peak = gpu.peak(run.compute)
             console.say(f"MFU counts causal attention, of {peak:g} TFLOP/s a GPU")
             if run.precision == "fp8":
                 console.say(f"the FP8 peak is {gpu.fp8:g} TFLOP/s a GPU")
-                console.of_fp8 = peak / gpu.fp8 if gpu.fp8 else None
+                console.of_fp8 = gpu.peak(run.compute) / gpu.fp8 if gpu.fp8 else None
+    return rates_of(run, jax.device_count(), peak)
+
+
+def peak_tflops(run: RunConfig, device_kind: str) -> float | None:
+    """Return the dense peak in TFLOP/s of a device, for MFU; None if it is unknown.
+
+    It is `log.peak_tflops` if set, else the peak in the dtype of activations. In an fp8 run that dtype is bfloat16.
+    """
+    gpu = hardware.lookup(device_kind)
+    return run.log.peak_tflops or (gpu.peak(run.compute) if gpu else None)
+
+
+def rates_of(run: RunConfig, num_devices: int, peak: float | None) -> throughput.Throughput:
+    """Return the object that computes the rates of a run on `num_devices` devices of `peak` TFLOP/s."""
+    model = model_flops(run)
     return throughput.Throughput(
-        tokens_per_step=run.train.global_batch * run.data.seq_len,
-        num_devices=jax.device_count(),
+        tokens_per_step=run.tokens_per_step,
+        num_devices=num_devices,
         flops_causal=model.training.causal,
         flops_full=model.training.full,
         flops_hardware=(model.training + model.recomputed).causal if model.recomputed else None,

@@ -1,6 +1,7 @@
 """Benchmarks of the step and of kernels in this process, on CPU devices: figures, limits, failures, measured programs."""
 
 import dataclasses
+import json
 import math
 import re
 
@@ -16,6 +17,7 @@ from jaxtrain.models import flops
 from jaxtrain.node import kernel_workloads, kernels, measure, train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.step import compiler
+from jaxtrain.train import child
 
 
 def ask(**more):
@@ -77,17 +79,21 @@ def test_what_fails_after_the_timing_takes_nothing_from_it(compiled, monkeypatch
     monkeypatch.setattr(train_step, "save_partial", lambda ask, out: kept.append(dict(out)))
     r = train_step.measure(ask(trace=str(tmp_path / "trace")))
     assert r["verdict"] == "ok" and "no such luck" in r["trace"] and r["not_planned"] == "so it is"
-    assert kept[0]["verdict"] == "ok" and kept[0]["step_s"] == r["step_s"] and kept[1] == "planned"
+    assert kept[0]["verdict"] == "out of time" and kept[0]["attention"] == r["attention"]
+    assert kept[1]["verdict"] == "ok" and kept[1]["step_s"] == r["step_s"] and kept[2] == "planned"
 
 
-def test_memory_that_does_not_suffice(compiled, monkeypatch):
+def test_memory_that_does_not_suffice(compiled, monkeypatch, tmp_path):
     """The allocator fails while the step runs. The result keeps everything known before the failure."""
 
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 1 TiB.\nand much more")
 
     monkeypatch.setattr(compiler, "compile_train", lambda *_: full)
-    r = train_step.measure(ask())
+    asked, answered = tmp_path / "asked.json", tmp_path / "answered.json"
+    asked.write_text(json.dumps(ask(answer_file=str(answered))))
+    child.main([train_step.CASE, str(asked), str(answered)])
+    r = json.loads(answered.read_text())
     assert r["verdict"] == "out of memory" and "1 TiB" in r["why"] and r["attention"] == "reference"
 
 

@@ -14,18 +14,18 @@ from benchmarks import first_minutes, gpu_items, peer_torch
 from jaxtrain.config import hardware, schema
 from jaxtrain.data import loading
 from jaxtrain.models import flops
-from jaxtrain.node import parts, suite, train_step
-from jaxtrain.report import bench
+from jaxtrain.node import suite, train_step
 from jaxtrain.step.validate import validate_step
+from jaxtrain.train import step_log
 
 NAMES = [item.name for item in first_minutes.ITEMS]
 H100 = hardware.Devices("gpu", "NVIDIA H100 80GB HBM3", 1, 79.6, "described", 90)
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> parts.Node:
+def node(tmp_path: Path) -> suite.Node:
     (tmp_path / "results" / "keep").mkdir(parents=True)
-    return parts.Node(H100, True, bench.Folder(str(tmp_path / "results"), "", "first_minutes"), str(tmp_path / "compiled"))
+    return suite.Node(str(tmp_path / "results"), "", "first_minutes", True, str(tmp_path / "compiled"))
 
 
 # ---- The schedule
@@ -92,7 +92,7 @@ def call(tmp_path: Path, *more: str) -> tuple[int, dict[str, str]]:
 def act(*verdicts: str):
     """Return an item's function that has these verdicts in turn, and then raises an error."""
     left = iter(verdicts)
-    return lambda node, limit_s: parts.Outcome(next(left), "so")
+    return lambda node, limit_s: suite.Outcome(next(left), "so")
 
 
 def test_a_second_call_continues_and_repeats_no_finished_item(tmp_path, one_gpu, monkeypatch):
@@ -251,5 +251,5 @@ def test_the_peers_answer_in_our_terms(precision, device):
     assert found["tokens_per_s"] == found["tokens_per_s_per_device"] == 4 * 32 / 0.5
     assert (found["steps"], found["warmup"], found["loss"]) == (2, 1, {"first": 5.0, "last": 4.0})
     assert found["memory"]["peak_gib"] == 2.0 and found["hfu"] == found["mfu_causal"]
-    assert found["peak_tflops"] == train_step.peak_tflops(run.log, run.compute, device)
+    assert found["peak_tflops"] == step_log.peak_tflops(run, device)
     assert device == "cpu" or found["peak_tflops"] == pytest.approx(989.4, rel=1e-3)

@@ -95,8 +95,8 @@ def parsed(words: list[str]) -> list[Any]:
     asked = read_line(parser, words)
     problems = [*asked.problems, *(getattr(module, FURTHER_CHECKS[name])(asked) if name in FURTHER_CHECKS else [])]
     if name == "bench":
-        cases, wrong = train_step.make_cases(asked.loaded.launch.config_argv, "", asked.sweep)
-        problems += [*wrong, *(p for argv in cases.values() for p in loading.load(argv).problems)]
+        cases, _ = train_step.make_cases(asked.loaded.launch.config_argv, "", asked.sweep)
+        problems += [p for argv in cases.values() for p in loading.load(argv).problems]
     elif name == "parity":
         problems += parity_layouts.parse(asked.meshes or parity_layouts.DEFAULT)[1]
     return problems

@@ -172,6 +172,20 @@ BUGS = (
         "unit/test_bench_rules.py -k differs_from_its_plan",
     ),
     Bug(
+        "suite: a run that restored nothing is well",
+        "jaxtrain/node/suite.py",
+        'if restore.get("digests") != "matched":',
+        'if restore.get("digests", "matched") != "matched":',
+        "unit/test_bench_rules.py -k verdicts_of_a_restore",
+    ),
+    Bug(
+        "bench: a case without memory loses what it had saved",
+        "jaxtrain/train/child.py",
+        'answer |= {"verdict": NO_MEMORY,',
+        'answer = {"verdict": NO_MEMORY,',
+        "proofs/test_bench.py -k memory_that",
+    ),
+    Bug(
         "first minutes: losses are compared with their sign",
         "benchmarks/gpu_items.py",
         'max(abs(here["loss"][when] / there["loss"][when] - 1) for when',
