@@ -26,6 +26,7 @@ class Gpu:
     sent_kib: int = 0
     received_kib: int = 0
     links: int = 18  # of which the first 16 are up
+    asleep: bool = False  # whether NVML gives links that are up the state "sleep"
     action: int = 0
     fabric: int = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     broken: frozenset[str] = frozenset()
@@ -124,7 +125,12 @@ class Nvml:
         return gpu.ecc if counter == pynvml.NVML_VOLATILE_ECC else 12  # over the GPU's life
 
     def DeviceGetNvLinkState(self, gpu: Gpu, link: int) -> int:
-        return int(link < 16)
+        if link >= gpu.links:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT if gpu.links else pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return (2 if gpu.asleep else 1) * (link < 16)
+
+    def DeviceGetNvLinkErrorCounter(self, gpu: Gpu, link: int, kind: int) -> int:
+        return 3 if (link, kind) == (5, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY) else 0
 
     def DeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Any]:
         return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
@@ -135,15 +141,15 @@ class Nvml:
         return "python3"
 
     def DeviceGetGpuFabricInfo(self, gpu: Gpu, info: Any) -> int:
-        info.state, info.status = gpu.fabric, pynvml.NVML_SUCCESS
+        info._obj.state, info._obj.status = gpu.fabric, pynvml.NVML_SUCCESS  # info: a reference, as the C function takes it
         return pynvml.NVML_SUCCESS
 
     def DeviceGetFieldValues(self, gpu: Gpu, fields: list[tuple[int, int]]) -> Any:
         """Return the fields as pynvml's array of c_nvmlFieldValue_t."""
         all_links = 2**32 - 1
-        known = {(138, all_links): gpu.sent_kib, (139, all_links): gpu.received_kib, (91, 0): gpu.links, (230, 0): gpu.action}
+        known = {(138, all_links): gpu.sent_kib, (139, all_links): gpu.received_kib, (230, 0): gpu.action}
         for link in range(gpu.links):
-            known |= {(164, link): 26_562, (165, link): int(link < 16), (161, link): 0, (162, link): 3 * (link == 5)}
+            known |= {(164, link): 26_562, (215, link): 7 * (link == 6)}
         values = (pynvml.c_nvmlFieldValue_t * len(fields))()
         for value, field in zip(values, fields, strict=True):
             value.nvmlReturn = pynvml.NVML_SUCCESS if field in known else pynvml.NVML_ERROR_NOT_SUPPORTED

@@ -13,6 +13,7 @@ from jaxtrain.runtime import distributed
 from jaxtrain.step.validate_places import writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
+DAY_S = 86_400
 
 
 def json_file(text: str) -> str:
@@ -85,6 +86,9 @@ def check_options(args: Args) -> list[Problem]:
     """Return problems that command_line does not check: process options, names of checks, and the folder of --record."""
     _, problems = distributed.detect(process_options(args), os.environ)
     problems += unknown_checks(*allowed(args))
+    for name, usual in (("limit", 60), ("meet", 300)):
+        if (seconds := getattr(args, name)) > DAY_S:
+            problems.append(Problem(f"--{name}", seconds, "is more than a day", f"Leave it out: it is then {usual}."))
     if args.record and args.recorded:
         problems.append(Problem("--record", args.record, "does not apply to --recorded", "Leave one of them out."))
     elif args.record:

@@ -1,24 +1,33 @@
 """The GPUs of this node as NVML describes them: for preflight, which reads all facts in a process of its own, and for receipts.
 
-python -m jaxtrain.metrics.gpu_facts
+python -m jaxtrain.metrics.gpu_facts FILE
 """
 
+import contextlib
+import ctypes
 import json
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.metrics.nvml import MEMBERS, text
 
-# NVML_GPU_RECOVERY_ACTION_*, in the words of nvidia-smi
-RECOVERY_ACTIONS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset")
+# NVML_GPU_RECOVERY_ACTION_* and NVML_GPU_FABRIC_STATE_*, in the words of nvidia-smi
+RECOVERY_ACTIONS = (
+    *("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset"),
+    *("Recover IMEX domain", "Bus reset", "System reboot"),
+)
+FABRIC_STATES = ("Not Supported", "Not Started", "In Progress", "Completed")
+MANY = 3  # readings of a GPU that fail with "Unknown Error", from which on the GPU is broken: healthy ones may have one
 
 
 def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return {"driver": version, "cuda": its version of CUDA, "gpus": {NVML's index: facts}}.
 
-    The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. Of a GPU
-    that the driver cannot reach, they are `error`, and `reset`: whether a reset mends it. A GPU that this process may not use
-    is left out. Without a driver, return {"error": reason, "library": whether NVML's library is there}.
+    The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. A GPU that
+    the driver cannot reach also has `error`, and `reset`: whether a reset mends it. A GPU that this process may not use is left
+    out. Without a driver, return {"error": reason, "library": whether NVML's library is there}.
 
     Args:
         nvml: pynvml, or an object with the same functions.
@@ -28,34 +37,41 @@ def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         return {"error": f"NVML: {error}", "library": error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND}
+    out: dict[str, Any] = {"driver": "", "cuda": "", "gpus": {}}
     try:
-        gpus = {str(i): _read_gpu(nvml, i, [*names] or [*READINGS]) for i in range(nvml.nvmlDeviceGetCount())}
-        cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        versions = {"driver": text(nvml.nvmlSystemGetDriverVersion()), "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}"}
-        return versions | {"gpus": {i: gpu for i, gpu in gpus.items() if gpu}}
+        with contextlib.suppress(nvml.NVMLError):
+            out["driver"], cuda = text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion()
+            out["cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
+        for index in range(nvml.nvmlDeviceGetCount()):
+            if gpu := _read_gpu(nvml, index, [*names] or [*READINGS]):
+                out["gpus"][str(index)] = gpu
     except nvml.NVMLError as error:
         return {"error": f"NVML: {error}", "library": True}
     finally:
-        nvml.nvmlShutdown()
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+    return out
 
 
 def _read_gpu(nvml: Any, index: int, names: Iterable[str]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    refused: dict[str, str] = {}
+    out: dict[str, Any] = {"refused": {}}
+    unknown = 0
     try:
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
         for name in names:
             try:
-                facts[name] = READINGS[name](nvml, gpu)
-            except nvml.NVMLError as error:
-                if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                out[name] = READINGS[name](nvml, gpu)
+            except Exception as error:  # pynvml has errors of its own, as for a library without a function
+                value = getattr(error, "value", None)
+                unknown += value == nvml.NVML_ERROR_UNKNOWN
+                if value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED) or unknown == MANY:
                     raise
-                refused[name] = str(error)
+                out["refused"][name] = str(error)
     except nvml.NVMLError as error:
         if error.value == nvml.NVML_ERROR_NO_PERMISSION:
             return {}
-        return {"error": str(error), "reset": error.value == nvml.NVML_ERROR_RESET_REQUIRED}
-    return facts | {"refused": refused}
+        out |= {"error": str(error), "reset": error.value == nvml.NVML_ERROR_RESET_REQUIRED}
+    return out
 
 
 def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
@@ -68,7 +84,7 @@ def _processes(nvml: Any, gpu: Any) -> list[str]:
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
         try:
             name = text(nvml.nvmlSystemGetProcessName(process.pid))
-        except nvml.NVMLError:  # of another container
+        except (nvml.NVMLError, UnicodeDecodeError):  # of another container, or not in UTF-8
             name = "a process"
         found.append(f"{name} (pid {process.pid})")
     return sorted(found)
@@ -82,7 +98,7 @@ def _recovery_action(nvml: Any, gpu: Any) -> str:
     (value,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 0)])
     if value is None:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    return RECOVERY_ACTIONS[value] if value < len(RECOVERY_ACTIONS) else f"number {value}"
+    return _word(RECOVERY_ACTIONS, value)
 
 
 def _pcie(nvml: Any, gpu: Any) -> dict[str, int]:
@@ -96,40 +112,55 @@ def _pcie(nvml: Any, gpu: Any) -> dict[str, int]:
 
 def _fabric(nvml: Any, gpu: Any) -> dict[str, str]:
     info = nvml.c_nvmlGpuFabricInfo_t()
-    nvml.nvmlDeviceGetGpuFabricInfo(gpu, info)
+    nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))
     if info.state == nvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
         raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    names = ("Not Started", "In Progress", "Completed")  # NVML_GPU_FABRIC_STATE_*, from 1 on
     status = "Success" if info.status == nvml.NVML_SUCCESS else str(nvml.NVMLError(info.status))
-    return {"state": names[info.state - 1], "status": status if info.state == len(names) else ""}
+    is_completed = info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED
+    return {"state": _word(FABRIC_STATES, info.state), "status": status if is_completed else ""}
+
+
+def _word(words: tuple[str, ...], number: int) -> str:
+    return words[number] if number < len(words) else f"number {number}"
 
 
 def _fields(nvml: Any, gpu: Any, fields: list[tuple[int, int]]) -> list[int | None]:
     """Return the values of NVML's fields; None for a field that the driver refuses. fields: (number, link)."""
     values = nvml.nvmlDeviceGetFieldValues(gpu, fields)
-    known = (value.nvmlReturn == nvml.NVML_SUCCESS for value in values)
+    known = (value.nvmlReturn == nvml.NVML_SUCCESS and value.valueType in MEMBERS for value in values)
     return [int(getattr(v.value, MEMBERS[v.valueType])) if ok else None for v, ok in zip(values, known, strict=True)]
 
 
-def _nvlinks(nvml: Any, gpu: Any) -> list[float]:
-    """Return GB/s of each link, 0 if it is down; empty if the GPU has no links."""
-    (count,) = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
-    links = range(count or 0)
-    state, speed = nvml.NVML_FI_DEV_NVLINK_GET_STATE, nvml.NVML_FI_DEV_NVLINK_GET_SPEED
-    values = _fields(nvml, gpu, [(field, link) for field in (state, speed) for link in links]) if links else []
-    return [(values[len(links) + link] or 0) / 1e3 if values[link] == 1 else 0.0 for link in links]
+def _nvlinks(nvml: Any, gpu: Any) -> dict[str, list[Any]]:
+    """Return the numbers of the links that are up and down, and the rates in GB/s of those that are up, without repetition."""
+    up, down = [], []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            (up if nvml.nvmlDeviceGetNvLinkState(gpu, link) else down).append(link)
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_INVALID_ARGUMENT):
+                raise  # the two mean that there is no such link
+    speeds = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link) for link in up]) if up else []
+    return {"up": up, "down": down, "gb_s": sorted({speed / 1e3 for speed in speeds if speed})}
 
 
 def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
     """Return kind of error -> link -> count, without zeros."""
-    kinds = {"recovery": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, "replay": nvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY}
-    kinds["CRC"] = nvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC
-    links = range(len(_nvlinks(nvml, gpu)))
-    values = _fields(nvml, gpu, [(field, link) for field in kinds.values() for link in links]) if links else []
-    if all(value is None for value in values):
-        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
-    by_kind = {kind: values[i * len(links) : (i + 1) * len(links)] for i, kind in enumerate(kinds)}
-    return {kind: {str(link): n for link, n in enumerate(each) if n} for kind, each in by_kind.items() if any(each)}
+    kinds = {"recovery": nvml.NVML_NVLINK_ERROR_DL_RECOVERY, "replay": nvml.NVML_NVLINK_ERROR_DL_REPLAY}
+    kinds["CRC"] = nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT
+    links = _nvlinks(nvml, gpu)["up"]
+    found: dict[str, dict[str, int]] = {}
+    try:
+        counts = {kind: [nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, n) for link in links] for kind, n in kinds.items()}
+    except nvml.NVMLError:  # Blackwell has one counter instead
+        events = _fields(nvml, gpu, [(nvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS, link) for link in links])
+        if None in events:
+            raise
+        counts = {"recovery": events}
+    for kind, each in counts.items():
+        if any(each):
+            found[kind] = {str(link): count for link, count in zip(links, each, strict=True) if count}
+    return found
 
 
 # Name of a fact -> its reading.
@@ -158,8 +189,7 @@ READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "clock_reasons": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
     "pcie": _pcie,
     "fabric": _fabric,
-    "nvlinks": lambda nvml, gpu: sum(map(bool, _nvlinks(nvml, gpu))),
-    "nvlink_gb_s": _nvlinks,
+    "nvlinks": _nvlinks,
     "nvlink_errors": _nvlink_errors,
 }
 
@@ -167,4 +197,4 @@ READINGS: dict[str, Callable[[Any, Any], Any]] = {
 if __name__ == "__main__":
     import pynvml
 
-    print(json.dumps(read(pynvml)))
+    Path(sys.argv[1]).write_text(json.dumps(read(pynvml)), encoding="utf-8")

@@ -89,9 +89,7 @@ class Receipt:
         if not self._active:
             return ""
         commit, dirty, _ = provenance.checkout(REPO)
-        node = gpu_facts.read(self._driver, OF_A_GPU)
-        driver = {key: node[name] for key, name in (("driver", "driver"), ("driver_cuda", "cuda")) if name in node}
-        gpus = [{"index": int(i), **gpu} for i, gpu in node.get("gpus", {}).items()]
+        driver, gpus = describe_gpus(self._driver)
         versions = {"jaxtrain": installed.VERSION, "python": platform.python_version(), "system": platform.platform()}
         found: dict[str, Any] = {
             **fields,
@@ -156,6 +154,21 @@ class Receipt:
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write the end of the attempt, and further fields."""
         self.update(**(fields or {}), ended=now(), exit_code=exit_code, reason=reason)
+
+
+def describe_gpus(driver: Any) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return the versions `driver` and `driver_cuda`, and the facts OF_A_GPU of each GPU; both empty without a driver.
+
+    A fact that the driver refuses is None. The facts of a GPU that it cannot reach are `index` and `lost`.
+    """
+    node = gpu_facts.read(driver, OF_A_GPU)
+    gpus = []
+    for index, gpu in node.get("gpus", {}).items():
+        own: dict[str, Any] = {"lost": True} if "error" in gpu else {name: gpu.get(name) for name in OF_A_GPU}
+        if links := own.get("nvlinks"):
+            own["nvlinks"] = len(links["up"])
+        gpus.append({"index": int(index), **own})
+    return ({"driver": node["driver"], "driver_cuda": node["cuda"]} if "driver" in node else {}), gpus
 
 
 def select_environment(environ: Mapping[str, str]) -> dict[str, str]:

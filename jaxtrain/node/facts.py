@@ -5,6 +5,7 @@ each GPU (`topo -m`), and vboost (`boost-slider`). NVML and the commands run at 
 because a call into a driver that hangs can be neither ended nor abandoned by the process that made it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -15,19 +16,19 @@ import resource
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import environment
 from jaxtrain.config.stores import is_bucket
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.train.child import run_program
+from jaxtrain.train.child import open_program
 
 FILE = "facts.json"  # of a recording; its key "base" may name the folder of another one, of which it is a JSON merge patch
 MAX_BASES = 9
@@ -35,18 +36,18 @@ MAX_BASES = 9
 COMMAND_S = 25.0
 ANSWER_S = 3.0  # for calls that return at once on a healthy system
 KILLED_S = 1.0  # wait for a killed command to end; a process in a hanging driver does not
-MAX_CHARACTERS = 4 << 20  # read of a file
+MAX_CHARACTERS = 16 << 20  # of a file or, at its end, of a command's output
 ABSENT = 127  # exit code of a command that does not exist
-TOPOLOGY, BOOST, LOG = "nvidia-smi topo -m", "nvidia-smi boost-slider --list", "dmesg"
-NVML = shlex.join([sys.executable, "-m", "jaxtrain.metrics.gpu_facts"])
+COMMANDS = TOPOLOGY, BOOST, LOG = ("nvidia-smi topo -m", "nvidia-smi boost-slider --list", "dmesg")
+NVML = shlex.join([sys.executable, "-m", "jaxtrain.metrics.gpu_facts"])  # a further argument names its file
 # Variables that are read in addition to those that change a run: scheduler, launcher, libraries, proxies.
 VARIABLES = re.compile(
     r"SLURM_\w+|JAXTRAIN_\w+|OMPI_COMM_WORLD_\w+|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|LD_LIBRARY_PATH"
     r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|KUBERNETES_SERVICE_HOST|JOB_COMPLETION_INDEX|JAX_PLATFORMS"
     r"|((https?|all|grpc|no)_proxy)|((HTTPS?|ALL|NO)_PROXY)"
 )
-SECRET = re.compile(r"(?i)token|secret|passw|jwt|api_?key|credential")
-PROXY_PASSWORD = re.compile(r"(?<=//)[^/@\s]*@")
+SECRET = re.compile(r"(?i)token|secret|passw|(^|_)pass(_|$)|jwt|api_?key|(?<!_in)_key$|credential|webhook")
+PASSWORD = re.compile(r"(?<=//)[^/\s]*@")  # and the user's name, before the host of an address
 PACKAGES = re.compile(r"jax|jaxlib|jax-cuda\w*(-\w+)?|nvidia-[\w-]+")
 DRIVER, DRIVER_GPUS, INFINIBAND = "/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus", "/sys/class/infiniband"
 GOVERNOR, GOVERNOR_DRIVER = (f"/sys/devices/system/cpu/cpu0/cpufreq/scaling_{n}" for n in ("governor", "driver"))
@@ -102,7 +103,7 @@ class Answer:
         if self.code is None:
             return "it did not answer in time"
         lines = [line.strip() for line in self.out.splitlines() if line.strip()]
-        reason = "there is no such command" if self.code == ABSENT else lines[0] if lines else f"exit code {self.code}"
+        reason = "there is no such command" if self.code == ABSENT else lines[-1] if lines else f"exit code {self.code}"
         return reason if self.code else ""
 
 
@@ -173,11 +174,27 @@ def read_recording(folder: Path) -> Facts:
             if len(chain) > MAX_BASES:
                 raise ValueError(f"bases form a chain of more than {MAX_BASES} recordings, or a circle")
         merged = functools.reduce(merge_patch, reversed(chain), {})
+        gpus = merged.get("nvml", {}).get("gpus", {})
+        for where, value, kind in (
+            *((f"nvml.gpus.{i}", gpu, dict) for i, gpu in gpus.items() if int(i) >= 0),
+            *_shapes(merged),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{where} is {value!r}")
         parts = {"disks": Disk, "commands": Answer}
         made = {key: {k: make(**v) for k, v in merged.get(key, {}).items()} for key, make in parts.items()}
         return Facts(**{**merged, **made})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RecordingError(f"{at / FILE} is no recording: {error}") from None
+
+
+def _shapes(merged: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
+    """Yield (name, value, the type that it should have) of the values that are used before any check runs."""
+    yield from (("hostname", merged.get("hostname"), str), ("measured", merged.get("measured", {}), dict))
+    kinds = {"environ": str, "files": str, "folders": list, "packages": dict}
+    for key, kind in kinds.items():
+        yield from ((f"{key}.{name}", value, kind) for name, value in merged.get(key, {}).items())
+    yield from ((f"commands.{name}", value.get("out", ""), str) for name, value in merged.get("commands", {}).items())
 
 
 def merge_patch(base: Any, patch: Any) -> Any:
@@ -200,19 +217,26 @@ def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
         paths: name -> folder or bucket that the run reads or writes; the folder need not exist yet.
         command_s: time limit in seconds of NVML and of each command. A command that hangs is killed.
     """
-    wanted = (NVML, TOPOLOGY, BOOST, LOG)
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        running = {command: pool.submit(_run, command, command_s) for command in wanted}
-        environ = _variables()
-        cards = _listing(INFINIBAND)
+    with contextlib.ExitStack() as stack:  # at its end, also after Ctrl-C, the commands that still run are killed
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        running = {command: stack.enter_context(_start(command, folder / str(i))) for i, command in enumerate(COMMANDS)}
+        nvml_file = folder / "nvml.json"
+        running[NVML] = stack.enter_context(_start(f"{NVML} {shlex.quote(str(nvml_file))}", folder / "nvml"))
+        deadline = time.monotonic() + command_s
+        environ, cards = _variables(), _listing(INFINIBAND)
         ports = [f"{INFINIBAND}/{card}/ports/1/{what}" for card in cards for what in ("state", "rate")]
-        libraries = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+        libraries = [path for path in environ.get("LD_LIBRARY_PATH", "").split(":") if path]
         files = {path: _read(path) for path in (*FILES, *ports)}
         folders = {path: _listing(path) for path in (DRIVER_GPUS, *libraries)} | {INFINIBAND: cards}
         disks, packages = _disks(paths), _packages()
-        answers = {command: answer.result() for command, answer in running.items()}
-    nvml, log = answers.pop(NVML), answers[LOG]
-    answers[LOG] = dataclasses.replace(log, out="".join(re.findall(r".*NVRM.*\n?", log.out)) if not log.error else log.out)
+        answers = {command: wait(deadline) for command, wait in running.items()}
+        nvml, log = answers.pop(NVML), answers[LOG]
+        try:
+            gpus = json.loads(_read(str(nvml_file)))
+        except ValueError:
+            gpus = {"error": f"NVML: {nvml.error or 'no answer'}", "hangs": nvml.code is None}
+    if not log.error:
+        answers[LOG] = Answer(0, "".join(line for line in log.out.splitlines(keepends=True) if "NVRM" in line))
     return Facts(
         socket.gethostname(),
         time.time(),
@@ -224,16 +248,27 @@ def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
         {path: content for path, content in files.items() if content},
         {path: names for path, names in folders.items() if names},
         answers,
-        {"error": f"NVML: {nvml.error}", "hangs": nvml.code is None} if nvml.error else json.loads(nvml.out.splitlines()[-1]),
+        gpus,
     )
 
 
-def _run(command: str, limit_s: float) -> Answer:
+@contextlib.contextmanager
+def _start(command: str, log: Path) -> Iterator[Callable[[float], Answer]]:
+    """Start a command, and yield a function that waits for its answer until a deadline (time.monotonic)."""
     words = shlex.split(command)
     if not shutil.which(words[0]):
-        return Answer(ABSENT)
-    with tempfile.TemporaryDirectory() as folder:
-        return Answer(*run_program(words, Path(folder, "out"), limit_s=limit_s, killed_s=KILLED_S))
+        yield lambda _: Answer(ABSENT)
+        return
+    with open_program(words, log, killed_s=KILLED_S) as process:
+
+        def wait(deadline: float) -> Answer:
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+            return Answer(code, log.read_text(encoding="utf-8", errors="replace")[-MAX_CHARACTERS:])
+
+        yield wait
 
 
 def _read(path: str) -> str:
@@ -259,7 +294,11 @@ def _limit(which: int) -> int | None:
 def _variables() -> dict[str, str]:
     chosen = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
     chosen |= environment.select_variables(os.environ)
-    return {name: PROXY_PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
+    chosen = {name: PASSWORD.sub("", chosen[name]) for name in sorted(chosen) if not SECRET.search(name)}
+    for name in chosen:
+        if name.lower().endswith("_proxy") and "//" not in chosen[name]:  # USER:PASSWORD@HOST
+            chosen[name] = chosen[name].rpartition("@")[2]
+    return chosen
 
 
 def _packages() -> dict[str, dict[str, Any]]:

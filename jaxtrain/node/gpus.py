@@ -67,6 +67,8 @@ def driver_answers(c: Context) -> Verdict:
         )
     if c.gpus.rows or not c.gpus.broken:
         return ok("it answers")
+    if c.gpus.every:
+        return unreachable(c)
     if "Driver Not Loaded" in c.gpus.broken:
         return fault(
             c.gpus.broken,
@@ -77,6 +79,20 @@ def driver_answers(c: Context) -> Verdict:
             "GPUs, remove the driver.",
         )
     return fault(c.gpus.broken)
+
+
+def unreachable(c: Context) -> Verdict:
+    """Return the fault of GPUs that the driver cannot reach."""
+    seen = f"{c.gpus.count}; {c.gpus.broken}"
+    if not c.gpus.reset:
+        return fault(seen)
+    return fault(
+        seen,
+        expected="no GPU requires a reset",
+        why="After some errors the driver gives a GPU no more work until it is reset: a run on it fails at its start.",
+        fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, c.gpus.reset))}, with no process on that GPU; where the reset "
+        "is refused, reboot the node.",
+    )
 
 
 def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -99,16 +115,8 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
 def gpu_count(c: Context) -> Verdict:
     """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
     gpus, board = c.gpus, c.board
-    if gpus.reset:
-        return fault(
-            f"{gpus.count}; {gpus.broken}",
-            expected="all of the board's GPUs, and none that requires a reset",
-            why="After some errors the driver gives a GPU no more work until it is reset: a run on it fails at its start.",
-            fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, gpus.reset))}, with no process on that GPU; where the "
-            "reset is refused, reboot the node.",
-        )
     if gpus.broken:
-        return fault(f"{gpus.count}; {gpus.broken}")
+        return unreachable(c)
     intended = "Nothing, if this number was requested."
     giver, given = find_assigner(c.facts.environ)
     if gpus.on_node < given:
@@ -178,7 +186,7 @@ def memory_in_use(c: Context, row: Row) -> Verdict:
     if used <= MEMORY_IN_USE_GIB:
         return ok(seen)
     by = listed(row.get("processes", ())) or "processes that are not visible from here"
-    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction))
+    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction)) if total else 0.0
     return (fault if used > left else note)(f"{seen}, by {by}")
 
 

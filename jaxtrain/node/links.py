@@ -122,28 +122,28 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     "the board.",
 )
 def nvlink(c: Context) -> Verdict:
-    links = {name(row): row["nvlink_gb_s"] for row in c.gpus.rows if "nvlink_gb_s" in row}
+    links = {name(row): row["nvlinks"] for row in c.gpus.rows if "nvlinks" in row}
     if not links:
-        return unknown(next((why for row in c.gpus.rows if (why := row["refused"].get("nvlink_gb_s"))), NOT_REPORTED))
-    active = {gpu: [rate for rate in rates if rate] for gpu, rates in links.items()}
+        return unknown(next((why for row in c.gpus.rows if (why := row["refused"].get("nvlinks"))), NOT_REPORTED))
+    active = {gpu: len(each["up"]) for gpu, each in links.items()}
     if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
         return note("none", fix="Nothing, if none were bought, or the GPU is alone in a virtual machine.")
-    full = c.board.links if c.board else max(map(len, active.values()))
+    full = c.board.links if c.board else max(active.values())
     verdicts = {}
-    for gpu, rates in links.items():
-        count, down = len(active[gpu]), [str(link) for link, rate in enumerate(rates) if not rate]
+    for gpu, each in links.items():
+        count, down = active[gpu], [str(link) for link in each["down"]]
         if not count and c.board is None:
             verdicts[gpu] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
         elif count < full or down and c.board is None:
             which = f" (link {listed(down)} down)" if down and count else ""
-            seen = f"{count} of {max(full, len(rates))}{which}"
+            seen = f"{count} of {max(full, count + len(down))}{which}"
             verdicts[gpu] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
     if verdicts:
         return worst(verdicts, "")
-    different = sorted({rate for each in active.values() for rate in each})
-    if len(different) > 1:
-        return fault(f"links at different rates: {listed([f'{rate:g} GB/s' for rate in different])}")
-    return ok(f"{full} of {full} on every GPU, {different[0]:g} GB/s each")
+    rates = [f"{rate:g} GB/s" for rate in sorted({rate for each in links.values() for rate in each["gb_s"]})]
+    if len(rates) > 1:
+        return fault(f"links at different rates: {listed(rates)}")
+    return ok(f"{full} of {full} on every GPU{''.join(f', {rate} each' for rate in rates)}")
 
 
 @CHECKS.add(
@@ -178,7 +178,7 @@ def registered(c: Context, row: Row) -> Verdict:
     state, status = row["fabric"]["state"], row["fabric"]["status"]
     if (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK))
-    alone = c.gpus.count == 1 and not any(row.get("nvlink_gb_s", ()))
+    alone = c.gpus.count == 1 and not row.get("nvlinks", {}).get("up")
     if alone or without_switches(c):
         return note(f"{state}; no switch joins these GPUs", fix="Nothing.")
     return fault(f"{state} ({status})" if status else state)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import hardware
-from jaxtrain.node.facts import DRIVER, DRIVER_GPUS, TOPOLOGY, Facts
+from jaxtrain.node.facts import ABSENT, DRIVER, DRIVER_GPUS, TOPOLOGY, Facts
 
 Row = Mapping[str, Any]  # facts of a GPU (gpu_facts.READINGS), and `index`
 SWITCH, BRIDGE = "switch", "bridge"
@@ -62,9 +62,10 @@ def board_of(names: Sequence[str]) -> Board | None:
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a node that the driver reaches, and the reasons why others are missing."""
+    """The GPUs of a node, and the reasons why the run cannot use some of them."""
 
-    rows: Sequence[Row]  # those that the run may use
+    rows: Sequence[Row]  # those that the run may use and that the driver reaches
+    every: Sequence[Row] = ()  # also those that CUDA_VISIBLE_DEVICES leaves out, and those that the driver does not reach
     others: Sequence[Row] = ()  # those that CUDA_VISIBLE_DEVICES leaves out, which another run may use
     broken: str = ""  # reason why GPUs are missing, if that is a fault
     absent: str = ""  # reason why a node has no GPUs, if that is no fault
@@ -77,7 +78,7 @@ class Gpus:
 
     @property
     def on_node(self) -> int:
-        return len(self.rows) + len(self.others)
+        return len(self.every)
 
     @property
     def names(self) -> list[str]:
@@ -96,36 +97,46 @@ class Gpus:
 def read_gpus(facts: Facts) -> Gpus:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects; all GPUs if it selects none, so that the report can list them."""
     if "gpus" not in facts.nvml:
-        if facts.nvml.get("library") or facts.nvml.get("hangs") or facts.read(DRIVER):
-            return Gpus((), broken=facts.nvml.get("error", "the driver was not asked"))
+        error = facts.nvml.get("error", "the driver was not asked")
+        if facts.nvml.get("library", True):
+            return Gpus((), broken=error)
+        if facts.read(DRIVER) or facts.run(TOPOLOGY).code != ABSENT:
+            return Gpus((), broken=f"{error}, and the driver or nvidia-smi is there")
         return Gpus((), absent="no NVIDIA GPU: there is no driver")
-    wanted, addresses = facts.environ.get("CUDA_VISIBLE_DEVICES"), facts.folders.get(DRIVER_GPUS, ())
-    gpus = [{"index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
-    if not gpus:
+    addresses = {pci(address): address for address in facts.folders.get(DRIVER_GPUS, ())}
+    unknown = {"name": "unknown", "uuid": "", "pci": "", "refused": {}, "reset": False}
+    every: list[Row] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
+    if not every:
         return (
             Gpus((), broken="the driver reaches no GPU") if addresses else Gpus((), absent="no NVIDIA GPU: the driver has none")
         )
-    found = [gpu for gpu in gpus if "error" not in gpu]
-    chosen = visible(found, wanted) or found
+    chosen = visible(every, facts.environ.get("CUDA_VISIBLE_DEVICES")) or every
     # A GPU that requires a reset, and that another run uses, does not disturb this one.
-    failed = [g for g in gpus if "error" in g and not (g["reset"] and wanted and str(g["index"]) not in wanted.split(","))]
+    failed = [gpu for gpu in every if "error" in gpu and (gpu in chosen or not gpu["reset"])]
     # A container may see the addresses of GPUs that it was not given.
-    others = {pci(address): address for address in addresses if pci(address) not in [pci(gpu["pci"]) for gpu in found]}
-    lost = others if len(others) == len([gpu for gpu in gpus if "error" in gpu]) else {}
+    without = [gpu for gpu in every if "error" in gpu]
+    left = {at: text for at, text in addresses.items() if at not in [pci(gpu["pci"]) for gpu in every if gpu not in without]}
+    lost = left if len(left) == len(without) else {}
     broken = "; ".join(f"GPU{gpu['index']}: {gpu['error']}" for gpu in failed)
     broken += f" ({', '.join(lost.values())})" if lost and failed else ""
-    reset = tuple(gpu["index"] for gpu in failed) if all(gpu["reset"] for gpu in failed) else ()
-    return Gpus(chosen, [gpu for gpu in found if gpu not in chosen], broken, lost=frozenset(lost), reset=reset)
+    return Gpus(
+        [gpu for gpu in chosen if "error" not in gpu],
+        every,
+        [gpu for gpu in every if gpu not in chosen],
+        broken,
+        lost=frozenset(lost),
+        reset=tuple(gpu["index"] for gpu in failed) if all(gpu["reset"] for gpu in failed) else (),
+    )
 
 
-def visible(found: Sequence[Row], wanted: str | None) -> list[Row]:
+def visible(every: Sequence[Row], wanted: str | None) -> list[Row]:
     """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the list ends before an unknown entry."""
     if wanted is None:
-        return list(found)
+        return list(every)
     chosen = []
     for entry in (part.strip() for part in wanted.split(",")):
         is_uuid = entry.startswith("GPU-")
-        named = [row for row in found if entry == str(row["index"]) or is_uuid and row["uuid"].startswith(entry)]
+        named = [row for row in every if entry == str(row["index"]) or is_uuid and row["uuid"].startswith(entry)]
         if not named:
             break
         chosen.append(named[0])

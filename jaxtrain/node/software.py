@@ -210,7 +210,7 @@ def visible_devices(c: Context) -> Verdict:
     if value.strip() in ("", "-1", "NoDevFiles"):
         return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
     entries = [part.strip() for part in value.split(",") if part.strip()]
-    every = [*c.gpus.rows, *c.gpus.others]
+    every = c.gpus.every
     if absent := [entry for entry in entries if not visible(every, entry)]:
         return fault(f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
     ids = c.cluster.local_device_ids if c.cluster else None

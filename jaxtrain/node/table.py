@@ -17,6 +17,7 @@ from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime.distributed import Cluster
 
 NOT_REPORTED = "not reported by these GPUs"
+LOOK = "Nothing, if the GPU is of another model; else look for Xid in dmesg, and at nvidia-smi -q."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,14 +143,17 @@ class Table(list[Check]):
 def each_gpu(fact: str) -> Callable[[GpuProbe], Probe]:
     """Return a decorator that makes a probe of all GPUs from a function of one GPU. The worst verdict counts.
 
-    GPUs whose driver does not report `fact` are left out. If no GPU is left, the verdict is `unknown`.
+    If the driver reports `fact` of some GPUs, the others have a note. If it reports it of none, the verdict is `unknown`.
     """
 
     def decorate(judge: GpuProbe) -> Probe:
         def probe(c: Context) -> Verdict:
             verdicts = {name(row): verdict for row in c.gpus.rows if fact in row and (verdict := judge(c, row))}
-            refused = [row["refused"][fact] for row in c.gpus.rows if fact in row["refused"]]
-            return worst(verdicts, refused[0] if refused else NOT_REPORTED)
+            refused = {name(row): row["refused"].get(fact, NOT_REPORTED) for row in c.gpus.rows if fact not in row}
+            if verdicts:
+                odd = {gpu: note(f"not reported ({why}), and of others", fix=LOOK) for gpu, why in refused.items()}
+                return worst(verdicts | odd, "")
+            return unknown(next(iter(refused.values()), NOT_REPORTED))
 
         return probe
 

@@ -171,9 +171,14 @@ def file(path: str, text: str) -> dict:
     return {"files": {path: text}}
 
 
-def links(*rates: float) -> dict:
-    """Return the patch of GPUs of an unknown model, of which GPU 1 has links at these rates and all others have two of 25."""
-    return both(gpus(name="Mystery", nvlink_gb_s=[25, 25]), gpus(1, nvlink_gb_s=list(rates)))
+def links(up: list[int], down: list[int], gb_s: float = 25.0) -> dict:
+    """Return the patch of GPUs of an unknown model, of which GPU 1 has these links, and all others have two of 25 GB/s."""
+    others = gpus(name="Mystery", nvlinks={"up": [0, 1], "down": [], "gb_s": [25.0]})
+    return both(others, gpus(1, nvlinks={"up": up, "down": down, "gb_s": [gb_s] if up else []}))
+
+
+def without_driver(error: str, **more) -> dict:
+    return {"nvml": {"gpus": None, "driver": None, "error": error, **more}}
 
 
 XID = "[%s] NVRM: Xid (PCI:0000:9a:00): %s\n"
@@ -207,9 +212,10 @@ DEGREES = [
     (gpus(0, clock_reasons=0x04), "throttling", NOTE, "GPU0"),
     (gpus(1, remapped_rows=REMAPPED), "row remap", OK, "done"),
     (refused("fabric"), "fabric", UNKNOWN, "Not Supported"),
-    (links(25, 0), "NVLink", FAULT, "GPU1: 1 of 2"),
-    (links(0, 0), "NVLink", NOTE, "GPU1: none"),
-    (links(25, 20), "NVLink", FAULT, "20 GB/s, 25 GB/s"),
+    (links([0], [1]), "NVLink", FAULT, "GPU1: 1 of 2 (link 1 down)"),
+    (links([], [0, 1]), "NVLink", NOTE, "GPU1: none"),
+    (links([0, 1], [], 20.0), "NVLink", FAULT, "20 GB/s, 25 GB/s"),
+    (gpus(nvlinks={"gb_s": []}), "NVLink", OK, "18 of 18"),  # a driver that does not tell their rate
     (gpus(1, nvlink_errors={"replay": {"3": 2}}), "NVLink errors", NOTE, "GPU1: link 3: replay 2"),
     (both(file("/sys/devices/system/node/online", "0\n"), file(NUMA, "1\n")), "NUMA balancing", NOTE, ""),
     (environ(CUDA_VISIBLE_DEVICES="MIG-1"), "CUDA_VISIBLE_DEVICES", FAULT, "MIG-1"),
@@ -222,7 +228,18 @@ DEGREES = [
     (BOOSTED("All done.\n"), "vboost", UNKNOWN, ""),  # only of a Hopper GPU
     (both(BOOSTED(sliders(*[0] * 8)), gpus(name="NVIDIA B200", compute_capability="10.0")), "vboost", OK, "0 of 4"),
     (answer(TOPOLOGY, "", None), "NVML", FAULT, "nvidia-smi topo -m"),
-    (environ(CUDA_VISIBLE_DEVICES="0,1") | gpus(6, error="GPU requires reset", reset=True), "GPU count", NOTE, "7 of 8"),
+    (gpus(2, memory=None, refused={"memory": "Unknown Error"}), "memory in use", NOTE, "GPU2: not reported (Unknown Error)"),
+    (gpus(2, error="Unknown Error", reset=False), "GPU count", FAULT, "GPU2: Unknown Error"),
+    (gpus(pci=None, uuid=None, name=None), "GPU count", OK, "8"),
+    (gpus(memory={"total_gib": 0, "used_gib": 3.0}), "memory in use", FAULT, "3.0 GiB"),
+    # Only the run's own GPUs have to be reset. A GPU that is off the bus is a fault of the node.
+    (environ(CUDA_VISIBLE_DEVICES="0, 1") | gpus(6, error="GPU requires reset", reset=True), "GPU count", OK, "8 of 8"),
+    (environ(CUDA_VISIBLE_DEVICES="0, 6") | gpus(6, error="GPU requires reset", reset=True), "GPU count", FAULT, "GPU6"),
+    (environ(CUDA_VISIBLE_DEVICES="0,1") | gpus(6, error="GPU is lost", reset=False), "GPU count", FAULT, "GPU6"),
+    (environ(CUDA_VISIBLE_DEVICES="0, 6") | gpus(6, error="x", reset=True), "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8"),
+    (gpus(error="GPU requires reset", reset=True), "NVML", FAULT, "GPU7"),
+    (without_driver("NVML: exit code -11") | {"files": None}, "NVML", FAULT, "-11"),
+    (without_driver("NVML: not found", library=False), "NVML", FAULT, "not found"),  # nvidia-smi is there
 ]
 
 
@@ -453,8 +470,9 @@ def test_processes_of_a_node_that_see_different_gpus():
         ([f"--recorded={RECORDED}"], "facts.json"),
         (["--allow=topology,foo"], "--allow = 'foo'"),
         ([f"--json={RECORDED}"], f"--json = '{RECORDED}'"),
+        (["--limit=9999999999999"], "--limit = 9999999999999"),
     ],
-    ids=["no recording", "no such check", "a folder"],
+    ids=["no recording", "no such check", "a folder", "too long"],
 )
 def test_a_wrong_command_line_is_2(argv, said, capsys):
     assert command.main(argv) == 2
@@ -462,7 +480,18 @@ def test_a_wrong_command_line_is_2(argv, said, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"base": "."}', '{"hostname": "a", "colour": 1}', '{"hostname": "a", "disks": {"data": 3}}']
+    "text",
+    [
+        *("", "[]", "{}", "5", '{"base": "."}', '{"hostname": "a", "colour": 1}', "[" * 100_000),
+        *(
+            f'{{"hostname": "a", {part}}}'
+            for part in (
+                *('"disks": {"data": 3}', '"environ": []', '"environ": {"A": 1}', '"nvml": []', '"nvml": {"gpus": []}'),
+                *('"nvml": {"gpus": {"0": "H200"}}', '"nvml": {"gpus": {"GPU0": {}}}', '"files": []', '"folders": {"/": 5}'),
+                *('"packages": {"jax": "0.1"}', '"measured": [1]', '"commands": {"dmesg": {"out": 5}}', '"base": 5'),
+            )
+        ),
+    ],
 )
 def test_a_damaged_recording_is_refused(text, tmp_path, capsys):
     (tmp_path / FILE).write_text(text)
@@ -473,7 +502,7 @@ def test_a_damaged_recording_is_refused(text, tmp_path, capsys):
 def test_a_slow_disk_of_a_laptop_stops_nothing_and_is_recorded(monkeypatch, tmp_path, capsys):
     """This machine, faked as one without an NVIDIA GPU."""
     slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
-    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop"))
+    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop", nvml={"error": "not found", "library": False}))
     monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
     for _ in range(2):  # an earlier recording is overwritten
         assert command.main(["--json", f"--workdir={tmp_path}", f"--record={tmp_path / 'node'}"]) == 0

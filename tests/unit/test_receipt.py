@@ -45,7 +45,7 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     first, second, lost = found["hardware"]["gpus"]
     limits = {"power_limit_w": 500.0, "power_limit_default_w": 700.0, "max_sm_clock_mhz": 1980, "nvlinks": 16}
     assert second.items() >= ({"index": 1, "name": "NVIDIA H200", "ecc": True} | limits).items()
-    assert first["power_limit_w"] == 700.0 and lost == {"index": 2, "error": "GPU is lost", "reset": False} and driver.open == 0
+    assert first["power_limit_w"] == 700.0 and lost == {"index": 2, "lost": True} and driver.open == 0
     written.finish(75, "SIGTERM", {"goodput": {"goodput": 0.5}})
     found = load(tmp_path / "receipt.json")
     assert (found["exit_code"], found["reason"], found["goodput"]) == (75, "SIGTERM", {"goodput": 0.5})
