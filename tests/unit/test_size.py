@@ -10,7 +10,7 @@ from test_imports import PACKAGE, modules
 BUDGETS = {
     "config": 3960,
     "runtime": 3060,
-    "metrics": 3060,
+    "metrics": 3100,
     "data": 5770,
     "kernels": 4310,
     "checkpoint": 1670,
@@ -21,7 +21,7 @@ BUDGETS = {
     "plan": 5610,
     "train": 5710,
     "report": 4800,
-    "node": 4280,
+    "node": 4340,
     "commands": 2270,
     "": 660,
 }
