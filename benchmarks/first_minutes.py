@@ -176,7 +176,7 @@ def send(node: Node, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     packed = node.path / "logs.tar.gz"
     with tarfile.open(packed, "w:gz") as archive:
-        for name in ("logs", "run", gpu_items.METRICS_RUN, "recorded_node", "preflight.json"):
+        for name in ("logs", "suite_run", "suite_checkpoint", gpu_items.METRICS_RUN, "recorded_node", "preflight.json"):
             if (node.path / name).exists():
                 archive.add(node.path / name, name, filter=lambda info: None if info.size > 4 * 2**20 else info)
     kept = [packed, *sorted((node.path / "keep").glob("*"))]

@@ -392,8 +392,9 @@ def time_step(case: str, node: Node, limit_s: float, trace: str = "") -> Outcome
         text += f"; not planned: {answer['not_planned']}"
     if background.is_busy:
         text += "; the CPU worked beside it"
-    off = note or suite.is_off_plan(answer)
-    return Outcome(OFF if off else GOOD, note + text, bench.markdown(bench.step_table(name, {name: answer})), answer)
+    off = suite.differences_from_plan(answer)
+    text = "; ".join([text, *off])
+    return Outcome(OFF if off or note else GOOD, note + text, bench.markdown(bench.step_table(name, {name: answer})), answer)
 
 
 def trace_step(case: str, node: Node, limit_s: float) -> Outcome:

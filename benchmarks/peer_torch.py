@@ -133,7 +133,7 @@ def start(args: Args) -> int:
         problems.append(Problem("--settings", args.settings, "a CPU has only sdpa", "Write --settings=sdpa,layers."))
     if args.out:
         problems += writable("--out", Path(args.out).expanduser())
-    if problems:
+    if problems := problems or train_step.gpu_problems():
         raise ConfigError(problems)
     request: dict[str, Any] = {"devices": 1, "steps": args.steps, "warmup": args.warmup}
     request["limit_s"] = args.limit or None

@@ -1,10 +1,11 @@
 """The command line of benchmarks: `python -m jaxtrain bench --config=FILE`."""
 
+import contextlib
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config import hardware
 from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, place, whole
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.data import loading
@@ -99,8 +100,10 @@ def run(args: Args) -> int:
     Raises ConfigError if the GPUs cannot be used, or if the config or every combination of --sweep has problems.
     """
     console = make_console(bench.WIDTH)
-    if args.mode in ("suite", "kernels") and (problem := hardware.probe().problem):
-        raise ConfigError([problem])
+    with contextlib.suppress(ValueError):  # in a thread. SIGTERM, as of a time limit, keeps finished results as Ctrl-C does
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if args.mode in ("suite", "kernels") and (problems := train_step.gpu_problems()):
+        raise ConfigError(problems)
     if args.mode == "suite":
         return suite.run(args.out, args.json, args.parts, args.smoke, console)
     if args.mode == "kernels":
@@ -109,8 +112,9 @@ def run(args: Args) -> int:
     launched = args.loaded.launch
     cases, _ = train_step.make_cases([*launched.config_argv, *DATA[args.data]], launched.name, args.sweep)
     problems = {name: train_step.find_problems(loading.load(argv), args.devices) for name, argv in cases.items()}
-    if all(problems.values()):  # no case is possible: the command is wrong
-        raise ConfigError([p for found in problems.values() for p in found])
+    wrong = [p for found in problems.values() for p in found] if all(problems.values()) else train_step.gpu_problems()
+    if wrong:  # no case is possible
+        raise ConfigError(wrong)
     request = {"devices": args.devices, "steps": args.steps, "warmup": args.warmup, "trace": args.trace}
     request["limit_s"] = args.limit or None
     folder = bench.Folder(args.out, args.json, args.mode or "steps")

@@ -62,33 +62,43 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
         for shape, weight in sizes.gemms:
             for dtype in ("bf16", "fp8") if weight >= 1 else ("bf16",):  # the head, with a weight below 1, is never in FP8
                 found.append(take(dataclasses.replace(micro.gemm(shape, dtype, [first]), weight=weight)))
-        forward, both = map(take, attention(first, sizes))
-        found += [forward, both.minus(forward, "attention backward")]
+        passes: list[Reading] = []
+        for works in attention(first, sizes):
+            forward, both = map(take, works)
+            passes = [forward, both.minus(forward, "attention backward")]
+            if not passes[1].failed:
+                break
+        found += passes
         found.append(take(micro.memory([first], sizes)))
         found += [take(micro.host(first, sizes, to_host)) for to_host in (True, False)]
     if len(devices) > 1:
-        found += [take(micro.collective(kind, devices, sizes.collective_mib * 2**20, sizes)) for kind in COLLECTIVES]
-        empty = take(micro.collective("no collective", devices, 128 * len(devices), sizes))
-        by_size = [take(micro.collective("all-gather", devices, mib * 2**20, sizes)) for mib in sizes.curve_mib]
+        mib, rounds = 2**20, sizes.curve_rounds
+        full = [micro.collective(kind, devices, sizes.collective_mib * mib, sizes.collective_rounds) for kind in COLLECTIVES]
+        found += map(take, full)
+        empty = take(micro.collective("no collective", devices, 128 * len(devices), rounds))
+        by_size = [take(micro.collective("all-gather", devices, size * mib, rounds)) for size in sizes.curve_mib]
         found += [reading.minus(empty, CURVE) for reading in by_size]
     return found
 
 
-def attention(device: Any, sizes: Sizes) -> tuple[Work, Work]:
+def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
     """Return both passes of the kernel that `attention.impl=auto` chooses, on sequences with one document each.
 
-    If cuDNN supports packed sequences, the kernel is compiled for them, as in training. cuDNN's backward pass may run in parts
-    of the batch and heads (cudnn.part_of). Both passes are then timed for one part, since a plan counts slicing and joining as
-    memory traffic.
+    If cuDNN supports packed sequences, the first kernel is compiled for them, as in training, and the second, without packing,
+    is for the case that it fails. cuDNN's backward pass may run in parts of the batch and heads (cudnn.part_of). Both passes
+    are then timed for one part, since a plan counts slicing and joining as memory traffic.
     """
     B, T, N, K, H = sizes.attention
     packed, plain = Spec(H, "bf16", True, max_segments=32), Spec(H, "bf16", False, max_segments=1)
+    found = []
     for spec in (packed, plain):
         name, _ = support.choose("auto", [(spec, T)], Hardware.of(device))
+        rows, heads = B, N
         if name == "cudnn":
             rows, heads = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if spec.packed else 1)
-            return micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H))
-    return micro.attention(device, name, plain, sizes.attention)
+        if name == "cudnn" or spec is plain:
+            found.append(micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H)))
+    return found
 
 
 def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:

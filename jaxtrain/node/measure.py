@@ -69,7 +69,8 @@ class Sizes:
     host_mib: int = 1024
     collective_mib: int = 512  # of the global array, in bfloat16
     curve_mib: tuple[float, ...] = (0.25, 1, 4, 16, 64, 256)  # message sizes of the curve of rates
-    collective_rounds: int = 50
+    collective_rounds: int = 20
+    curve_rounds: int = 50
     flop: float = 100e12  # approximate FLOPs of a timed program
     rounds: int = 200  # most iterations of a timed program, enough to hide XLA's copies at a loop's entry
     seconds: float = math.inf  # approximate seconds of a timed program, if shorter
@@ -90,6 +91,7 @@ TINY = Sizes(  # for tests on CPUs: every program runs, but the figures have no 
     collective_mib=1,
     curve_mib=(1 / 64, 1 / 16),
     collective_rounds=2,
+    curve_rounds=3,
     flop=1e6,
     rounds=2,
     warm_s=0.0,
@@ -237,9 +239,18 @@ def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
     zeros uses less power and runs faster. The optimization barrier prevents XLA from computing only the used elements of
     `made`.
     """
+    return put(x, drop(*made))
+
+
+def drop(*made: jax.Array) -> jax.Array:
+    """Return a number that depends on all arrays of `made`."""
     corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
-    drop = jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
-    return jax.lax.dynamic_update_slice(x, drop.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim)
+    return jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
+
+
+def put(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Return x with this number as its first element."""
+    return jax.lax.dynamic_update_slice(x, number.astype(x.dtype).reshape((1,) * x.ndim), (0,) * x.ndim)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -299,7 +310,8 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Wor
             else:
                 y_MN = times(x_MK, w_KN.T)
                 made += [times(y_MN, w_KN), times(x_MK.T, y_MN.T)]
-        return tuple(chain(x, *made) for x in state)
+        last = jax.lax.optimization_barrier(drop(*made))  # computed once for all arrays of the state
+        return tuple(put(x, last) for x in state)
 
     def prepare() -> Loop:
         seeds = itertools.count()
@@ -400,7 +412,7 @@ def host(device: Any, sizes: Sizes, to_host: bool) -> Work:
 # ---- collectives
 
 
-def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) -> Work:
+def collective(kind: str, devices: Sequence[Any], message: float, rounds: int) -> Work:
     """Return a collective of bfloat16 over these devices, in one or several processes.
 
     `bytes` are those that each device sends in a ring. So the rate is the bus bandwidth of nccl-tests: message bytes over
@@ -409,6 +421,7 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
     Args:
         kind: one of COLLECTIVES, or "no collective", which is the loop alone.
         message: bytes of an all-gather's result, or of each device's operand in a reduce-scatter or all-reduce.
+        rounds: iterations of the loop, the same in all processes.
     """
     D = len(devices)
     elements = int(message / 2) // D * D
@@ -427,5 +440,5 @@ def collective(kind: str, devices: Sequence[Any], message: float, sizes: Sizes) 
         return manual(body, devices, P(), P(AXIS)), (), x
 
     sent = {"no collective": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
-    what, rounds = f"{2 * elements / 2**20:,.3g} MiB over {D} devices", sizes.collective_rounds
+    what = f"{2 * elements / 2**20:,.3g} MiB over {D} devices"
     return Work(kind, what, 0.0, sent, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)

@@ -275,7 +275,7 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
         # Square matmuls for at most 0.3 s, so that a slow GPU does not take a minute. Collectives of 1 GiB, since nccl-tests
         # reach the full bandwidth with more than 256 MiB (NVIDIA/nccl-tests, issue 212).
         limits: dict[str, Any] = {"flop": 220e12, "rounds": 100, "seconds": 0.3, "repeats": 5}
-        sizes = micro.Sizes(squares=(8192,), collective_mib=1024, collective_rounds=20, **limits)
+        sizes = micro.Sizes(squares=(8192,), collective_mib=1024, **limits)
     try:
         cards = cards_of(local)
     except (pynvml.NVMLError, hardware.InvisibleGpu, IndexError) as error:
@@ -293,7 +293,7 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
     def bus(members: Sequence[Any]) -> float:
         # All processes must make the same number of calls, so no warm-up by time. The matmuls have warmed the GPUs up.
         fixed = dataclasses.replace(sizes, warm_s=0.0)
-        work = micro.collective("all-reduce", members, sizes.collective_mib * 2**20, sizes)
+        work = micro.collective("all-reduce", members, sizes.collective_mib * 2**20, sizes.collective_rounds)
         return micro.time_work(work, fixed)[0].rate / 1e9
 
     n = len(local)

@@ -129,7 +129,7 @@ def run_parts(
     After each part, all results so far are in the output folder, with those of parts that it had before, and `after` is called.
     """
     done: dict[str, dict[str, Any]] = node.results.setdefault("parts", {})
-    began, failed = time.monotonic(), False
+    began, failed, i = time.monotonic(), False, 0
     try:
         for i, part in enumerate(parts, 1):
             started = time.monotonic()
@@ -148,10 +148,12 @@ def run_parts(
             failed |= outcome.verdict == BAD
             if part.gate and outcome.verdict == BAD:
                 break
+        i = 0  # none was interrupted
     finally:
         if done:
             bench.print_table(console, make_table(done))
-            bench.print_line(console, verdict(done), "bold red" if failed else "bold green")
+            stopped = f"stopped in part {i} of {len(parts)}; so far " if i else ""
+            bench.print_line(console, stopped + verdict(done), "bold red" if failed or i else "bold green")
     return int(failed)
 
 
@@ -255,7 +257,8 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
         lines += outcome.lines
         found.append(f"{name}: {outcome.found}")
         codes.append(code)
-    return Outcome(BAD if any(codes) else OFF if None in codes else GOOD, "; ".join(found), lines, data)
+    verdict = BAD if any(codes) or not data else OFF if None in codes else GOOD  # without any result, a collective may hang
+    return Outcome(verdict, "; ".join(found), lines, data)
 
 
 def time_configs(node: Node, limit_s: float) -> Outcome:
@@ -269,24 +272,28 @@ def time_configs(node: Node, limit_s: float) -> Outcome:
         found[name] = time_steps(node, name, argv, share, **steps)
     lines = bench.markdown(bench.step_table("Shipped configs", found))
     ended = {r["verdict"] for r in found.values()}
-    off = LATE in ended or any(map(is_off_plan, found.values()))
-    text = "; ".join(f"{name}: {bench.step_result(r)}" for name, r in found.items())
-    verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off else GOOD
+    off = [f"{name} {text}" for name, r in found.items() for text in differences_from_plan(r)]
+    text = "; ".join([*(f"{name}: {bench.step_result(r)}" for name, r in found.items()), *off])
+    verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off or LATE in ended else GOOD
     return Outcome(verdict, text, lines, found)
 
 
-def is_off_plan(r: Mapping[str, Any]) -> bool:
-    """Return whether a step time is unexpected (`Expected.is_unexpected`), or a peak memory off by over PEAK_ERROR.
+def differences_from_plan(r: Mapping[str, Any]) -> list[str]:
+    """Return a text for an unexpected step time (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
 
-    Without a plan, return False. r: answer of train_step.measure.
+    Without a plan, return []. r: answer of train_step.measure.
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
     if not r.get("planned"):
-        return False
-    planned, peak_gib = Expected(**r["planned"]), r["memory"]["peak_gib"]
-    is_memory_off = bool(peak_gib) and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR
-    return is_memory_off or planned.is_unexpected(r["step_s"]["median"])
+        return []
+    planned, step_s, peak_gib, out = Expected(**r["planned"]), r["step_s"]["median"], r["memory"]["peak_gib"], []
+    if planned.is_unexpected(step_s):
+        within = " ({:.3g} to {:.3g} s are expected)".format(*planned.range_s) if planned.range_s else ""
+        out.append(f"takes {step_s / planned.step_s:.2f} times the planned time{within}")
+    if peak_gib and abs(peak_gib / planned.peak_gib - 1) > PEAK_ERROR:
+        out.append(f"has {peak_gib / planned.peak_gib:.2f} times the planned peak memory")
+    return out
 
 
 def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]) -> Outcome:
@@ -294,7 +301,7 @@ def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]
 
     The restore compares the digests of every tensor with those of the saved state.
     """
-    folder, deadline, lines = node.path / name, time.monotonic() + limit_s, []
+    folder, deadline, lines = node.path / f"suite_{name}", time.monotonic() + limit_s, []
     shutil.rmtree(folder, ignore_errors=True)  # an earlier suite may have written it
     train = jaxtrain_command("main", *argv, f"--workdir={folder}")
     verify = jaxtrain_command("checkpoint", "verify", str(folder))
@@ -314,7 +321,7 @@ def train_and_restore(name: str, node: Node, limit_s: float, argv: Sequence[str]
         return Outcome(BAD, "the second process did not restore what the first has saved", lines, last)
     text = f"loss {last['loss']:.3f}; training waited {waited_s:.2g} s for saves; restored bit for bit in "
     text += f"{restore['seconds']:.2g} s; {outcome.found}"
-    return Outcome(GOOD, text, lines, last | {"restore": restore, "save_s": waited_s})
+    return Outcome(GOOD, text, lines, last | {"restore": restore, "waited_s": waited_s})
 
 
 def check_checkpoint(node: Node, limit_s: float) -> Outcome:

@@ -22,6 +22,7 @@ from typing import Any
 import rich.console
 
 from jaxtrain.config import environment, hardware
+from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import loading, pipeline
@@ -35,6 +36,7 @@ CASE = "jaxtrain.node.train_step:measure"
 NO_EVAL = ("--config.data.eval_source=", "--config.eval.every_steps=0")
 DATA = {"synthetic": ("--config.data.source=synthetic", *NO_EVAL), "real": NO_EVAL}
 TRACED_STEPS = 2
+START_S = 120.0  # in which JAX starts on the GPUs of a node
 NOT_DONE = "it was not done"  # a plan or a trace, if the case ended before it
 MIN_STEPS = 3  # least timed steps before a time limit ends a case
 
@@ -48,6 +50,24 @@ def devices_for(count: int) -> hardware.Devices:
     if not count or found.kind == "gpu":
         return dataclasses.replace(found, count=min(count or found.count, found.count))
     return dataclasses.replace(found, count=count, memory_gib=hardware.available_gib() / count)
+
+
+def gpu_problems() -> list[Problem]:
+    """Return the problem of GPUs that the driver reports and JAX cannot start. A child process starts JAX."""
+    found = hardware.probe()
+    if found.problem or found.kind == "cpu":
+        return [found.problem] if found.problem else []
+    answer = run_case("jaxtrain.node.train_step:try_start", {}, limit_s=START_S)
+    rule = f"JAX does not start on {found.count} x {found.name}: {answer.get('why')}"
+    broken = [Problem("devices", None, rule, f"Run ./run.sh preflight to check the node, or {WITHOUT_GPUS}.")]
+    return [] if answer["verdict"] == OK else [Problem(**fields) for fields in answer.get("problems", ())] or broken
+
+
+def try_start(_: dict[str, Any]) -> dict[str, Any]:
+    """Start JAX on this machine's devices, with little GPU memory. This is a case (child.py)."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    start_jax(hardware.probe())
+    return {"verdict": OK}
 
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
@@ -156,6 +176,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         "memory": {"peak_gib": None, "compiled_gib": allocated, "budget_gib": limit / 2**30 if limit else None},
     }
     save_partial(request, out | {"verdict": LATE})
+    if limit and allocated and allocated > limit / 2**30:  # training refuses it too
+        rule = f"the step takes {allocated:.1f} GiB a device, and {limit / 2**30:.1f} GiB are there"
+        return out | {"verdict": NO_MEMORY, "why": rule}
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     marks, losses, waits, waiting = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
@@ -231,7 +254,8 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     from jaxtrain.runtime.provenance import device_facts
 
     mesh = program.placement.mesh
-    Receipt(folder).start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape)})
+    receipt = Receipt(folder)
+    receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
     files.write_atomic(folder / "config.json", json.dumps(schema.to_dict(program.run), indent=1) + "\n")
     with files.Writers(folder) as writers:
         writers.train(**dict.fromkeys(table.required()) | {"step": 1, "step_time_s": step_s})
@@ -244,6 +268,7 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
             tracer.after_step(number, values)
     finally:
         tracer.close()
+    receipt.finish(0, "traced")
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from jaxtrain.report.tables import Table
 from jaxtrain.runtime.provenance import checkout
 from jaxtrain.train.child import OK
 
-FORMAT = 1  # version of --json and results.json
+FORMAT = 2  # version of --json and results.json
 WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 

@@ -63,8 +63,8 @@ def test_a_suite_in_tiny_form(tmp_path, monkeypatch):
     verdicts = {name: part["verdict"] for name, part in found.items()}
     assert verdicts == dict.fromkeys([part.name for part in suite.PARTS], "ok") | {"rates": "left out"}
     assert found["parity"]["data"]["f32"]["agrees"] and found["configs"]["data"]["tiny"]["devices"]["count"] == 8
-    assert found["run"]["data"]["loss"] == 2.5 and found["checkpoint"]["data"]["save_s"] == 0.2
-    assert {"results.md", "results.json", "receipt.json", "run"} <= {p.name for p in out.iterdir()}
+    assert found["run"]["data"]["loss"] == 2.5 and found["checkpoint"]["data"]["waited_s"] == 0.2
+    assert {"results.md", "results.json", "receipt.json", "suite_run"} <= {p.name for p in out.iterdir()}
     assert out.with_suffix(".tar.gz").exists()
 
 
@@ -80,7 +80,7 @@ def test_as_a_user_runs_it(tmp_path):
     assert bench.NO_MEASUREMENT in done.stdout
     tree = json.loads(file.read_text())
     assert tree == json.loads((out / "results.json").read_text())
-    assert tree["format"] == 1 and tree["kind"] == "steps" and tree["best"] == "tiny"
+    assert tree["format"] == 2 and tree["kind"] == "steps" and tree["best"] == "tiny"
     assert {"date", "device", "count", "python", "packages", "git", "command"} <= tree["about"].keys()
     # Other programs depend on this form.
     wanted = """name argv verdict mesh attention precision seq_len global_batch grad_accum remat parameters compile_s step_s

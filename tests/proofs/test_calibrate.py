@@ -125,7 +125,9 @@ def test_the_gpu_compiler_leaves_every_small_product_in_the_loop(for_h200s, dtyp
 def test_the_gpu_compiler_leaves_attention_alone_in_the_loop(for_h200s):
     """The loop has cuDNN's forward and backward kernels, and only one other operation that moves a whole array."""
     (device, *_), kept = for_h200s
-    for work in calibrate.attention(device, Sizes()):
+    works, plain = calibrate.attention(device, Sizes())
+    assert "cudnn;" in plain[0].what
+    for work in works:
         assert "cudnn, packed" in work.what
         time_work(work, Sizes())
     ahead, both = kept
@@ -274,6 +276,24 @@ def test_a_reading_that_fails_loses_its_own_rate_only(untimed, monkeypatch):
     assert all(name in got.source for name in ("attention_forward_tflops", "attention_backward_tflops", "fp8_tflops"))
     with pytest.raises(CalibrationError):
         to_rates(failed, H200, "NVIDIA H200", TODAY)
+
+
+def test_attention_without_packing_is_measured_if_that_with_packing_fails(untimed, monkeypatch):
+    def work(what: str, prepare) -> tuple[Work, Work]:
+        return Work("attention forward", what, 1.0, 1.0, prepare), Work("attention forward+backward", what, 3.5, 1.0, prepare)
+
+    def prepare():
+        return lambda _, x: x, (), jnp.ones(())
+
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(calibrate, "attention", lambda *_: [work("packed", broken), work("plain", prepare)])
+    found = [r for r in calibrate.measure(jax.devices()[:1], TINY) if "attention" in r.work.kind]
+    assert [(r.work.kind, r.work.what, r.failed) for r in found] == [
+        ("attention forward", "plain", ""),
+        ("attention backward", "plain", ""),
+    ]
 
 
 class FakeGpu:

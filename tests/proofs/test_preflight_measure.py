@@ -89,7 +89,7 @@ def test_a_slow_gpu_runs_fewer_iterations(monkeypatch):
     monkeypatch.setattr(micro, "timed", lambda *_, sizes, devices=(): [[0.1]] * max(len(devices), 1))
     sizes, devices = dataclasses.replace(TINY, rounds=90, seconds=0.3), jax.devices()[:2]
     micro.time_work(micro.memory(devices, sizes), sizes)
-    micro.time_work(micro.collective("all-reduce", devices, MIB, sizes), sizes)
+    micro.time_work(micro.collective("all-reduce", devices, MIB, TINY.collective_rounds), sizes)
     assert programs == [micro.PROBE, 3 * micro.PROBE, TINY.collective_rounds]
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import rich.console
 from bench_helpers import ANSWER, SMALL, at_home  # noqa: F401
 
 from jaxtrain.commands import bench as command
@@ -196,7 +197,7 @@ def test_verdicts_of_a_restore(act, code, restore, want, tmp_path, monkeypatch):
 
     def run_program(command, log, *, environ, limit_s):
         started.append(command[3:])
-        folder = tmp_path / "node" / "run"
+        folder = tmp_path / "node" / "suite_run"
         folder.mkdir(exist_ok=True)
         (folder / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n{"kind": "gpu", "step": 1}\n')
         receipt = {"goodput": {"parts_s": {"save": 0.2}}} | ({"restore": restore} if restore else {})
@@ -209,7 +210,7 @@ def test_verdicts_of_a_restore(act, code, restore, want, tmp_path, monkeypatch):
     found = suite.train_tiny(node, 60.0)
     assert found.verdict == want and (want == "FAILED" or found.data["loss"] == 3.0)
     assert [words[0] for words in started] == ["main", "main", "checkpoint"][: 2 if act == "restore" else 3]
-    assert started[0] == started[1] and not (tmp_path / "node" / "run" / "checkpoints").exists()
+    assert started[0] == started[1] and not (tmp_path / "node" / "suite_run" / "checkpoints").exists()
 
 
 def test_the_budget_of_a_suite_and_its_layouts():
@@ -225,18 +226,44 @@ AS_PUBLISHED = PLANNED | {"rates": rates.PUBLISHED}
 
 
 @pytest.mark.parametrize(
-    ("planned", "is_off"),
+    ("planned", "named"),
     [
-        (PLANNED, True),
-        (PLANNED | {"step_s": 1.15}, False),
-        (AS_PUBLISHED, False),  # longer than a roofline without a comparable run
-        (AS_PUBLISHED | {"range_s": [1.1, 1.3]}, False),
-        (AS_PUBLISHED | {"range_s": [1.05, 1.15], "peak_gib": 50.0}, True),
-        (AS_PUBLISHED | {"peak_gib": 40.0}, True),
-        (AS_PUBLISHED | {"peak_gib": 80.0}, True),
-        (None, False),
+        (PLANNED, ["1.20"]),
+        (PLANNED | {"step_s": 1.15}, []),
+        (AS_PUBLISHED, []),  # longer than a roofline without a comparable run
+        (AS_PUBLISHED | {"range_s": [1.1, 1.3]}, []),
+        (AS_PUBLISHED | {"range_s": [1.05, 1.15], "peak_gib": 50.0}, ["1.05 to 1.15 s"]),
+        (AS_PUBLISHED | {"peak_gib": 40.0}, ["1.25"]),
+        (AS_PUBLISHED | {"peak_gib": 80.0}, ["0.62"]),
+        (None, []),
     ],
 )
-def test_a_step_that_differs_from_its_plan(planned, is_off):
+def test_a_step_that_differs_from_its_plan(planned, named):
     r = {"step_s": {"median": 1.2}, "memory": {"peak_gib": 50.0}, "planned": planned}
-    assert suite.is_off_plan(r) == is_off
+    found = suite.differences_from_plan(r)
+    assert len(found) == len(named) and all(figure in text for figure, text in zip(named, found, strict=True))
+
+
+def test_what_lies_in_the_folder_of_a_suite_stays(tmp_path, monkeypatch):
+    """--out may be a folder with runs, one of which is called run."""
+    for name in ("run", "checkpoint"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("mine")
+    monkeypatch.setattr(suite, "run_program", lambda *_, **__: (1, "no"))
+    console = rich.console.Console(quiet=True)
+    assert suite.run(str(tmp_path), "", "run,checkpoint", True, console) == 1
+    assert all((tmp_path / name / "thesis.txt").exists() for name in ("run", "checkpoint"))
+
+
+def test_layouts_that_hang_are_a_fault_and_ctrl_c_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "run_program", lambda *_, **__: (None, ""))
+    node = suite.Node(str(tmp_path), "", "suite", True)
+    assert suite.check_parity(node, 60.0).verdict == "FAILED"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    parts = [suite.Part("a", lambda *_: suite.Outcome("ok", "done"), 5), suite.Part("b", interrupted, 5)]
+    with pytest.raises(KeyboardInterrupt):
+        suite.run_parts(parts, node, rich.console.Console(), 60.0, "A node")
+    assert "2 of 2" in capsys.readouterr().out.splitlines()[-1]
