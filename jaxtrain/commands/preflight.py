@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxtrain.commands.command import add_process_options, process_options, run_command
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
 from jaxtrain.config.schema import Problem, nearest
-from jaxtrain.node import checks, preflight
+from jaxtrain.node import multi_node, preflight
 from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.runtime import distributed
 from jaxtrain.step.validate_places import writable
@@ -109,11 +109,11 @@ def allowed(args: Args) -> tuple[str, list[str]]:
 
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     """Return a problem for each name that is not the name of a check."""
-    spelled = {name.lower(): name for name in checks.CHECKS}
+    spelled = {name.lower(): name for name in multi_node.CHECKS}
     rule = "no check with a fault that can be allowed has this name"
-    unknown = [(name, spelled.get(name.lower())) for name in names if name not in checks.CHECKS]
+    unknown = [(name, spelled.get(name.lower())) for name in names if name not in multi_node.CHECKS]
     return [
-        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(checks.CHECKS))) for n, near in unknown
+        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(multi_node.CHECKS))) for n, near in unknown
     ]
 
 

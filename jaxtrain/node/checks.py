@@ -1,97 +1,965 @@
-"""Run all checks of one node, in the order of the report, and compare the nodes and processes of a run."""
+"""The checks of one node, in the order of the report: its GPUs, their links, versions, the host, and variables.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+A NIC is near a GPU if only PCIe switches are between them (PIX or PXB in `nvidia-smi topo -m`).
+"""
 
-from jaxtrain.node import gpus, host, links, rates, software
-from jaxtrain.node.table import Check, Context, Table, fault, listed
-from jaxtrain.report.preflight import OK, Finding
+import functools
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Mapping
 
-CLOCKS_APART_S = 2.0  # largest difference of the clocks of two nodes
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-PROCESSES = Check(
-    "processes",
-    "all are connected",
-    "A run begins when all of its processes are connected; if one is missing, the others wait until they give up.",
-    "Start every process, and let each reach process 0's port through any firewall.",
+from jaxtrain.config import environment, hardware
+from jaxtrain.config.hardware import Devices
+from jaxtrain.config.stores import is_bucket
+from jaxtrain.models import flops
+from jaxtrain.node.facts import BOOST, GOVERNOR, GOVERNOR_DRIVER, INFINIBAND, LOG, TOPOLOGY
+from jaxtrain.node.machine import SWITCH, Board, Row, parse_vboost, pci, visible
+from jaxtrain.node.table import (
+    DRIVER,
+    GPUS,
+    HOST,
+    NOT_REPORTED,
+    Context,
+    Table,
+    Verdict,
+    each_gpu,
+    fault,
+    grouped,
+    listed,
+    name,
+    note,
+    ok,
+    unknown,
+    worst,
 )
-# Fact that all nodes of a run must share -> the reason.
-EQUAL = {
-    "driver": "Drivers of different versions have different errors and speeds, and one node then behaves differently.",
-    "GPUs": "A mesh runs at the pace of its slowest GPU, and needs the same number on every node.",
-    "packages": "With another version of JAX or NCCL a process compiles another program, and hangs in the first collective.",
-    "network cards": "NCCL builds its rings over the same card of every node; one that is missing, or down, slows all of them.",
-}
-COMPARISONS = {
-    what: Check(f"{what} of all nodes", "equal", why, "Bring the nodes to the same state, or leave this one out.")
-    for what, why in EQUAL.items()
-}
-CLOCKS = Check(
-    "clocks of all nodes",
-    f"within {CLOCKS_APART_S:g} s",
-    "Logs of several nodes are compared by their times; certificates and file systems reject a clock that is wrong.",
-    "sudo timedatectl set-ntp true, or start chronyd; in a VM, its host's clock.",
-)
-OF_NODES = (*gpus.DRIVER, *gpus.CHECKS, *links.CHECKS, *software.VERSIONS, *host.CHECKS, *software.VARIABLES, *rates.CHECKS)
-CHECKS = {check.name: check for check in (*OF_NODES, *COMPARISONS.values(), CLOCKS)}  # those of --allow
+from jaxtrain.report.preflight import Finding
+from jaxtrain.runtime.cluster import node_names
+
+CHECKS = Table()
 
 
 def inspect(context: Context) -> list[Finding]:
     """Return the findings of all checks that need no measurement."""
-    if context.gpus.absent:
-        return host.CHECKS.run(context)
-    of_gpus = [*gpus.CHECKS, *links.CHECKS] if context.gpus.rows else []
-    return Table([*gpus.DRIVER, *of_gpus, *software.VERSIONS, *host.CHECKS, *software.VARIABLES]).run(context)
+    needs = {HOST} if context.gpus.absent else {HOST, DRIVER, GPUS} if context.gpus.rows else {HOST, DRIVER}
+    return Table(check for check in CHECKS if check.needs in needs).run(context)
 
 
-def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
-    """Return the properties of this node that `compare` compares among nodes.
+# ---- GPUs
+
+MEMORY_IN_USE_GIB = 2.0  # used by other processes; a display or a monitor uses less
+XID_HOURS = 24.0  # an older Xid is a note, not a fault
+POWER_SHARE = 0.99  # of a power limit, since drivers round
+CLOCK_SHARE = 0.95  # of the highest clock among GPUs of a model that is not in BOARDS: vendors' clocks differ by some percent
+HOPPER = "9.0"  # compute capability
+
+# Xids of hardware errors (NVIDIA's Xid catalogue). Programs cause all other Xids.
+HARDWARE_XIDS = {
+    48: "double-bit ECC error",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "many single-bit ECC errors",
+    95: "uncontained ECC error",
+    119: "GSP did not answer",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+    145: "NVLink RLW error",
+    149: "NVLink NETIR error",
+    154: "recovery action changed",
+}
+ACTION_CHANGED = 154  # its line in the log ends with the new action: 0x0 (None) after a recovery
+# Bits of NVML's reasons for reduced clocks (nvml.h). "Idle", "application clocks" and, under load, "power cap" are normal.
+SLOWDOWNS = {0x08: "hw_slowdown", 0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake"}
+POWER_CAP = 0x04
+
+
+@CHECKS.add(
+    "NVML",
+    needs=DRIVER,
+    expected="it answers",
+    why="JAX uses the driver as NVML and nvidia-smi do: without its answers, a run finds no GPU, or hangs.",
+    fix="Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and "
+    "the libraries are of one version. Without GPUs, remove the driver.",
+)
+def driver_answers(c: Context) -> Verdict:
+    hung = ["NVML"] * bool(c.facts.nvml.get("hangs")) + [at for at in (TOPOLOGY, BOOST) if c.facts.run(at).code is None]
+    if hung:
+        return fault(
+            f"no answer in time from {listed(hung)}",
+            why="A call that hangs, hangs in the driver: a GPU is lost, or is being reset. A run would hang too.",
+            fix="Look for Xid in dmesg, then power-cycle the node; a process in state D (ps) cannot be killed.",
+        )
+    if c.gpus.rows or not c.gpus.broken:
+        return ok("it answers")
+    if c.gpus.every:
+        return unreachable(c)
+    if "Driver Not Loaded" in c.gpus.broken:
+        return fault(
+            c.gpus.broken,
+            why="The driver's kernel module is not loaded, or not built for the running kernel, as after a kernel update. JAX "
+            "then finds no GPU.",
+            fix="lsmod | grep nvidia shows whether it is loaded, sudo modprobe nvidia loads it or prints the reason, and dkms "
+            "status lists the kernels it is built for. Build it for the kernel of uname -r, or boot one of those. Without "
+            "GPUs, remove the driver.",
+        )
+    return fault(c.gpus.broken)
+
+
+def unreachable(c: Context) -> Verdict:
+    """Return the fault of GPUs that the driver cannot reach."""
+    seen = f"{c.gpus.count}; {c.gpus.broken}"
+    if not c.gpus.reset:
+        return fault(seen)
+    return fault(
+        seen,
+        expected="no GPU requires a reset",
+        why="After some errors the driver gives a GPU no more work until it is reset: a run on it fails at its start.",
+        fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, c.gpus.reset))}, with no process on that GPU; where the reset "
+        "is refused, reboot the node.",
+    )
+
+
+def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return (system that assigned GPUs to this job or container, number of these GPUs); ("", 0) if there is none."""
+    if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
+        return "Slurm", int(slurm)
+    parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
+    if all(re.fullmatch(r"\d+|GPU-[\w-]+", part) for part in parts):
+        return "NVIDIA_VISIBLE_DEVICES", len(parts)
+    return "", 0
+
+
+@CHECKS.add(
+    "GPU count",
+    expected="all of the board's GPUs",
+    why="A GPU that fell off the bus is missing from every run: the mesh does not fit, or the job gets seven of eight GPUs.",
+    fix="Look for Xid 79 in dmesg, power-cycle the node (a warm reboot may not bring it back), and report the GPU if it stays "
+    "away.",
+)
+def gpu_count(c: Context) -> Verdict:
+    """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
+    gpus, board = c.gpus, c.board
+    if gpus.broken:
+        return unreachable(c)
+    intended = "Nothing, if this number was requested."
+    giver, given = find_assigner(c.facts.environ)
+    if gpus.on_node < given:
+        return fault(f"{gpus.on_node}, and {giver} gave {given}")
+    if given:
+        text = f"{gpus.count}, and {giver} gave {given}"
+        return note(text, fix=f"{intended} The others may be another job's.") if gpus.count > given else ok(text)
+    if board is None or board.gpus is None:
+        return ok(f"{gpus.count}; the expected number is not known for this model")
+    seen = f"{gpus.on_node} of {board.gpus}"
+    if gpus.on_node >= board.gpus:
+        return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
+    # Schedulers and clouds assign a half, a quarter or one GPU of a board; pods have any number. Seven of eight are a fault.
+    part = gpus.others or not board.gpus % gpus.on_node or c.facts.environ.get("KUBERNETES_SERVICE_HOST")
+    return note(seen, fix=intended) if part else fault(seen)
+
+
+@CHECKS.add(
+    "GPU model",
+    expected="all alike",
+    why="A mesh runs at the pace of its slowest GPU, and a plan is made for one model.",
+    fix="Use the GPUs of one model: CUDA_VISIBLE_DEVICES=0,1,... chooses them.",
+)
+def gpu_model(c: Context) -> Verdict:
+    models = sorted(set(c.gpus.names))
+    seen = ", ".join(f"{c.gpus.names.count(model)} x {model}" for model in models)
+    return ok(seen) if len(models) == 1 else fault(seen)
+
+
+@CHECKS.add(
+    "ECC",
+    expected="no uncorrected memory error since the driver was loaded",
+    why="An uncorrected error ends the process that used the memory, and the GPU that had one tends to have more.",
+    fix="Drain the node, reset the GPU (nvidia-smi --gpu-reset -i N) or reboot; report the GPU if it comes back.",
+)
+@each_gpu("ecc_uncorrected")
+def ecc(_: Context, row: Row) -> Verdict:
+    return (fault if row["ecc_uncorrected"] else ok)(str(row["ecc_uncorrected"]))
+
+
+@CHECKS.add(
+    "row remap",
+    expected="no memory row waits to be remapped, none failed",
+    why="A failed remap means that no spare rows are left. A pending one waits for a reset; until then it affects no new work, "
+    "according to NVIDIA (error containment). It is a fault here because a reset costs less before a run than during it.",
+    fix="Pending: reset the GPU (nvidia-smi --gpu-reset -i N) or reboot. Failed: have the GPU replaced.",
+)
+@each_gpu("remapped_rows")
+def row_remap(_: Context, row: Row) -> Verdict:
+    rows = row["remapped_rows"]
+    if rows["failed"] or rows["pending"]:
+        return fault("failed" if rows["failed"] else "pending")
+    return ok("done after an uncorrected error" if rows["uncorrectable"] else "none")
+
+
+@CHECKS.add(
+    "memory in use",
+    expected="what train.memory_fraction leaves of the GPU is enough for it",
+    why="JAX allocates its whole memory budget at the start, and fails if another process has part of it.",
+    fix="End those processes, or wait for them; nvidia-smi shows their owners. If the process is gone and its memory is still "
+    "in use, reset the GPU.",
+)
+@each_gpu("memory")
+def memory_in_use(c: Context, row: Row) -> Verdict:
+    total, used = row["memory"]["total_gib"], row["memory"]["used_gib"]
+    seen = f"{used:.1f} GiB"
+    if used <= MEMORY_IN_USE_GIB:
+        return ok(seen)
+    by = listed(row.get("processes", ())) or "processes that are not visible from here"
+    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction)) if total else 0.0
+    return (fault if used > left else note)(f"{seen}, by {by}")
+
+
+@CHECKS.add(
+    "MIG",
+    expected="off",
+    why="In MIG mode a process gets one instance, with a part of the GPU's memory and without NVLink.",
+    fix="sudo nvidia-smi -i N -mig 0, and reset the GPU.",
+)
+@each_gpu("mig")
+def mig(_: Context, row: Row) -> Verdict:
+    return fault("on") if row["mig"] else ok("off")
+
+
+@CHECKS.add(
+    "recovery action",
+    expected="None: the driver asks for no reset of a GPU",
+    why="After some errors a GPU still works, and only a reset or a reboot restores it; until then work on it may fail.",
+    fix="Reset: nvidia-smi --gpu-reset -i N. Reboot: the node. Drain: end what runs on it first, then reset.",
+)
+@each_gpu("recovery_action")
+def recovery_action(_: Context, row: Row) -> Verdict:
+    return (ok if row["recovery_action"] == "None" else fault)(row["recovery_action"])
+
+
+@CHECKS.add(
+    "Xid",
+    expected=f"no hardware Xid in the kernel's log of the last {XID_HOURS:.0f} hours",
+    why="The driver logs GPU failures there; the next run fails for the same reason.",
+    fix="Look the number up in NVIDIA's Xid catalogue; reset the GPU or reboot the node, and report the GPU if it comes back.",
+)
+def xid(c: Context) -> Verdict:
+    log = c.facts.run(LOG)
+    if log.error:
+        return unknown(f"dmesg: {log.error}")
+    now = c.facts.read("/proc/uptime").split()
+    uptime = float(now[0]) if now else None
+    mine = {pci(row["pci"]): row for row in c.gpus.rows}
+    found: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
+    for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", log.out):
+        number, address = int(line[3]), pci(line[2])
+        if number not in HARDWARE_XIDS or number == ACTION_CHANGED and re.search(r"to 0x0+\b", line[4]):
+            continue
+        if address not in mine and address not in c.gpus.lost:
+            when = "of GPUs that are not this run's"
+        elif uptime is not None and line[1] and uptime - float(line[1]) >= 3600 * XID_HOURS:
+            when = "older"
+        else:
+            # The Xid stays in the log after a reset. If the driver recommends no action, the GPU has recovered.
+            recovered = address in mine and mine[address].get("recovery_action") == "None"
+            when = "before a reset" if recovered else "now"
+        found[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
+    texts = {when: listed(list(dict.fromkeys(each))) for when, each in found.items() if each}
+    if "now" in texts:
+        return fault(texts["now"])
+    return note("; ".join(f"{when}: {text}" for when, text in texts.items())) if texts else ok("none")
+
+
+@CHECKS.add(
+    "power limit",
+    expected="the GPU's own default, and the board's",
+    why="Matmuls of a training step run at the power limit: a cap of 70% costs about as much speed, without an error.",
+    fix="sudo nvidia-smi -i N -pl WATTS, with the GPU's own limit; find what lowered it (a power policy of the rack, a "
+    "container host).",
+)
+@each_gpu("power_limit_set_w")
+def power_limit(c: Context, row: Row) -> Verdict | None:
+    limit, default = row["power_limit_set_w"], row.get("power_limit_default_w")
+    if default is None:
+        return None
+    held = row.get("power_limit_w", limit)
+    if limit < POWER_SHARE * default:
+        return fault(f"{limit:.0f} W of {default:.0f}")
+    built_so = "Nothing, if it is built so."
+    if held < POWER_SHARE * default:
+        seen = f"set to {limit:.0f} W, and held at {held:.0f}"
+        return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change this limit all the time
+    if c.board and default < POWER_SHARE * c.board.power_w:
+        return note(f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}", fix=built_so)
+    return ok(f"{limit:.0f} W, by default {default:.0f}")
+
+
+@CHECKS.add(
+    "vboost",
+    expected="on for Hopper, and equal on all GPUs",
+    why="vboost moves power from the memory system to the SMs, so that matmuls have a higher clock. Its default is 0, which is "
+    "off. NVIDIA's scripts of its published NeMo runs set 1.",
+    fix="sudo nvidia-smi boost-slider --vboost 1 moves power from the memory system to the SMs, as for NVIDIA's published NeMo "
+    "runs. Time your step with 0 and with 1, since kernels bound by memory may become slower.",
+)
+def vboost(c: Context) -> Verdict | None:
+    """Return a note if GPUs differ, or if Hopper GPUs are off; None if no GPU has a value and none is a Hopper GPU."""
+    answer = c.facts.run(BOOST)
+    read = parse_vboost(answer.out)
+    found = {name(row): read.get(row["index"]) for row in c.gpus.rows}
+    values = {each[0] for each in found.values() if each}
+    hopper = any(row.get("compute_capability") == HOPPER for row in c.gpus.rows)
+    if not values:
+        return unknown(answer.error or NOT_REPORTED) if hopper else None
+    seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in found.items()])
+    if len(values) > 1:
+        return note(seen, fix="Set all alike: sudo nvidia-smi boost-slider --vboost N. A step waits for the slowest GPU.")
+    return note(seen) if hopper and values == {0} else ok(seen)
+
+
+@CHECKS.add(
+    "clocks",
+    expected="the highest clock offered is the model's, and applications' clocks are the default",
+    why="A lowered clock lowers every rate in proportion, and one slow GPU slows all of them.",
+    fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
+)
+@each_gpu("max_sm_clock_mhz")
+def clocks(c: Context, row: Row) -> Verdict:
+    offered, now, default = row["max_sm_clock_mhz"], row.get("application_clock_mhz"), row.get("default_clock_mhz")
+    known = c.board.sm_mhz if c.board else None
+    highest = known or max(each.get("max_sm_clock_mhz", 0) for each in c.gpus.rows)
+    if offered < (1 if known else CLOCK_SHARE) * highest:
+        return fault(f"offers {offered:.0f} MHz of {highest:.0f}")
+    if now and default and now < default:
+        return fault(f"set to {now:.0f} MHz, by default {default:.0f}")
+    return ok(f"up to {offered:.0f} MHz")
+
+
+@CHECKS.add(
+    "throttling",
+    expected="no slow-down for heat, power or the board",
+    why="A GPU that is throttled before the run has begun delays all others in every collective.",
+    fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
+    "PERFORMANCE,TEMPERATURE.",
+)
+@each_gpu("clock_reasons")
+def throttling(_: Context, row: Row) -> Verdict:
+    mask = row["clock_reasons"]
+    if slowed := [reason for bit, reason in SLOWDOWNS.items() if mask & bit]:
+        return fault("+".join(slowed))
+    return (
+        note("at the power cap, before the run", fix="See who computes there: nvidia-smi.") if mask & POWER_CAP else ok("none")
+    )
+
+
+@CHECKS.add(
+    "PCIe",
+    expected="as wide as GPU and slot allow",
+    why="Checkpoints, offloaded state and input use it: half the lanes, half the rate.",
+    fix="Power the node off and on; if it stays, have the GPU, the riser or the switch reseated or replaced.",
+)
+@each_gpu("pcie")
+def pcie_link(c: Context, row: Row) -> Verdict:
+    link = row["pcie"]
+    if link["width"] < link["max_width"]:
+        seen = f"x{link['width']} of x{link['max_width']}"
+        differ = len({each["pcie"]["width"] for each in c.gpus.rows if each["name"] == row["name"] and "pcie" in each}) > 1
+        fix = "Nothing, if the mainboard shares its lanes between slots."
+        return fault(seen) if c.board or differ else note(seen, fix=fix)
+    if link["gen"] < link["max_gen"]:  # an idle GPU may slow its link down to save power
+        return note(f"gen {link['gen']} of {link['max_gen']}", fix="Nothing, if it is faster under load.")
+    return ok(f"gen {link['gen']} x{link['width']}")
+
+
+# ---- links between GPUs, and to the network
+
+# nvidia-smi's abbreviation of a connection -> its meaning, by nvidia-smi's own legend.
+CONNECTIONS = {
+    "SYS": "across the CPUs' interconnect",
+    "NODE": "across PCIe host bridges of one CPU",
+    "PHB": "across one PCIe host bridge, through the CPU",
+    "PXB": "across several PCIe switches",
+    "PIX": "across one PCIe switch",
+}
+FABRIC_OK = ("Completed", "Success")  # good values of (fabric.state, fabric.status)
+ONE_GPU = "Nothing: this run has one GPU and uses none of its links."
+
+
+def has_switches(c: Context) -> bool:
+    return c.board is not None and c.board.joined == SWITCH
+
+
+def without_switches(c: Context) -> bool:
+    """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
+
+    On such a board, a third of a GPU's links connect it to each other GPU: NV6 on HGX H100 4-GPU, NV4 on HGX A100 4-GPU.
+    The source is issue 1617 of NVIDIA/nccl.
+    """
+    pairs = set(c.topology.pairs.values())
+    return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
+
+
+@CHECKS.add(
+    "topology",
+    expected="every pair of GPUs joined by NVLink as the board allows",
+    why="Collectives run at the pace of the slowest pair: PCIe instead of NVLink makes them some ten times slower, without an "
+    "error.",
+    fix="Reboot the node, and see that nvidia-fabricmanager runs and has exactly the driver's version; if the pair stays on "
+    "PCIe, have the board inspected (nvidia-smi topo -m). In a container or VM: give it all GPUs of the board, and no PCIe "
+    "passthrough without NVSwitch.",
+)
+def topology(c: Context) -> Verdict | None:
+    if c.gpus.count < 2:
+        return None
+    if not c.topology.near_nics:
+        return unknown(f"nvidia-smi topo -m: {c.facts.run(TOPOLOGY).error or 'it has no matrix'}")
+    pairs = c.topology.pairs
+    counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
+    if c.board is None:
+        text = f"{counts}; the topology of this board is not known"
+        return ok(text) if len(set(pairs.values())) == 1 else note(text, fix="Compare it with the board's manual.")
+    if not has_switches(c):
+        return bridges(c, c.board, counts)
+    if without_switches(c):
+        return ok(f"all pairs {next(iter(pairs.values()))}, without switches")
+    expected = f"NV{c.board.links}"
+    wrong = {n: [f"{a}-{b}" for (a, b), m in pairs.items() if m == n] for n in pairs.values() if n != expected}
+    texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in wrong.items()]
+    return fault(f"{'; '.join(texts)}, not {expected}") if wrong else ok(f"all pairs {expected}")
+
+
+def bridges(c: Context, board: Board, counts: str) -> Verdict:
+    """Return the verdict on the NVLink bridges of a board, which must all connect the same number of GPUs.
 
     Args:
-        connected_unix: this node's time when all processes were connected, in Unix seconds.
+        counts: text with the number of GPU pairs of each connection.
     """
-    of_node = context.gpus
-    return {
-        "driver": context.facts.nvml.get("driver", "none"),
-        "GPUs": of_node.text or "none",
-        "packages": {name: package["version"] for name, package in context.facts.packages.items()},
-        "network cards": len(links.active_nics(context)),
-        "connected_unix": connected_unix,
+    pairs = c.topology.pairs
+    partners = {
+        gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
     }
-
-
-def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return a fault for each property of a node that differs from the most frequent value.
-
-    If the clocks differ by over CLOCKS_APART_S, add a fault for the clock farthest from the median. Without a fault, return
-    one finding, that the nodes are alike.
-    """
-    found = []
-    for what, check in COMPARISONS.items():
-        values = [description[what] for description in descriptions]
-        usual = max(values, key=values.count)
-        for node, value in zip(hosts, values, strict=True):
-            if value != usual:
-                text = different_packages(value, usual) if what == "packages" else f"{value}, others {usual}"
-                found.append(check.finding(fault(text), node))
-    times = {node: d["connected_unix"] for node, d in zip(hosts, descriptions, strict=True) if d["connected_unix"]}
-    if times and max(times.values()) - min(times.values()) > CLOCKS_APART_S:
-        middle = sorted(times.values())[len(times) // 2]
-        node = max(times, key=lambda n: abs(times[n] - middle))
-        found.append(CLOCKS.finding(fault(f"{times[node] - middle:+.1f} s from the others"), node))
-    return found or [Finding("nodes alike", OK, f"{', '.join(EQUAL)} and clocks", f"{len(hosts)} nodes", node="all")]
-
-
-def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) -> str:
-    names = sorted(name for name in {*packages, *usual} if packages.get(name) != usual.get(name))
-    return listed([f"{name} {packages.get(name, 'missing')}, others {usual.get(name, 'none')}" for name in names])
-
-
-def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
-    """Return a fault for each host whose processes differ in CUDA_VISIBLE_DEVICES. processes: (host, value) of each process."""
-    values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
-    return [
-        CHECKS[software.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)
-        for host, seen in values.items()
-        if len(seen) > 1
+    size = max(len(connections) + 1 for connections in partners.values())
+    if size == 1:
+        return note(f"{counts}: no NVLink bridges", fix="Nothing, if none were bought; a bridge makes collectives faster.")
+    sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
+    full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
+    # If the run has only some GPUs of the node, a bridge may connect them to GPUs of another run.
+    part = c.gpus.others or find_assigner(c.facts.environ)[1] or c.gpus.on_node < full
+    if part and all(connection in sizes for connections in partners.values() for connection in connections):
+        return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
+    expected = f"NV{board.links // (size - 1)}"
+    wrong = [
+        (gpu, f"{', '.join(connections) or 'no NVLink'}, not {expected} to {size - 1} others")
+        for gpu, connections in partners.items()
+        if connections != [expected] * (size - 1)
     ]
+    if size not in board.bridged or wrong:
+        fix = (
+            "Power the node off, and see that the bridge sits on all of its GPUs (nvidia-smi topo -m); if it does, replace it."
+        )
+        return fault(grouped(wrong) or f"bridges of {size}: {counts}", fix=fix)
+    return ok(f"bridges of {size}, {expected} within each")
+
+
+@CHECKS.add(
+    "NVLink",
+    expected="all links of every GPU active",
+    why="A link that is down reduces the bandwidth of every collective of its GPU, and every collective uses all GPUs.",
+    fix="nvidia-smi nvlink -s shows it; reset the GPUs or reboot. If it stays down: reseat or replace the GPU, the bridge or "
+    "the board.",
+)
+def nvlink(c: Context) -> Verdict:
+    links = {name(row): row["nvlinks"] for row in c.gpus.rows if "nvlinks" in row}
+    if not links:
+        return unknown(next((why for row in c.gpus.rows if (why := row["refused"].get("nvlinks"))), NOT_REPORTED))
+    active = {gpu: len(each["up"]) for gpu, each in links.items()}
+    if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
+        return note("none", fix="Nothing, if none were bought, or the GPU is alone in a virtual machine.")
+    full = c.board.links if c.board else max(active.values())
+    verdicts = {}
+    for gpu, each in links.items():
+        count, down = active[gpu], [str(link) for link in each["down"]]
+        if not count and c.board is None:
+            verdicts[gpu] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
+        elif count < full or down and c.board is None:
+            which = f" (link {listed(down)} down)" if down and count else ""
+            seen = f"{count} of {max(full, count + len(down))}{which}"
+            verdicts[gpu] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
+    if verdicts:
+        return worst(verdicts, "")
+    rates = [f"{rate:g} GB/s" for rate in sorted({rate for each in links.values() for rate in each["gb_s"]})]
+    if len(rates) > 1:
+        return fault(f"links at different rates: {listed(rates)}")
+    return ok(f"{full} of {full} on every GPU{''.join(f', {rate} each' for rate in rates)}")
+
+
+@CHECKS.add(
+    "NVLink errors",
+    expected="no link had to recover since the driver was loaded",
+    why="A link that recovers stalls its collective for milliseconds each time, and often fails soon after.",
+    fix="Watch nvidia-smi nvlink -e during a run; if the count rises, have the GPU or the board inspected.",
+)
+@each_gpu("nvlink_errors")
+def nvlink_errors(c: Context, row: Row) -> Verdict:
+    texts = {kind: [f"link {at}: {kind} {n}" for at, n in links.items()] for kind, links in row["nvlink_errors"].items()}
+    if recovered := texts.pop("recovery", []):
+        return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
+    # Resending corrects the other errors. A few in some weeks are normal.
+    return note(listed(sum(texts.values(), []))) if texts else ok("none")
+
+
+@CHECKS.add(
+    "fabric",
+    expected="the GPUs are registered with the NVSwitches",
+    why="Without Fabric Manager the switches are unusable: CUDA fails to start (error 802), or falls back to PCIe.",
+    fix="sudo systemctl restart nvidia-fabricmanager, whose version must be the driver's; its log has the reason if it does "
+    "not start.",
+)
+def fabric(c: Context) -> Verdict | None:
+    return registered(c) if has_switches(c) else None
+
+
+@each_gpu("fabric")
+def registered(c: Context, row: Row) -> Verdict:
+    """Return the verdict on a GPU's registration with the NVSwitches."""
+    state, status = row["fabric"]["state"], row["fabric"]["status"]
+    if (state, status) == FABRIC_OK:
+        return ok(", ".join(FABRIC_OK))
+    alone = c.gpus.count == 1 and not row.get("nvlinks", {}).get("up")
+    if alone or without_switches(c):
+        return note(f"{state}; no switch joins these GPUs", fix="Nothing.")
+    return fault(f"{state} ({status})" if status else state)
+
+
+@CHECKS.add(
+    "GPU and NIC",
+    expected="a network card behind the same PCIe switch as each GPU (PIX or PXB)",
+    why="GPUDirect RDMA reaches only such a card at full rate; otherwise traffic between nodes passes the CPU.",
+    fix="Look for a card that is missing or whose port is down (ibstat); in a VM, have the host's PCIe topology passed through "
+    "(NCCL_TOPO_FILE).",
+)
+def nics(c: Context) -> Verdict | None:
+    if not c.topology.has_nics:
+        return note("nvidia-smi names no network card") if c.several_nodes else None
+    near = c.topology.near_nics
+    far = [gpu for gpu, cards in near.items() if not cards]
+    if not far:
+        return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
+    # If there is about one card for each GPU, a card is missing. With fewer cards, the machine is built (or virtualized) so.
+    missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
+    text = f"none near {listed(far, 8)}"
+    return fault(text) if c.several_nodes and missing else note(text)
+
+
+def port(c: Context, card: str, what: str) -> str:
+    """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a NIC's first port; "" if it is unknown."""
+    return c.facts.read(f"{INFINIBAND}/{card}/ports/1/{what}")
+
+
+def active_nics(c: Context) -> list[str]:
+    """Return those NICs near the GPUs whose first port is up."""
+    cards = dict.fromkeys(card for cards in c.topology.near_nics.values() for card in cards)
+    return [card for card in cards if "ACTIVE" in port(c, card, "state")]
+
+
+@CHECKS.add(
+    "InfiniBand",
+    expected="the ports of the cards near the GPUs are up",
+    why="NCCL leaves out a port that is down, and its GPUs share another one's.",
+    fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
+)
+def infiniband(c: Context) -> Verdict | None:
+    """Return the verdict on the first ports of the NICs near the GPUs; None if no such port is known.
+
+    The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
+    that is down is a note.
+    """
+    near = c.topology.near_nics
+    states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
+    if not states:
+        return None
+    down = [f"{card} {state.partition(': ')[2] or state}" for card, state in states.items() if "ACTIVE" not in state]
+    cut = [gpu for gpu, cards in near.items() if cards and not any("ACTIVE" in states.get(n, "ACTIVE") for n in cards)]
+    if not down:
+        return ok(f"{len(states)} active, {listed(sorted({port(c, card, 'rate') for card in states}))}")
+    if cut and c.several_nodes:
+        return fault(f"{listed(down)}; {listed(cut)} has no other")
+    why = "each GPU near one has another" if c.several_nodes else "a run of one node does not use them"
+    return note(f"{listed(down)}; {why}")
+
+
+# ---- versions of driver and CUDA wheels
+
+# CUDA version -> lowest driver (CUDA Toolkit release notes, "CUDA Toolkit and minimum required driver versions").
+DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
+# Libraries in the wheels. JAX's plugin loads most of them by full path (jax_plugins/xla_cuda12), so copies in LD_LIBRARY_PATH
+# are not used. But other libraries load nvJitLink and the sub-libraries of cuDNN by name.
+WHEEL_LIBRARIES = re.compile(r"lib(cudnn\w*|nccl|cublas\w*|cudart|cusolver\w*|cusparse|cufft|cupti|nvJitLink)\.so(\.[\d.]+)?")
+LOADED_BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"
+
+
+def cuda_plugins(c: Context) -> list[str]:
+    """Return the CUDA versions for which a plugin of JAX is installed."""
+    return sorted(m[1] for package in c.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
+
+
+@CHECKS.add(
+    "driver",
+    needs=DRIVER,
+    expected="at least what jaxlib's CUDA needs",
+    why="An older driver refuses JAX's CUDA: training ends before its first step, or falls back to the CPU.",
+    fix="Install a newer driver, or a CUDA that this one supports: JAXTRAIN_CUDA=12 ./run.sh setup needs 525.60.13, 13 needs "
+    "580.65.06.",
+)
+def driver(c: Context) -> Verdict:
+    plugins = cuda_plugins(c)
+    cuda = plugins[0] if len(plugins) == 1 else ""
+    installed = c.facts.nvml.get("driver")
+    if not installed or cuda not in DRIVERS:
+        return unknown("the CUDA version of JAX is not known" if installed else "not reported by NVML")
+    seen = f"{installed}; CUDA {cuda} needs {DRIVERS[cuda]}"
+    return ok(seen) if Version(installed) >= Version(DRIVERS[cuda]) else fault(seen)
+
+
+@CHECKS.add(
+    "CUDA plugin",
+    needs=DRIVER,
+    expected="jax, jaxlib and one CUDA plugin of the same version",
+    why="Without the plugin JAX finds no GPU and trains on the CPU; with two or with another version it may not start.",
+    fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
+)
+def cuda_plugin(c: Context) -> Verdict:
+    packages, plugins = c.facts.packages, cuda_plugins(c)
+    if len(plugins) != 1:
+        return fault(f"plugins for CUDA {' and '.join(plugins)}" if plugins else "no CUDA plugin of JAX is installed")
+    wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
+    versions = {name: packages[name]["version"] for name in wheels if name in packages}
+    seen = listed([f"{name} {version}" for name, version in versions.items()])
+    releases = {Version(versions[name]).base_version for name in wheels[1:] if name in versions}  # 0.11.2 of 0.11.2.dev3
+    return ok(seen) if len(versions) == 4 and len(releases) == 1 else fault(seen)
+
+
+@CHECKS.add(
+    "CUDA wheels",
+    needs=DRIVER,
+    expected="cuDNN, NCCL, cuBLAS and the others in the versions that the plugin requires",
+    why="Libraries that the plugin was not built for fail at their first call, or compute on slower paths.",
+    fix="Install the locked set: ./run.sh setup.",
+)
+def cuda_wheels(c: Context) -> Verdict | None:
+    """Compare the installed wheels with the requirements of the extra `with-cuda` of JAX's plugin; None without a plugin."""
+    packages, plugins = c.facts.packages, cuda_plugins(c)
+    if not plugins:
+        return None
+    required = [Requirement(text) for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
+    wrong, found = [], []
+    for wheel in required:
+        name = canonicalize_name(wheel.name)
+        if version := packages.get(name, {}).get("version"):
+            found.append(f"{name} {version}")
+            fits = wheel.specifier.contains(version, prereleases=True)
+            wrong += [] if fits else [f"{name} {version} (needs {wheel.specifier})"]
+        else:
+            wrong.append(f"{name} is missing")
+    if required and not found:
+        return note("none of them: JAX uses the system's libraries, whose versions are not known here")
+    shown = [text for text in found if re.search("cudnn|nccl|cublas", text)]
+    return fault(listed(wrong)) if wrong else ok(listed(shown))
+
+
+@CHECKS.add(
+    "library path",
+    needs=DRIVER,
+    expected="no part of cuDNN and no nvJitLink in LD_LIBRARY_PATH",
+    why="The loader prefers them to the parts that match the other libraries: a cuDNN of two versions fails, or is slow.",
+    fix="unset LD_LIBRARY_PATH, or remove the folders of CUDA and cuDNN from it.",
+)
+def library_path(c: Context) -> Verdict:
+    packages, path = c.facts.packages, c.facts.environ.get("LD_LIBRARY_PATH", "")
+    if not path:
+        return ok("LD_LIBRARY_PATH is not set")
+    folders = dict.fromkeys(folder for folder in path.split(":") if folder)
+    found = [
+        f"{folder}/{name}" for folder in folders for name in c.facts.folders.get(folder, ()) if WHEEL_LIBRARIES.fullmatch(name)
+    ]
+    if not found:
+        return ok(f"none in {path}")
+    cuda = "|".join(cuda_plugins(c))
+    # Without a cuDNN wheel, JAX uses the system's cuDNN, so these copies are intended.
+    cudnn = packages.get(f"nvidia-cudnn-cu{cuda}", {"version": ""})["version"].partition(".")[0]
+    by_name = re.compile(f"/({LOADED_BY_NAME.format(cudnn=cudnn, cuda=cuda)})$")
+    preferred = [library for library in found if cudnn and by_name.search(library)]
+    return fault(listed(preferred)) if preferred else note(f"{listed(found)}; JAX loads its own first")
+
+
+# ---- the host
+
+SHM_GIB = 1.0
+OPEN_FILES = (1024, 65536)  # a limit below the first is a fault, below the second a note
+FREE_GIB = {"data": 1.0, "checkpoints": 10.0, "cache": 1.0}  # "checkpoints" is used only without a config
+BYTES_PER_PARAMETER = 12  # float32 master and Adam's two moments
+CAP_IPC_LOCK = 1 << 14  # capability bit (linux/capability.h) of a process without a limit on locked memory
+# Drivers whose governor powersave adapts clocks to the load (the kernel's guides to intel_pstate and amd-pstate).
+FOLLOWS_LOAD = ("intel_pstate", "amd-pstate-epp", "amd_pstate_epp")
+IN_MEMORY = ("tmpfs", "ramfs")
+NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "smb3", "cifs", "wekafs", "9p", "virtiofs")
+
+
+@CHECKS.add(
+    "NUMA balancing",
+    needs=HOST,
+    expected="off (kernel.numa_balancing = 0)",
+    why="The kernel unmaps pages of memory from time to time, to track their use, and moves them; input and copies from the "
+    "GPUs stall meanwhile.",
+    fix="sudo sysctl kernel.numa_balancing=0, and in /etc/sysctl.d/ to keep it.",
+)
+def numa_balancing(c: Context) -> Verdict:
+    value = c.facts.read("/proc/sys/kernel/numa_balancing")
+    if value in ("", "0"):
+        return ok("off" if value else "this kernel has none")
+    # With one NUMA node the kernel moves no pages. On a machine without GPUs it does not matter.
+    several = "-" in c.facts.read("/sys/devices/system/node/online")
+    return fault(f"on ({value})") if several and c.gpus.count else note(f"on ({value})")
+
+
+@CHECKS.add(
+    "CPU governor",
+    needs=HOST,
+    expected="performance",
+    why="CPUs are nearly idle between two steps; a governor that saves power lowers their clock and delays the next dispatch.",
+    fix="sudo cpupower frequency-set -g performance, or the firmware's performance profile.",
+)
+def cpu_governor(c: Context) -> Verdict:
+    value, driver = c.facts.read(GOVERNOR), c.facts.read(GOVERNOR_DRIVER)
+    if not value:
+        return unknown("not reported by this machine, as by most virtual ones")
+    if value == "performance":
+        return ok(value)
+    slow = value == "conservative" or value == "powersave" and driver not in FOLLOWS_LOAD
+    seen = f"{value} ({driver})" if driver else value
+    return fault(seen) if slow else note(seen)
+
+
+@CHECKS.add(
+    "/dev/shm",
+    needs=HOST,
+    expected=f"{SHM_GIB:g} GiB or more",
+    why="NCCL exchanges data between processes of a node there; it fails with 'No space left on device' (Docker gives 64 MiB).",
+    fix="docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
+)
+def shm(c: Context) -> Verdict:
+    disk = c.facts.disks.get("shm")
+    if disk is None or disk.silent:
+        return unknown("it does not answer" if disk else "there is none")
+    total = disk.total_gib
+    seen = f"{total:.1f} GiB, {disk.free_gib:.1f} free" if total >= 1 else f"{total * 1024:.0f} MiB"
+    if min(total, disk.free_gib) >= SHM_GIB:
+        return ok(seen)
+    return fault(seen) if c.gpus.count > 1 else note(seen)
+
+
+@CHECKS.add(
+    "locked memory",
+    needs=HOST,
+    expected="unlimited (ulimit -l)",
+    why="NCCL registers its buffers with the network cards, which locks them in memory; with a lower limit it fails, or avoids "
+    "InfiniBand.",
+    fix="ulimit -l unlimited before the run; docker run --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK, "
+    "LimitMEMLOCK=infinity.",
+)
+def locked_memory(c: Context) -> Verdict:
+    limit = c.facts.memlock_bytes
+    if limit is None:
+        return ok("unlimited")
+    seen = f"{limit / 2**20:,.0f} MiB"
+    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", c.facts.read("/proc/self/status"))
+    if status and int(status[1], 16) & CAP_IPC_LOCK:
+        return ok(f"{seen}, and no limit applies to this process (CAP_IPC_LOCK)")
+    gpus_gib = sum(row["memory"]["total_gib"] for row in c.gpus.rows if "memory" in row)
+    if limit >= 2**30 * gpus_gib:
+        return ok(f"{seen}, as much as the GPUs have")
+    # The limit counts memory that the network pins, but not memory that CUDA pins.
+    if not c.several_nodes:
+        return note(f"{seen}; a run of one node does not need it")
+    infiniband = c.facts.folders.get(INFINIBAND)
+    return fault(seen) if infiniband else note(f"{seen}; there is no InfiniBand that needs it")
+
+
+@CHECKS.add(
+    "open files",
+    needs=HOST,
+    expected=f"{OPEN_FILES[1]} or more (ulimit -n)",
+    why="Checkpoints are many files, NCCL opens sockets to every peer, and token files are mapped: a low limit ends a run.",
+    fix=f"ulimit -n {OPEN_FILES[1]} before the run; docker run --ulimit nofile=1048576.",
+)
+def open_files(c: Context) -> Verdict:
+    limit = c.facts.open_files
+    if limit is None or limit >= OPEN_FILES[1]:
+        return ok("unlimited" if limit is None else str(limit))
+    return fault(str(limit)) if limit < OPEN_FILES[0] else note(str(limit))
+
+
+# ---- disks of the run's paths
+
+KEYS = {"data": "paths.data", "checkpoints": "checkpoint.dir or --workdir", "cache": "paths.cache"}
+WHY = {
+    "data": "jaxtrain writes the corpus that it generates there, and reads the input from there.",
+    "checkpoints": "A save that finds no space fails, and the run may lose everything since the last one.",
+    "cache": "Without space XLA stores no compiled programs, and each start compiles again for minutes.",
+}
+
+
+def free_space(name: str, c: Context) -> Verdict | None:
+    if name not in c.paths:
+        return None
+    path, disk, needed = c.paths[name], c.facts.disks.get(name), FREE_GIB[name]
+    if name == "checkpoints" and c.has_config:  # space for two: the newest complete checkpoint, and the one being written
+        needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
+    expected = f"{needed:,.0f} GiB free"
+    if not path:
+        return ok("not used", expected=expected)
+    if is_bucket(path) or disk is None:
+        return unknown(f"{path} is a bucket" if is_bucket(path) else f"{path} cannot be read", expected=expected)
+    if disk.silent:
+        return (note if name == "cache" else fault)(
+            f"{disk.path} did not answer: its file system hangs",
+            expected="its file system answers",
+            why="A run that uses a file system whose server is gone waits for it, and hangs without an error.",
+            fix=f"Mount it again, or set {KEYS[name]} to another file system.",
+        )
+    seen = f"{disk.free_gib:,.1f} of {disk.total_gib:,.0f} GiB free at {disk.path} ({disk.kind})"
+    if name == "checkpoints" and disk.kind in IN_MEMORY:
+        return fault(
+            f"{seen}: in memory",
+            expected="on a disk, which outlives the node",
+            why="Checkpoints in memory are gone when the node restarts, which is when the run needs them; and they use the "
+            "host's memory.",
+            fix=f"Set {KEYS[name]} to a disk that outlives the node.",
+        )
+    return ok(seen, expected=expected) if disk.free_gib >= needed else fault(seen, expected=expected)
+
+
+for _name, _why in WHY.items():
+    _fix = f"Make room, or set {KEYS[_name]} to another disk."
+    CHECKS.add(f"disk {_name}", needs=HOST, expected="free space", why=_why, fix=_fix)(functools.partial(free_space, _name))
+
+
+# ---- variables
+
+MNNVL, VISIBLE = "NCCL_MNNVL_ENABLE", "CUDA_VISIBLE_DEVICES"
+RACKS = ("GB200", "GB300")  # models whose NVLink connects several nodes
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
+
+
+def mnnvl_enabled(c: Context) -> bool:
+    """Return whether NCCL_MNNVL_ENABLE=1 is set although these GPUs have no NVLink between nodes."""
+    return c.facts.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
+
+
+@CHECKS.add(
+    "variables",
+    needs=DRIVER,
+    expected="none that a run refuses",
+    why="JAX does not start with it, the same config would silently give other results, or it contradicts a key.",
+    fix="unset it.",
+)
+def refused_by_the_run(c: Context) -> Verdict:
+    """Apply the rules of the run to the variables of this node."""
+    if not c.gpus.rows:
+        return ok("none")
+    row = c.gpus.rows[0]
+    # If NVML reports no memory size, an arbitrary size is used, since the names of variables matter more.
+    sm, gib = round(10 * float(row.get("compute_capability", 0))), row["memory"]["total_gib"] if "memory" in row else 1.0
+    devices = Devices("gpu", row["name"], c.gpus.count, gib, "NVML", sm)
+    overlay, problems = environment.overlay(c.run, devices, c.facts.environ)
+    found = [p for p in problems if p.key in c.facts.environ]
+    if found:
+        seen = listed([f"{p.key}={p.value}" for p in found])
+        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
+    taken = [f"{name}={value}" for name, value in overlay.inherited.items()]
+    return note(f"{listed(taken)}: the run takes them") if taken else ok("none")
+
+
+@CHECKS.add(
+    MNNVL,
+    needs=DRIVER,
+    expected="not 1: NVLink ends at the node",
+    why="NCCL then looks for NVLink between nodes, which only racks such as GB200 NVL72 have, and fails to start.",
+    fix=f"unset {MNNVL}.",
+)
+def mnnvl(c: Context) -> Verdict | None:
+    return fault("1") if mnnvl_enabled(c) else None
+
+
+@CHECKS.add(
+    "proxy",
+    needs=DRIVER,
+    expected="no proxy between the run's processes",
+    why="gRPC, by which the processes connect, uses http_proxy and https_proxy: they wait for process 0 until they give up.",
+    fix="Add the nodes to no_proxy (and NO_PROXY), or unset the proxy for the run.",
+)
+def proxy(c: Context) -> Verdict:
+    environ = c.facts.environ
+    found = {name: environ[name] for each in PROXIES for name in (each, each.upper()) if environ.get(name)}
+    if not found:
+        return ok("none set")
+    seen = listed([f"{name}={value}" for name, value in found.items()])
+    if c.cluster is None:
+        return note(f"{seen}; a run of one process connects to none", fix="Nothing, until it has more than one process.")
+    hosts = [c.cluster.coordinator.rpartition(":")[0].strip("[]"), *node_names(environ.get("SLURM_STEP_NODELIST", ""))]
+    hosts = list(dict.fromkeys(hosts))
+    exceptions = ",".join(environ.get(name, "") for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"))
+    through = [host for host in hosts if not bypasses(host, exceptions)]
+    if not through:
+        return ok(f"{seen}, and not for {listed(hosts)}")
+    fix = f"export no_proxy={','.join(hosts)} (added to what is there), or unset the proxy for the run."
+    return fault(f"{seen}, also for {listed(through)}", fix=fix)
+
+
+def bypasses(host: str, no_proxy: str) -> bool:
+    """Return whether a host is local, or no_proxy has its name, a domain at its end, a range with its address, or *."""
+    for entry in filter(None, (part.strip() for part in no_proxy.split(","))):
+        if entry == "*" or host == entry.lstrip(".") or host.endswith("." + entry.lstrip("*.")):
+            return True
+        try:
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
+                return True
+        except ValueError:  # a name, not an address
+            continue
+    return host in ("localhost", "127.0.0.1", "::1")
+
+
+@CHECKS.add(
+    VISIBLE,
+    needs=DRIVER,
+    expected="unset, or the same for all processes of a node",
+    why="A GPU with number 0 in every process has no number that the node, NVML and the receipt share; jaxtrain gives "
+    "processes their GPUs by --local-devices, which then names GPUs that are absent.",
+    fix="unset CUDA_VISIBLE_DEVICES in the processes. Slurm: srun --gpus-per-node=8 (or --gres), not --gpus-per-task or "
+    "--gpu-bind.",
+)
+def visible_devices(c: Context) -> Verdict:
+    value = c.facts.environ.get(VISIBLE)
+    if value is None:
+        return ok("unset")
+    if value.strip() in ("", "-1", "NoDevFiles"):
+        return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
+    entries = [part.strip() for part in value.split(",") if part.strip()]
+    every = c.gpus.every
+    if absent := [entry for entry in entries if not visible(every, entry)]:
+        return fault(f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
+    ids = c.cluster.local_device_ids if c.cluster else None
+    if ids and max(ids) >= len(entries):
+        own = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
+        return fault(f"{value} in one of several processes of the node: {own}")
+    if len(entries) < len(every):
+        return note(
+            f"{value}: {len(entries)} of {len(every)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}."
+        )
+    if c.gpus.indices == sorted(c.gpus.indices):
+        return ok(value)
+    return note(f"{value}: in another order than the node's", fix="Nothing, if it is meant.")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.stores import is_bucket
-from jaxtrain.node import checks, rates, software
+from jaxtrain.node import checks, rates
+from jaxtrain.node.checks import NETWORK_DISKS
 from jaxtrain.node.facts import Unanswered, call_with_timeout
-from jaxtrain.node.host import NETWORK_DISKS
 from jaxtrain.node.node_rates import measure
-from jaxtrain.node.table import Context, Verdict
-from jaxtrain.report.preflight import FAULT, MISSING, Finding, NodeReport
+from jaxtrain.node.table import Check, Context, Verdict, fault, listed
+from jaxtrain.report.preflight import FAULT, MISSING, OK, Finding, NodeReport
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, start
 from jaxtrain.runtime.startup import quiet
 
@@ -29,6 +29,34 @@ RESERVE_S = 6.0  # of the limit, reserved for the last messages and the end of t
 LEAST_S = 10.0  # least time to measure: the start of JAX takes some seconds on eight GPUs
 GATHER_S = 5.0  # for a message after the limit
 CLOSE_S, FAILED_CLOSE_S = 5.0, 2.5  # to leave JAX's service after the limit, and after a failure
+
+CLOCKS_APART_S = 2.0  # largest difference of the clocks of two nodes
+
+PROCESSES = Check(
+    "processes",
+    "all are connected",
+    "A run begins when all of its processes are connected; if one is missing, the others wait until they give up.",
+    "Start every process, and let each reach process 0's port through any firewall.",
+)
+# Fact that all nodes of a run must share -> the reason.
+EQUAL = {
+    "driver": "Drivers of different versions have different errors and speeds, and one node then behaves differently.",
+    "GPUs": "A mesh runs at the pace of its slowest GPU, and needs the same number on every node.",
+    "packages": "With another version of JAX or NCCL a process compiles another program, and hangs in the first collective.",
+    "network cards": "NCCL builds its rings over the same card of every node; one that is missing, or down, slows all of them.",
+}
+COMPARISONS = {
+    what: Check(f"{what} of all nodes", "equal", why, "Bring the nodes to the same state, or leave this one out.")
+    for what, why in EQUAL.items()
+}
+CLOCKS = Check(
+    "clocks of all nodes",
+    f"within {CLOCKS_APART_S:g} s",
+    "Logs of several nodes are compared by their times; certificates and file systems reject a clock that is wrong.",
+    "sudo timedatectl set-ntp true, or start chronyd; in a VM, its host's clock.",
+)
+# Those of --allow
+CHECKS = {check.name: check for check in (*checks.CHECKS, *rates.CHECKS, *COMPARISONS.values(), CLOCKS)}
 
 
 class Preflight:
@@ -101,7 +129,7 @@ class Preflight:
             self._on_lost(self._report_alone(message))
 
     def _report_alone(self, message: str) -> list[NodeReport]:
-        absent = checks.PROCESSES.finding(Verdict(MISSING, message))
+        absent = PROCESSES.finding(Verdict(MISSING, message))
         return [self._report([*self._findings, absent])]
 
     def _report(self, findings: list[Finding]) -> NodeReport:
@@ -115,7 +143,7 @@ class Preflight:
 
     def _all_nodes(self) -> list[NodeReport]:
         facts = self._context.facts
-        visible = facts.environ.get(software.VISIBLE, "unset")
+        visible = facts.environ.get(checks.VISIBLE, "unset")
         processes = [(host, value) for host, value in self._gather("hello", [facts.hostname, visible])]
         # Read the clock at once, since all nodes have just received the last message.
         connected = facts.time_unix if self._is_recorded else time.time()
@@ -126,17 +154,17 @@ class Preflight:
         if measured:
             self._context = dataclasses.replace(self._context, measured=measured)
             self._findings = [*self._findings, *rates.CHECKS.run(self._context)]
-        own = [dataclasses.asdict(self._report(self._findings)), checks.describe(self._context, connected)]
+        own = [dataclasses.asdict(self._report(self._findings)), describe(self._context, connected)]
         everyone = self._gather("report", own if me in firsts else None)
         reports = [NodeReport(**report) for report, _ in filter(None, everyone)]
         for each in reports:
             each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += checks.compare([hosts[i] for i in firsts], [everyone[i][1] for i in firsts])
+            first += compare([hosts[i] for i in firsts], [everyone[i][1] for i in firsts])
         # The check of a node may have reported renumbered GPUs already.
-        if not any(f.name == software.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
-            first += checks.compare_processes(processes)
+        if not any(f.name == checks.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
+            first += compare_processes(processes)
         return reports
 
     def _measure(self, reads_disks: bool) -> dict[str, Any]:
@@ -189,3 +217,59 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in ("left_out", "failed"):
             out[name] = {**part.get(name, {}), **out.get(name, {})}
     return out
+
+
+# ---- the nodes and processes of a run beside each other
+
+
+def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
+    """Return the properties of this node that `compare` compares among nodes.
+
+    Args:
+        connected_unix: this node's time when all processes were connected, in Unix seconds.
+    """
+    of_node = context.gpus
+    return {
+        "driver": context.facts.nvml.get("driver", "none"),
+        "GPUs": of_node.text or "none",
+        "packages": {name: package["version"] for name, package in context.facts.packages.items()},
+        "network cards": len(checks.active_nics(context)),
+        "connected_unix": connected_unix,
+    }
+
+
+def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return a fault for each property of a node that differs from the most frequent value.
+
+    If the clocks differ by over CLOCKS_APART_S, add a fault for the clock farthest from the median. Without a fault, return
+    one finding, that the nodes are alike.
+    """
+    found = []
+    for what, check in COMPARISONS.items():
+        values = [description[what] for description in descriptions]
+        usual = max(values, key=values.count)
+        for node, value in zip(hosts, values, strict=True):
+            if value != usual:
+                text = different_packages(value, usual) if what == "packages" else f"{value}, others {usual}"
+                found.append(check.finding(fault(text), node))
+    times = {node: d["connected_unix"] for node, d in zip(hosts, descriptions, strict=True) if d["connected_unix"]}
+    if times and max(times.values()) - min(times.values()) > CLOCKS_APART_S:
+        middle = sorted(times.values())[len(times) // 2]
+        node = max(times, key=lambda n: abs(times[n] - middle))
+        found.append(CLOCKS.finding(fault(f"{times[node] - middle:+.1f} s from the others"), node))
+    return found or [Finding("nodes alike", OK, f"{', '.join(EQUAL)} and clocks", f"{len(hosts)} nodes", node="all")]
+
+
+def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) -> str:
+    names = sorted(name for name in {*packages, *usual} if packages.get(name) != usual.get(name))
+    return listed([f"{name} {packages.get(name, 'missing')}, others {usual.get(name, 'none')}" for name in names])
+
+
+def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
+    """Return a fault for each host whose processes differ in CUDA_VISIBLE_DEVICES. processes: (host, value) of each process."""
+    values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
+    return [
+        CHECKS[checks.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)
+        for host, seen in values.items()
+        if len(seen) > 1
+    ]

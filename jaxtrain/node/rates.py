@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.config import hardware
-from jaxtrain.node.gpus import SLOWDOWNS
-from jaxtrain.node.host import NETWORK_DISKS
-from jaxtrain.node.links import active_nics, port
+from jaxtrain.node.checks import NETWORK_DISKS, SLOWDOWNS, active_nics, port
 from jaxtrain.node.machine import Board
 from jaxtrain.node.table import Context, Probe, Table, Verdict, fault, listed, note, ok, unknown, worst
 

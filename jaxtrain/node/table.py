@@ -16,6 +16,7 @@ from jaxtrain.node.machine import Board, Gpus, Row, Topology
 from jaxtrain.report.preflight import FAULT, NOTE, OK, UNKNOWN, Finding
 from jaxtrain.runtime.distributed import Cluster
 
+HOST, DRIVER, GPUS = "host", "driver", "GPUs"  # what a node must have, so that a check applies
 NOT_REPORTED = "not reported by these GPUs"
 LOOK = "Nothing, if the GPU is of another model; else look for Xid in dmesg, and at nvidia-smi -q."
 
@@ -86,7 +87,7 @@ class Context:
         if self.cluster is None:
             return False
         ids = self.cluster.local_device_ids or ()
-        # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs (software.py).
+        # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs.
         here = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
         return self.cluster.num_processes * (len(ids) or here) > here
 
@@ -97,13 +98,14 @@ GpuProbe = Callable[[Context, Row], Verdict | None]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check: its name, its probe, and its texts for the report."""
+    """A check: its name, what it needs (HOST, DRIVER or GPUS), its texts for the report, and its probe."""
 
     name: str
     expected: str
     why: str
     fix: str
-    probe: Probe | None = None  # None: the check compares nodes (checks.py)
+    probe: Probe | None = None  # None: the check compares nodes (multi_node.py)
+    needs: str = GPUS
 
     def finding(self, verdict: Verdict, node: str = "") -> Finding:
         texts = {"expected": self.expected, "why": self.why, "fix": self.fix, **verdict.texts}
@@ -114,11 +116,11 @@ class Check:
 class Table(list[Check]):
     """Checks in the order of the report."""
 
-    def add(self, name: str, *, expected: str, why: str, fix: str) -> Callable[[Probe], Probe]:
+    def add(self, name: str, *, expected: str, why: str, fix: str, needs: str = GPUS) -> Callable[[Probe], Probe]:
         """Return a decorator that adds a check whose probe is the decorated function."""
 
         def decorate(probe: Probe) -> Probe:
-            self.append(Check(name, expected, why, fix, probe))
+            self.append(Check(name, expected, why, fix, probe, needs))
             return probe
 
         return decorate

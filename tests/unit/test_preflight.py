@@ -24,7 +24,7 @@ from nodes import (  # noqa: F401
 
 from jaxtrain.commands import preflight as command
 from jaxtrain.data import loading
-from jaxtrain.node import checks, multi_node, preflight, rates, software
+from jaxtrain.node import checks, multi_node, preflight, rates
 from jaxtrain.node.facts import BOOST, FILE, LOG, TOPOLOGY, Answer, Facts, Unanswered, call_with_timeout, read_recording
 from jaxtrain.node.machine import parse_vboost, read_topology
 from jaxtrain.node.multi_node import Preflight
@@ -136,7 +136,7 @@ def test_a_fault_is_told_and_nothing_else(name):
     assert {f.name for f in found.values() if f.state == FAULT} == ({check} if state == FAULT else set())
     assert found[check].state == state and seen in found[check].seen
     assert state != FAULT or (found[check].fix and found[check].why)
-    assert not set(found) - set(checks.CHECKS), "a name that --allow does not know"
+    assert not set(found) - set(multi_node.CHECKS), "a name that --allow does not know"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_healthy_node_is_fit(name, gpus, links, capsys):
     assert line == f"fit: {gpus}, {len(told)} checks"  # without a remark
     assert {check["state"] for check in told.values()} == {OK} and len(told) == len(of_node["checks"]) > 32
     assert all(check["expected"] and check["seen"] and check["why"] for check in told.values())
-    assert of_node["host"] == "node-a" and links in told["topology"]["seen"] and not set(told) - set(checks.CHECKS)
+    assert of_node["host"] == "node-a" and links in told["topology"]["seen"] and not set(told) - set(multi_node.CHECKS)
 
 
 def test_a_machine_without_gpus_gets_a_plain_report(capsys):
@@ -275,10 +275,10 @@ def test_a_card_for_each_gpu(far, state, cards, tmp_path):
     rows = [line.replace("\tPIX", "\tNODE") if line.startswith(tuple(f"GPU{n}\t" for n in far)) else line for line in out]
     here = context(copied(tmp_path, answer(TOPOLOGY, "\n".join(rows) + "\n")), cluster=TWO)
     assert [f.state for f in checks.inspect(here) if f.name == "GPU and NIC"] == [state]
-    assert checks.describe(here, None)["network cards"] == cards
+    assert multi_node.describe(here, None)["network cards"] == cards
     port_down = file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     down = context(copied(tmp_path / "2", port_down, tmp_path / "node"), cluster=TWO)
-    assert checks.describe(down, None)["network cards"] == cards - 1
+    assert multi_node.describe(down, None)["network cards"] == cards - 1
 
 
 # ---- Rates
@@ -394,8 +394,8 @@ def test_drivers_are_compared_by_their_numbers(version, state, tmp_path):
 
 def test_who_is_beyond_a_proxy():
     within = {"node-a": "localhost,node-a", "a.cluster": ".cluster", "10.1.2.3": "10.0.0.0/8", "node-b": "*", "127.0.0.1": ""}
-    assert all(software.bypasses(name, no_proxy) for name, no_proxy in within.items())
-    assert not software.bypasses("node-a", "ode-a,10.0.0.0/8") and not software.bypasses("a.cluster", "b.cluster")
+    assert all(checks.bypasses(name, no_proxy) for name, no_proxy in within.items())
+    assert not checks.bypasses("node-a", "ode-a,10.0.0.0/8") and not checks.bypasses("a.cluster", "b.cluster")
 
 
 # ---- Time that runs out
@@ -445,10 +445,10 @@ def test_nodes_that_differ():
     same = {"driver": "580", "GPUs": "8", "packages": {"jax": "1"}, "network cards": 8, "connected_unix": 100.0}
 
     def compared(at: int, **other) -> tuple[str, str, str]:
-        (fault,) = checks.compare(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
+        (fault,) = multi_node.compare(["a", "b", "c"], [same | (other if i == at else {}) for i in range(3)])
         return fault.name, fault.node, fault.seen
 
-    assert [c.state for c in checks.compare(["a", "b", "c"], [same] * 3)] == [OK]
+    assert [c.state for c in multi_node.compare(["a", "b", "c"], [same] * 3)] == [OK]
     assert compared(1, driver="570") == ("driver of all nodes", "b", "570, others 580")
     assert compared(2, packages={"jax": "2"}) == ("packages of all nodes", "c", "jax 2, others 1")
     name, where, seen = compared(1, connected_unix=163.0)
@@ -456,9 +456,9 @@ def test_nodes_that_differ():
 
 
 def test_processes_of_a_node_that_see_different_gpus():
-    (fault,) = checks.compare_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
+    (fault,) = multi_node.compare_processes([("a", "0"), ("a", "1"), ("b", "unset"), ("b", "unset")])
     assert (fault.name, fault.state, fault.node) == ("CUDA_VISIBLE_DEVICES", FAULT, "a")
-    assert not checks.compare_processes([("a", "0,1"), ("b", "2,3")])
+    assert not multi_node.compare_processes([("a", "0,1"), ("b", "2,3")])
 
 
 # ---- The command

@@ -21,7 +21,7 @@ BUDGETS = {
     "plan": 5610,
     "train": 5710,
     "report": 4800,
-    "node": 4400,
+    "node": 4380,
     "commands": 2280,
     "": 660,
 }

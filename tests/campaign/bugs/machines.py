@@ -229,7 +229,7 @@ BUGS = (
     ),
     Bug(
         "preflight: an old Xid is one of the last hours",
-        "jaxtrain/node/gpus.py",
+        "jaxtrain/node/checks.py",
         "uptime - float(line[1]) >= 3600 * XID_HOURS",
         "uptime - float(line[1]) >= 60 * XID_HOURS",
         'unit/test_preflight.py -k "degrees or fault_is_told"',
@@ -243,14 +243,14 @@ BUGS = (
     ),
     Bug(
         "preflight: GPUs that differ in vboost are as good as equal ones",
-        "jaxtrain/node/gpus.py",
+        "jaxtrain/node/checks.py",
         "if len(values) > 1:\n        return note(seen, fix=",
         "if len(values) > 8:\n        return note(seen, fix=",
         "unit/test_preflight.py -k degrees",
     ),
     Bug(
         "preflight: a host ends with any part of a domain",
-        "jaxtrain/node/software.py",
+        "jaxtrain/node/checks.py",
         'host.endswith("." + entry.lstrip("*."))',
         'host.endswith(entry.lstrip("*."))',
         "unit/test_preflight.py -k proxy",
