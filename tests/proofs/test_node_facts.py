@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pynvml
 from nodes import H200, a_plain_environment, faults  # noqa: F401
@@ -206,18 +207,112 @@ def test_an_error_of_one_reading_costs_that_fact():
     assert gpu["error"] == "Unknown Error" and gpu["reset"] is False and gpu["name"] == "NVIDIA H200"
 
 
-def test_the_struct_of_the_fabric_is_passed_by_reference(monkeypatch):
-    """As the C function takes it. pynvml passes on what it is given."""
+class Library:
+    """NVML's C functions as Python functions that fill what their arguments point to, for pynvml's own bindings.
 
-    @ctypes.CFUNCTYPE(ctypes.c_uint, ctypes.c_void_p, ctypes.POINTER(pynvml.c_nvmlGpuFabricInfo_t))
-    def fill(_, info):
-        info.contents.state, info.contents.status = pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS, 0
-        return 0
+    filled: name of a function -> what it writes to each of the places that it is given: a number, bytes, or the fields of a
+    struct; or a function of all arguments, which writes by itself and returns NVML's error.
+    """
 
-    given = []
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda name: lambda gpu, info: given.append(info) or fill(gpu, info))
-    assert gpu_facts.READINGS["fabric"](pynvml, None) == {"state": "In Progress", "status": ""}
-    assert type(given[0]) is type(ctypes.byref(ctypes.c_int()))
+    def __init__(self, **filled: Any):
+        self.filled = filled
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            values = self.filled.get(name, ())
+            if callable(values):
+                return values(*args)
+            places = [getattr(arg, "_obj", arg) for arg in args if hasattr(arg, "_obj") or isinstance(arg, ctypes.Array)]
+            for place, value in zip(places, values, strict=False):
+                for field, each in value.items() if isinstance(value, dict) else [("value", value)]:
+                    setattr(place, field, each)
+            return pynvml.NVML_SUCCESS
+
+        return call
+
+
+def test_pynvml_itself_is_asked_as_it_wants_to_be(monkeypatch):
+    """A struct that is passed by value, for one, would end the process in the real library."""
+
+    def state(_, link, up):
+        up._obj.value = 1
+        return pynvml.NVML_SUCCESS if link < 4 else pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+    def errors(_, link, kind, count):
+        count._obj.value = 9 if (link, kind) == (2, pynvml.NVML_NVLINK_ERROR_DL_REPLAY) else 0
+        return pynvml.NVML_SUCCESS
+
+    def fields(_, count, values):
+        for value in values._obj:
+            action = value.fieldId == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+            value.valueType, value.value.uiVal = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, 1 if action else 26_562 + value.scopeId
+        return pynvml.NVML_SUCCESS
+
+    of_driver = {"nvmlSystemGetDriverVersion": (b"580.126.09",), "nvmlSystemGetCudaDriverVersion": (13000,)}
+    of_gpu = {
+        "GetName": (b"NVIDIA H200",),
+        "GetUUID": (b"GPU-1",),
+        "GetPciInfo_v3": ({"busId": b"00000000:18:00.0"},),
+        "GetCudaComputeCapability": (9, 0),
+        "GetMemoryInfo_v2": ({"total": 141 << 30, "used": 3 << 30},),
+        "GetMigMode": (1, 0),
+        "GetEccMode": (1, 1),
+        "GetTotalEccErrors": (2,),
+        "GetRemappedRows": (4, 3, 0, 1),
+        "GetEnforcedPowerLimit": (500_000,),
+        "GetPowerManagementLimit": (650_000,),
+        "GetPowerManagementDefaultLimit": (700_000,),
+        "GetMaxClockInfo": (1980,),
+        "GetApplicationsClock": (1755,),
+        "GetDefaultApplicationsClock": (1900,),
+        "GetCurrentClocksThrottleReasons": (0x20,),
+        "GetCurrPcieLinkWidth": (8,),
+        "GetMaxPcieLinkWidth": (16,),
+        "GetCurrPcieLinkGeneration": (4,),
+        "GetMaxPcieLinkGeneration": (5,),
+        "GetGpuFabricInfo": ({"state": pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS},),
+        "GetNvLinkState": state,
+        "GetNvLinkErrorCounter": errors,
+        "GetFieldValues": fields,
+    }
+    library = Library(
+        nvmlDeviceGetCount_v2=(1,), **of_driver, **{f"nvmlDevice{name}": values for name, values in of_gpu.items()}
+    )
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    found = gpu_facts.read(pynvml)
+    assert found == {
+        "driver": "580.126.09",
+        "cuda": "13.0",
+        "gpus": {
+            "0": {
+                "refused": {},
+                "name": "NVIDIA H200",
+                "uuid": "GPU-1",
+                "pci": "00000000:18:00.0",
+                "compute_capability": "9.0",
+                "memory": {"total_gib": 141.0, "used_gib": 3.0},
+                "processes": [],
+                "mig": True,
+                "ecc": True,
+                "ecc_uncorrected": 2,
+                "remapped_rows": {"correctable": 4, "uncorrectable": 3, "pending": 0, "failed": 1},
+                "recovery_action": "Reset",
+                "power_limit_w": 500.0,
+                "power_limit_set_w": 650.0,
+                "power_limit_default_w": 700.0,
+                "max_sm_clock_mhz": 1980,
+                "max_memory_clock_mhz": 1980,
+                "application_clock_mhz": 1755,
+                "default_clock_mhz": 1900,
+                "clock_reasons": 0x20,
+                "pcie": {"width": 8, "max_width": 16, "gen": 4, "max_gen": 5},
+                "fabric": {"state": "In Progress", "status": ""},
+                "nvlinks": {"up": [0, 1, 2, 3], "down": [], "gb_s": [26.562, 26.563, 26.564, 26.565]},
+                "nvlink_errors": {"replay": {"2": 9}},
+            }
+        },
+    }
 
 
 def test_gpus_that_the_driver_does_not_reach():

@@ -274,7 +274,7 @@ BUGS = (
         "jaxtrain/metrics/gpu_facts.py",
         "nvml.nvmlDeviceGetGpuFabricInfo(gpu, ctypes.byref(info))",
         "nvml.nvmlDeviceGetGpuFabricInfo(gpu, info)",
-        "proofs/test_node_facts.py -k by_reference",
+        "proofs/test_node_facts.py -k pynvml_itself",
     ),
     Bug(
         "preflight: a process that crashes finds no driver",
