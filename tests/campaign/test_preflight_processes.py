@@ -41,14 +41,18 @@ def test_what_was_overlooked_ends_too(tmp_path):
     pid = tmp_path / "pid"
     script = f"""
 import sys, time
+from pathlib import Path
 from jaxtrain.commands import preflight as command
 from jaxtrain.node import facts, preflight
 preflight.LATE_S = 9
-preflight.read_facts = lambda *_: facts._run("sh -c 'echo $$ > {pid}; exec sleep 300'", 300)
+def hang(*_):
+    with facts._start("sh -c 'echo $$ > {pid}; exec sleep 300'", Path("{tmp_path}/log")) as wait:
+        wait(time.monotonic() + 300)
+preflight.read_facts = hang
 sys.exit(command.main(["--limit=1", "--workdir={tmp_path}"], own_process=True))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, env=os.environ | ENVIRON)
-    assert done.returncode == 3 and "child.py" in done.stderr
+    assert done.returncode == 3 and "facts.py" in done.stderr
     assert gone(int(pid.read_text()))
 
 
