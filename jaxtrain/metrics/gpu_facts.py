@@ -27,7 +27,7 @@ def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
 
     The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. A GPU that
     the driver cannot reach also has `error`, and `reset`: whether a reset mends it. A GPU that this process may not use is left
-    out. Without a driver, return {"error": reason, "library": whether NVML's library is there}.
+    out. Without an answer, return {"error": reason, "loaded": whether there is a driver, as far as NVML can tell}.
 
     Args:
         nvml: pynvml, or an object with the same functions.
@@ -36,7 +36,8 @@ def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return {"error": f"NVML: {error}", "library": error.value != nvml.NVML_ERROR_LIBRARY_NOT_FOUND}
+        loaded = error.value not in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return {"error": f"NVML: {error}", "loaded": loaded}
     out: dict[str, Any] = {"driver": "", "cuda": "", "gpus": {}}
     try:
         with contextlib.suppress(nvml.NVMLError):
@@ -46,7 +47,7 @@ def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
             if gpu := _read_gpu(nvml, index, [*names] or [*READINGS]):
                 out["gpus"][str(index)] = gpu
     except nvml.NVMLError as error:
-        return {"error": f"NVML: {error}", "library": True}
+        return {"error": f"NVML: {error}", "loaded": True}
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()

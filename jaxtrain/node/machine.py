@@ -98,7 +98,7 @@ def read_gpus(facts: Facts) -> Gpus:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects; all GPUs if it selects none, so that the report can list them."""
     if "gpus" not in facts.nvml:
         error = facts.nvml.get("error", "the driver was not asked")
-        if facts.nvml.get("library", True):
+        if facts.nvml.get("loaded", True):
             return Gpus((), broken=error)
         if facts.read(DRIVER) or facts.run(TOPOLOGY).code != ABSENT:
             return Gpus((), broken=f"{error}, and the driver or nvidia-smi is there")

@@ -113,7 +113,7 @@ def test_the_process_that_reads_nvml(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('bye'))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = read_facts({}).nvml
-    assert {"driver", "gpus"} <= set(found) or found["library"] is False
+    assert {"driver", "gpus"} <= set(found) or found["loaded"] is False
 
 
 def test_a_process_that_crashes_is_no_machine_without_gpus(tmp_path, monkeypatch):
@@ -324,7 +324,7 @@ def test_gpus_that_the_driver_does_not_reach():
         "1": (True, False),
         "2": (True, True),
     }
-    assert gpu_facts.read(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "library": True}
+    assert gpu_facts.read(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "loaded": False}
 
 
 def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):

@@ -153,6 +153,13 @@ def test_a_healthy_node_is_fit(name, gpus, links, capsys):
     assert of_node["host"] == "node-a" and links in told["topology"]["seen"] and not set(told) - set(multi_node.CHECKS)
 
 
+@pytest.mark.parametrize("error", ["NVML Shared Library Not Found", "Driver Not Loaded"])
+def test_a_machine_with_a_library_of_nvml_and_no_driver_has_no_gpus(error, tmp_path, capsys):
+    """Packages install the library. Beside nvidia-smi, a driver that is not loaded is a fault (faults/driver_broken)."""
+    folder = copied(tmp_path, {"nvml": {"error": f"NVML: {error}"}}, RECORDED / "no_gpu")
+    assert judged(folder, capsys)[1]["verdict"] == "no GPUs"
+
+
 def test_a_machine_without_gpus_gets_a_plain_report(capsys):
     code, found, _ = judged(RECORDED / "no_gpu", capsys)
     states = {check["name"]: check["state"] for check in found["nodes"][0]["checks"]}
@@ -239,7 +246,7 @@ DEGREES = [
     (environ(CUDA_VISIBLE_DEVICES="0, 6") | gpus(6, error="x", reset=True), "CUDA_VISIBLE_DEVICES", NOTE, "2 of 8"),
     (gpus(error="GPU requires reset", reset=True), "NVML", FAULT, "GPU7"),
     (without_driver("NVML: exit code -11") | {"files": None}, "NVML", FAULT, "-11"),
-    (without_driver("NVML: not found", library=False), "NVML", FAULT, "not found"),  # nvidia-smi is there
+    (without_driver("NVML: not found", loaded=False), "NVML", FAULT, "not found"),  # nvidia-smi is there
 ]
 
 
@@ -502,7 +509,7 @@ def test_a_damaged_recording_is_refused(text, tmp_path, capsys):
 def test_a_slow_disk_of_a_laptop_stops_nothing_and_is_recorded(monkeypatch, tmp_path, capsys):
     """This machine, faked as one without an NVIDIA GPU."""
     slow = {"gemm_tflops": [], "disk": {"checkpoints": {"write_gb_s": 0.01, "read_gb_s": 1.0}}, "left_out": {}, "failed": {}}
-    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop", nvml={"error": "not found", "library": False}))
+    monkeypatch.setattr(preflight, "read_facts", lambda *_: Facts("laptop", nvml={"error": "not found", "loaded": False}))
     monkeypatch.setattr(multi_node, "measure", lambda *_: slow)
     for _ in range(2):  # an earlier recording is overwritten
         assert command.main(["--json", f"--workdir={tmp_path}", f"--record={tmp_path / 'node'}"]) == 0

@@ -279,8 +279,8 @@ BUGS = (
     Bug(
         "preflight: a process that crashes finds no driver",
         "jaxtrain/node/machine.py",
-        'if facts.nvml.get("library", True):',
-        'if facts.nvml.get("library", False):',
+        'if facts.nvml.get("loaded", True):',
+        'if facts.nvml.get("loaded", False):',
         "proofs/test_node_facts.py -k crashes",
     ),
     Bug(
