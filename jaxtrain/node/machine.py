@@ -106,10 +106,10 @@ def read_gpus(facts: Facts) -> Gpus:
     addresses = {pci(address): address for address in facts.folders.get(DRIVER_GPUS, ())}
     unknown = {"name": "unknown", "uuid": "", "pci": "", "refused": {}, "reset": False}
     every: list[Row] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
+    if not every and addresses:
+        return Gpus((), broken="the driver reaches no GPU")
     if not every:
-        return (
-            Gpus((), broken="the driver reaches no GPU") if addresses else Gpus((), absent="no NVIDIA GPU: the driver has none")
-        )
+        return Gpus((), absent="no NVIDIA GPU: the driver has none")
     chosen = visible(every, facts.environ.get("CUDA_VISIBLE_DEVICES")) or every
     # A GPU that requires a reset, and that another run uses, does not disturb this one.
     failed = [gpu for gpu in every if "error" in gpu and (gpu in chosen or not gpu["reset"])]
