@@ -71,7 +71,7 @@ def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
     """Return tokens per CPU second of training's batches in the first and in later epochs, without the prefetch thread."""
     from jaxtrain.config import schema
     from jaxtrain.data import tokenizer
-    from jaxtrain.data.pipeline import open_source
+    from jaxtrain.data.batches import open_source
     from jaxtrain.data.tokenfile import TokenWriter
 
     path, found = folder / "a.tok", {}

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import Args, Parser, whole
 from jaxtrain.config.schema import Fp8, RunConfig
-from jaxtrain.data.pipeline import with_documents
+from jaxtrain.data.batches import with_documents
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.program import build
 from jaxtrain.step.state import create_state

@@ -28,7 +28,8 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, launch
 from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, whole
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
-from jaxtrain.data import loading, pipeline
+from jaxtrain.data import loading
+from jaxtrain.data.batches import with_documents
 from jaxtrain.models import flops
 from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
@@ -221,7 +222,7 @@ def export_example(request: dict[str, Any]) -> dict[str, Any]:
     }
     losses = []
     if request["train"]:
-        program, train, _ = compile_step(pipeline.with_documents(run, rows), devices)
+        program, train, _ = compile_step(with_documents(run, rows), devices)
         current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
         arrays: dict[str, Any] = state.to_host(current, PREFIX)
         theirs: dict[str, Any] = {

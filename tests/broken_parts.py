@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.module import normal, param
 from jaxtrain.models.transformer import Transformer
@@ -102,7 +102,7 @@ def whole_moments(optimizer, dtypes, axes, own):
 
 class _Source:
     def __init__(self, data, split, global_batch, own):
-        self.inner = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
+        self.inner = open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
 
     def __getattr__(self, name):
         return getattr(self.inner, name)

@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.config.shapes import BATCH_KEYS
-from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data import tokenizer
+from jaxtrain.data.batches import Batches, open_source
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models import flops
@@ -109,10 +110,10 @@ def lowered(run: RunConfig) -> str:
 
 
 @functools.cache
-def batches(data: schema.Data, global_batch: int, split: str = "train") -> pipeline.Batches:
+def batches(data: schema.Data, global_batch: int, split: str = "train") -> Batches:
     """Return the run's batches from the real data pipeline. The source must be synthetic or a file."""
     source = data.source if split == "train" else data.eval_source
-    return pipeline.open_source(data, source, split=split, global_batch=global_batch, data_dir=".")
+    return open_source(data, source, split=split, global_batch=global_batch, data_dir=".")
 
 
 def host_batch(run: RunConfig, step: int) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 from jaxtrain.kernels.dot import dot
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import RMSNorm
@@ -83,7 +83,7 @@ class Shifted:
     """Synthetic tokens, each one larger by own.shift."""
 
     def __init__(self, data, split, global_batch, own):
-        self.inner = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
+        self.inner = open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
         self.shift = own.shift
 
     def __getattr__(self, name):

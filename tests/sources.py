@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 from jaxtrain.step.loss import cross_entropy
 
 MARK = 250  # first token of the rows at which a loss or a gradient goes wrong
@@ -51,7 +51,7 @@ def _source(**how: Any) -> Callable[..., Source]:
     """Return a function for `data.source`. The options `how` of Source apply to training data alone."""
 
     def opened(data: Any, split: str, global_batch: int, own: Any) -> Source:
-        batches = pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
+        batches = open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
         return Source(batches, **(how if split == "train" else {}))
 
     return opened

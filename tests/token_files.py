@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jaxtrain.commands.data import main
 from jaxtrain.config import schema
-from jaxtrain.data import pipeline
 from jaxtrain.data import tokenizer as text_tokenizers
+from jaxtrain.data.batches import Batches, open_source
 from jaxtrain.data.mixture import interleave
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 
@@ -50,9 +50,9 @@ def random_documents(seed: int, count: int, mean: int) -> list[list[int]]:
     return [rng.integers(0, 256, max(0, int(n))).tolist() for n in rng.exponential(mean, count)]
 
 
-def open_batches(source: Path | str, seq_len: int = 16, global_batch: int = 4, **keys: object) -> pipeline.Batches:
+def open_batches(source: Path | str, seq_len: int = 16, global_batch: int = 4, **keys: object) -> Batches:
     data = schema.Data(source=str(source), seq_len=seq_len, **keys)  # pyright: ignore[reportArgumentType]
-    return pipeline.open_source(data, data.source, split="train", global_batch=global_batch, data_dir="unused")
+    return open_source(data, data.source, split="train", global_batch=global_batch, data_dir="unused")
 
 
 def texts(path: Path) -> list[str]:
@@ -97,7 +97,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
     return code if isinstance(code, int) else 1, out.getvalue()
 
 
-def first_steps(batches: pipeline.Batches, source: int, steps: int) -> dict[int, int]:
+def first_steps(batches: Batches, source: int, steps: int) -> dict[int, int]:
     """Return {block of a token file: first step that reads it}, without the last block. source: index of the file's source."""
     found: dict[int, int] = {}
     file, seq_len = batches.sources[source].file, batches.seq_len

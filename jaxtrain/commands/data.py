@@ -7,10 +7,10 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import FAILED, Args, Parser, path, whole
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.chat_template import LOSSES, NAMED
+from jaxtrain.data.documents import FORMATS, PrepareError
 from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare, validation_path
-from jaxtrain.data.readers import FORMATS, PrepareError
 from jaxtrain.data.show import counted_tokens, describe, show
-from jaxtrain.data.template import LOSSES, NAMED
 
 EXAMPLES = (
     "prepare --input='books/*.txt' --output=books.tok --validation=0.01",

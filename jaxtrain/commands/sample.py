@@ -12,9 +12,9 @@ from jaxtrain.config import hardware, schema, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, whole
 from jaxtrain.config.declaration import Key
 from jaxtrain.config.schema import Problem, declared
-from jaxtrain.data.readers import PrepareError, read_questions
+from jaxtrain.data.chat_template import NAMED, Conversation
+from jaxtrain.data.documents import PrepareError, read_questions
 from jaxtrain.data.rows import question
-from jaxtrain.data.template import NAMED, Conversation
 from jaxtrain.metrics.samples import Ask, prompts
 from jaxtrain.runtime.startup import start_jax
 

@@ -79,15 +79,15 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
     if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
-    from jaxtrain.data import pipeline  # imports numpy, which --help must not wait for
+    from jaxtrain.data import opening  # imports numpy, which --help must not wait for
 
-    if data.source == "synthetic" or pipeline.is_custom(data.source):
+    if data.source == "synthetic" or opening.is_custom(data.source):
         rule = f"data.source={data.source} has no known end, and only token files and stdlib have epochs"
         return run, [Problem("train.epochs", epochs, rule, f"Set train.epochs=0, and train.steps={steps} decides.")], []
     try:
-        tokens = pipeline.tokens_per_epoch(data, run.paths.data)
+        tokens = opening.tokens_per_epoch(data, run.paths.data)
     except ConfigError as error:
-        gone = [str(p.value) for p in error.problems if p.rule == pipeline.GONE]
+        gone = [str(p.value) for p in error.problems if p.rule == opening.GONE]
         why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
         return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
     # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.

@@ -37,11 +37,11 @@ import numpy as np
 from jaxtrain.config import stores
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
-from jaxtrain.data import readers
+from jaxtrain.data import documents
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.readers import Cut, Input, PrepareError
+from jaxtrain.data.chat_template import LOSSES, ChatTemplate, load_template
+from jaxtrain.data.documents import Cut, Input, PrepareError
 from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
-from jaxtrain.data.template import LOSSES, ChatTemplate, load_template
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
 
 SHARD_MB = 64  # MB of input in a part
@@ -140,7 +140,7 @@ def prepare(
 
     Args:
       inputs: globs, or data sets hf:DATASET.
-      format: one of readers.FORMATS.
+      format: one of documents.FORMATS.
       force: replace existing outputs.
       processes: number of processes; 0: the number of cores.
       shard_mb: MB of input in a part. Finished parts of an interrupted run are reused.
@@ -272,7 +272,7 @@ def find_kinds(patterns: list[str], format: str) -> list[tuple[Path, str]]:
     """
     out: dict[Path, str] = {}
     for pattern in patterns:
-        found = {path: readers.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
+        found = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
         rows = {ending(path): path for path, kind in found.items() if kind != "text"}
         others = [path for path, kind in found.items() if kind == "text" and not ending(path).startswith(".txt")]
         if rows and others:
@@ -298,7 +298,7 @@ def narrower(pattern: str, wanted: list[Path]) -> list[str]:
 
 def ending(path: Path) -> str:
     """Return the suffix of a file, with that of its compression, as .jsonl.gz."""
-    return "".join(path.suffixes[-2:] if path.suffix.lower() in readers.COMPRESSED else path.suffixes[-1:]).lower()
+    return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:]).lower()
 
 
 def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
@@ -309,7 +309,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
     """
     cuts: list[Cut] = []
     state: list[list[Any]] = []
-    by_name = [p for p in patterns if p.startswith(readers.DATASET)]
+    by_name = [p for p in patterns if p.startswith(documents.DATASET)]
     for path, kind in find_kinds([p for p in patterns if p not in by_name], format):
         if kind == "text" and job.flags:
             option = "--preference" if job.preference else "--chat"
@@ -317,9 +317,9 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
             raise PrepareError(f"--input={path}: {rule}. Fix: leave {option} out, or give --format=jsonl")
         found = path.stat()
         state.append([str(path), found.st_size, found.st_mtime_ns])
-        cuts += readers.cut_file(path, kind, part_bytes)
+        cuts += documents.cut_file(path, kind, part_bytes)
     for name in by_name:
-        count, content = readers.cut_dataset(name, rows)
+        count, content = documents.cut_dataset(name, rows)
         state.append([name, count, content])
         cuts += [Cut(name, "dataset", 0, i, i + 1) for i in range(count)]
     return cuts, state
@@ -485,7 +485,7 @@ def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: b
             source = Input(cut, rows, lambda line: lines.append(line) if len(lines) < SHOWN else None)
             writer = None  # of the document that is being written
             read = 0
-            for batch in batches_of(readers.read(source)):
+            for batch in batches_of(documents.read(source)):
                 before = sum(w.tokens for w in writers)
                 for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
                     for text in control(piece):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtrain.data.template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
+from jaxtrain.data.chat_template import THOUGHTS, ChatTemplate, Conversation, Part, RowError
 
 # Name of a role in data sets -> its name in templates. Other names are errors: a template may write the role between `<|` and
 # `|>`, so an arbitrary role could name any control token.

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.config.schema import Data
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.readers import PrepareError
+from jaxtrain.data.documents import PrepareError
 from jaxtrain.data.windows import PackedRows, PairRows, make_batch, open_windows
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 99, 100)

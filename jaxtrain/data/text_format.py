@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.template import ChatTemplate, own_template
+from jaxtrain.data.chat_template import ChatTemplate, own_template
 from jaxtrain.data.tokenizer import ControlToken, Tokenizer, ids_in, model_eos, read_json, special_tokens
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json

@@ -21,8 +21,8 @@ from jaxtrain.config import installed, schema
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.config.shapes import is_vector
+from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.rows import once
-from jaxtrain.data.template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4

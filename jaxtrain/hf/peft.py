@@ -20,7 +20,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import Model, RunConfig, to_dict
-from jaxtrain.data.template import own_template
+from jaxtrain.data.chat_template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf import lora

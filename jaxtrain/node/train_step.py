@@ -25,7 +25,8 @@ from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import WITHOUT_GPUS
 from jaxtrain.config.launch import Loaded
 from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
-from jaxtrain.data import loading, pipeline
+from jaxtrain.data import loading, opening
+from jaxtrain.data.batches import with_documents
 from jaxtrain.report import bench
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax
 from jaxtrain.step.state_size import least_gib
@@ -78,7 +79,7 @@ def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     if count > devices.count and not devices.problem:
         found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
     found += validate_step(run, devices)
-    found += pipeline.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
+    found += opening.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     return found + environment.overlay(run, devices, os.environ)[1]
 
 
@@ -150,7 +151,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     rows = open_rows(run)
     compiling = time.perf_counter()
     traced = bool(request.get("trace"))
-    program, train, options = compile_step(pipeline.with_documents(run, rows), devices, print, traced)
+    program, train, options = compile_step(with_documents(run, rows), devices, print, traced)
     run = program.run
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     # XLA's CPU compiler counts memory differently, so there is no figure for CPUs.

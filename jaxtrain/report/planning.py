@@ -16,7 +16,7 @@ from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args, make_console
 from jaxtrain.config.commands import spelled
 from jaxtrain.config.numbers import size
 from jaxtrain.config.schema import ConfigError, RunConfig
-from jaxtrain.data import pipeline
+from jaxtrain.data import opening
 from jaxtrain.metrics.files import write_output
 from jaxtrain.plan import result
 from jaxtrain.plan.compile import compile_step
@@ -98,8 +98,8 @@ def plan(job: Job, cudnn: Library | None) -> int:
     counted = asked.tokens and planned.fits
     cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, asked) if counted else None
     del compiled
-    epochs = pipeline.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
-    words = "" if epochs is None else f"{pipeline.epochs_in_words(epochs)} of {run.data.source}"
+    epochs = opening.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
+    words = "" if epochs is None else f"{opening.epochs_in_words(epochs)} of {run.data.source}"
     length: dict[str, Any] = {"steps": run.train.steps, "epochs": words, "cost": cost}
     print_plan(planned, console, **length)
     if not planned.fits:

@@ -107,11 +107,11 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += _shown(run.sample, run.log)
     problems += _host_memory(run, devices, bad)
     # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
-    from jaxtrain.data import pipeline
+    from jaxtrain.data import opening
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
         reported |= {p.key for p in problems}
-        found = pipeline.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
+        found = opening.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
         problems += [p for p in found if p.key not in reported]
     return problems
 

@@ -24,7 +24,7 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
     if run.paths.cache:
         written["paths.cache"] = run.paths.cache
     # Imported here: the data pipeline is in a higher layer.
-    from jaxtrain.data.pipeline import parse_sets
+    from jaxtrain.data.opening import parse_sets
 
     if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
         written["paths.data"] = run.paths.data

@@ -46,7 +46,7 @@ def evaluate(
       eval_step: the compiled `Program.eval_step`.
       abstract: shapes and shardings of a batch, `Program.eval_batch`.
       batches: a data source whose `.batch(i)` has as many rows as `abstract`. The rows of a source without `distinct` and
-        `repeats` (data/pipeline.py, `Batches`) count as different sequences.
+        `repeats` (data/batches.py, `Batches`) count as different sequences.
       unwanted: called for each batch. As soon as it returns True, the evaluation ends and the result is None.
     """
     size = abstract["tokens"].shape[1]

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
+from jaxtrain.data.chat_template import ChatTemplate, Conversation, load_template
 from jaxtrain.data.prepare import encode
 from jaxtrain.data.rows import Piece
-from jaxtrain.data.template import ChatTemplate, Conversation, load_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.importing import open_origin

@@ -22,7 +22,8 @@ from jaxtrain.checkpoint import CheckpointError, Checkpoints, Damaged, arrays
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError, Optimizer, RunConfig, Train, own_settings
 from jaxtrain.config.shapes import MTP
-from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data import opening, tokenizer
+from jaxtrain.data.batches import open_source
 from jaxtrain.hf import lora
 from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -69,11 +70,11 @@ def import_named_parts(run: RunConfig) -> None:
     """
     problems = []
     names = [(key, value) for key, value in run.flat.items() if key != "data.eval_source"]
-    names += [("data.eval_source", source) for source in pipeline.parse_sets(run.data.eval_source)[0].values()]
+    names += [("data.eval_source", source) for source in opening.parse_sets(run.data.eval_source)[0].values()]
     for key, value in names:
         if key not in ("model.family", "loss.name", "optimizer.name", "data.source", "data.eval_source"):
             continue
-        if key.startswith("data.") and not pipeline.is_custom(value):
+        if key.startswith("data.") and not opening.is_custom(value):
             continue  # the value is a path that contains a colon
         if ":" in value:
             try:
@@ -274,13 +275,13 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """
     folder = Path(run.paths.data).expanduser()
     how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
-    train = pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
+    train = open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
     if not run.eval.every_steps:
         return train, {}
     rows = run.train.global_batch // run.train.grad_accum
     return train, {
-        name: pipeline.open_source(run.data, source, split="validation", global_batch=rows, **how)
-        for name, source in pipeline.parse_sets(run.data.eval_source)[0].items()
+        name: open_source(run.data, source, split="validation", global_batch=rows, **how)
+        for name, source in opening.parse_sets(run.data.eval_source)[0].items()
     }
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.schema import Dtypes, RunConfig, own_settings
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source, with_documents
 from jaxtrain.step import compiler
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.memory import compile_to_fit
@@ -131,7 +131,7 @@ def open_rows(run: RunConfig) -> Any:
     """Return the source of a run's training batches."""
     how: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
     how["vocab_size"] = run.model.vocab_size
-    return pipeline.open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
+    return open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
 
 
 def compile_step(
@@ -159,7 +159,7 @@ def compile_step(
 def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     """Take the first steps of a run on these devices. Raises the errors of `compile_step`."""
     rows = open_rows(run)
-    program, step, _ = compile_step(pipeline.with_documents(run, rows), devices)
+    program, step, _ = compile_step(with_documents(run, rows), devices)
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     return take_steps(program, step, state, rows.batch, steps)[0]
 

@@ -75,7 +75,7 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
     """Compare a step on a packed batch in each layout with a step on one device that has each document in its own sequence."""
     import jax
 
-    from jaxtrain.data import pipeline
+    from jaxtrain.data.batches import with_documents
     from jaxtrain.step.state import create_state
     from jaxtrain.train import parity
 
@@ -93,11 +93,11 @@ def check_documents(runs: Sequence[tuple[Layout, RunConfig]]) -> Check:
         rule = "the first batch has fewer than two documents a sequence"
         packed = "" if run.data.packing == "documents" else "data.packing=documents, or "
         raise ConfigError([Problem("data.source", run.data.source, rule, f"Set {packed}data.source=synthetic.")])
-    reference = step(pipeline.with_documents(run, rows), apart, 1)
+    reference = step(with_documents(run, rows), apart, 1)
     found = []
     for layout, run in runs:
         allowed = parity.bounds(reference, None, 1, 1)
-        result = parity.compare(step(pipeline.with_documents(run, rows), packed, layout.devices), reference, allowed)
+        result = parity.compare(step(with_documents(run, rows), packed, layout.devices), reference, allowed)
         named = {"loss": result.loss, "gradient norm": result.grad_norm, "gradient": result.gradient}
         found += [Check("documents", m.value, m.bound, f"{layout.name}: {name}") for name, m in named.items()]
     return worst(found)

@@ -25,7 +25,7 @@ from jaxtrain.config.schema import (
     nearest,
     to_dict,
 )
-from jaxtrain.data import loading, pipeline
+from jaxtrain.data import loading, opening
 from jaxtrain.models import FAMILIES, flops
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.optim.moments import INT8
@@ -203,7 +203,7 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
     """Return the reasons why these valid runs cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
     data = dataclasses.replace(run.data, eval_source="")
-    problems = pipeline.check(data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
+    problems = opening.check(data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
     if run.optimizer.name not in METHODS:
         rule = "gradients are read from Adam's first moment, or Muon's momentum"
         problems.append(Problem("optimizer.name", run.optimizer.name, rule, "Set adamw: the gradients are the same."))

@@ -16,7 +16,7 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import Launch
 from jaxtrain.config.schema import Checkpoint, ConfigError, Problem, RunConfig, resolve, shared_settings
 from jaxtrain.data import text_format
-from jaxtrain.data.pipeline import with_documents
+from jaxtrain.data.batches import with_documents
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, load_tokenizer
 from jaxtrain.hf.importing import open_origin

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.config.counts import short_count
-from jaxtrain.data.pipeline import epochs_in_words
+from jaxtrain.data.opening import epochs_in_words
 from jaxtrain.metrics.progress import Console
 from jaxtrain.models import flops
 from jaxtrain.models.module import part

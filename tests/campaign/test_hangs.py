@@ -78,7 +78,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 from jaxtrain.step.loss import cross_entropy
 
 HOW = os.environ.get("HANGS", "")
@@ -88,7 +88,7 @@ def source(data, split, global_batch, own):
     if HOW == "save":  # a file system on which nothing reaches the disk any more
         here, sync = threading.current_thread, os.fsync
         os.fsync = lambda handle: time.sleep(1000) if here().name.startswith("checkpoint") else sync(handle)
-    return pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
+    return open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir="")
 
 
 def loss(hidden_BTD, head_VD, batch, spec):

@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 
 HERE = Path(__file__).parent
 
@@ -60,7 +60,7 @@ class Source:
 
 def source(data, split, global_batch, own):
     os.fsync = sync
-    return Source(pipeline.open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir=""), split)
+    return Source(open_source(data, "synthetic", split=split, global_batch=global_batch, data_dir=""), split)
 """
 STEPS = 24
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL

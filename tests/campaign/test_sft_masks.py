@@ -13,8 +13,8 @@ import pytest
 import token_files
 
 from jaxtrain.data import prepare
+from jaxtrain.data.chat_template import ChatTemplate, RowError, load_template
 from jaxtrain.data.rows import Piece, conversation
-from jaxtrain.data.template import ChatTemplate, RowError, load_template
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 

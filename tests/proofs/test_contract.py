@@ -21,7 +21,7 @@ import pytest
 from jaxtrain.config import schema
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.config.shapes import BATCH_KEYS
-from jaxtrain.data import pipeline
+from jaxtrain.data.batches import open_source
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.transformer import empty_cache
 from jaxtrain.optim.groups import METHODS
@@ -446,7 +446,7 @@ def test_optimizer_is_the_same_on_any_layout(part, run):
 
 def opened(run: RunConfig, split: str = "train") -> Any:
     folder = Path(RunConfig().paths.data).expanduser()
-    return pipeline.open_source(run.data, run.data.source, split=split, global_batch=run.train.global_batch, data_dir=folder)
+    return open_source(run.data, run.data.source, split=split, global_batch=run.train.global_batch, data_dir=folder)
 
 
 def test_source_gives_the_arrays_of_a_batch(part, run):

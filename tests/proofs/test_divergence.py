@@ -15,7 +15,8 @@ from faults import same
 
 from jaxtrain import main
 from jaxtrain.checkpoint import files
-from jaxtrain.data import pipeline, tokenizer
+from jaxtrain.data import tokenizer
+from jaxtrain.data.batches import Batches
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.step import state
 from jaxtrain.step.batch import place_batch
@@ -140,15 +141,15 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.Mon
             for _ in range(100):
                 writer.write([i] * 99, 99)
                 writer.end_document()
-    batch = pipeline.Batches.batch
+    batch = Batches.batch
 
-    def poisoned(self: pipeline.Batches, step: int, rows: Any = None) -> dict[str, np.ndarray]:
+    def poisoned(self: Batches, step: int, rows: Any = None) -> dict[str, np.ndarray]:
         found = batch(self, step, rows)
         if step in (4, 5, 6):
             found["weights"] = found["weights"] * np.float32("nan")
         return found
 
-    monkeypatch.setattr(pipeline.Batches, "batch", poisoned)
+    monkeypatch.setattr(Batches, "batch", poisoned)
     how = ROLLBACK | {
         "data__max_segments": 4,  # as with synthetic data, for which the step is compiled already
         "data__source_schedule": f"9: {tmp_path}/a.tok=0.25,{tmp_path}/b.tok=0.75",

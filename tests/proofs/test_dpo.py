@@ -17,7 +17,8 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import to_dict
 from jaxtrain.config.shapes import REWARD_METRICS
-from jaxtrain.data import loading, pipeline, text_format, tokenizer
+from jaxtrain.data import loading, text_format, tokenizer
+from jaxtrain.data.batches import open_source
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenWriter
 from jaxtrain.metrics import samples
 from jaxtrain.step import loss, validate
@@ -67,7 +68,7 @@ def source(tmp_path_factory):
 def host_batch(source):
     """Return a batch whose reference log-probabilities differ by a few nats from those of a uniform distribution."""
     data = dataclasses.replace(helpers.tiny().data, source=source, tokenizer="byte", seq_len=MODEL["data.seq_len"])
-    opened = pipeline.open_source(data, source, split="train", global_batch=MODEL["train.global_batch"], data_dir=".")
+    opened = open_source(data, source, split="train", global_batch=MODEL["train.global_batch"], data_dir=".")
     assert opened.max_segments >= 6
     (name,) = (s.name for s in opened.sources)
     file = opened.sources[0].file

@@ -21,7 +21,7 @@ from jaxtrain import main
 from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.commands import hf as command
 from jaxtrain.commands import sample
-from jaxtrain.data.template import Conversation
+from jaxtrain.data.chat_template import Conversation
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.hf import exporting, peft
 from jaxtrain.hf.folder import describe, is_folder, model_of, open_folder, write_byte_tokenizer

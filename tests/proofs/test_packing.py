@@ -19,8 +19,9 @@ import runs
 from token_files import BYTE
 
 from jaxtrain.config import schema
-from jaxtrain.data import pipeline, windows
 from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data import windows
+from jaxtrain.data.batches import open_source
 from jaxtrain.data.tokenfile import TokenWriter
 
 SETS = json.loads((Path(__file__).parents[1] / "recorded/conversation_lengths.json").read_text())
@@ -49,7 +50,7 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
     lengths = drawn(which, which["conversations"])
     source = write(tmp_path / "a.tok", lengths)
     data = schema.Data(source=str(source), seq_len=seq_len)
-    batches = pipeline.open_source(data, data.source, split="train", global_batch=8, data_dir="")
+    batches = open_source(data, data.source, split="train", global_batch=8, data_dir="")
     (packed,) = batches.sources
     assert isinstance(packed, windows.PackedRows)
     fits = [n <= seq_len + 1 for n in lengths]
@@ -80,7 +81,7 @@ def test_padding_and_whole_conversations(tmp_path: Path, which: dict, seq_len: i
 def digests(source: str, schedule: str, rows: list[int], first: int) -> dict[str, str]:
     """Return a digest of each of the rows `rows` in the batches from `first` to 11, by "step row"."""
     data = schema.Data(source=source, source_schedule=schedule, seq_len=1024)
-    batches = pipeline.open_source(data, source, split="train", global_batch=8, data_dir="")
+    batches = open_source(data, source, split="train", global_batch=8, data_dir="")
     found = {}
     for step in range(first, 12):
         batch = batches.batch(step, np.array(rows))
@@ -114,7 +115,7 @@ def test_fifty_conversations_fill_a_batch_of_the_defaults(tmp_path: Path) -> Non
     defaults = schema.RunConfig()
     source = write(tmp_path / "talk.tok", [40] * 50)
     data = dataclasses.replace(defaults.data, source=str(source))
-    batches = pipeline.open_source(data, data.source, split="train", global_batch=defaults.train.global_batch, data_dir="")
+    batches = open_source(data, data.source, split="train", global_batch=defaults.train.global_batch, data_dir="")
     batch = batches.batch(0)
     assert batch["tokens"].shape == (defaults.train.global_batch, data.seq_len) and batches.max_segments >= 2
     assert (batch["segments"] == 0).any() and batch["weights"].any(axis=1).all()

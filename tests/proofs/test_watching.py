@@ -21,7 +21,7 @@ from played_nvml import Gpu, Nvml
 
 from jaxtrain.config import installed
 from jaxtrain.config.hardware import Devices
-from jaxtrain.data import pipeline
+from jaxtrain.data import opening
 from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.metrics import files, samples
 from jaxtrain.metrics.gpu_monitor import Monitor
@@ -139,7 +139,7 @@ def test_every_set_is_evaluated_each_time(watched: Watched, plain: Path) -> None
     ],
 )
 def test_sets_are_read(text: str, sets: dict[str, str]) -> None:
-    assert pipeline.parse_sets(text) == (sets, [])
+    assert opening.parse_sets(text) == (sets, [])
 
 
 @pytest.mark.parametrize(

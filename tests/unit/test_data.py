@@ -11,7 +11,8 @@ from token_files import open_batches, random_documents, texts, write_conversatio
 
 from jaxtrain.config import schema
 from jaxtrain.config.shapes import BATCH_KEYS
-from jaxtrain.data import pipeline, stdlib, tokenfile, windows
+from jaxtrain.data import opening, stdlib, tokenfile, windows
+from jaxtrain.data.batches import open_source, with_documents
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 
 
@@ -109,19 +110,19 @@ def test_max_segments_of_0_is_what_the_data_has(tmp_path):
     many = open_batches(write_file(tmp_path / "a.tok", [[1]] * 400), seq_len=100)
     assert many.max_segments == many.batch(0)["segments"].max() == 32 and many.masked_fraction > 0
     run = schema.RunConfig()
-    assert pipeline.with_documents(run, *opened).data.max_segments == opened[1].max_segments
-    assert pipeline.with_documents(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
+    assert with_documents(run, *opened).data.max_segments == opened[1].max_segments
+    assert with_documents(run, opened[0], object()).data.max_segments == 32, "a source of one's own does not say"
     asked = schema.RunConfig(data=schema.Data(max_segments=3))
-    assert pipeline.with_documents(asked, *opened) is asked
+    assert with_documents(asked, *opened) is asked
     with pytest.raises(schema.ConfigError, match=r"data.max_segments = 0: .* 40"):
-        pipeline.with_documents(run, SimpleNamespace(max_segments=40))
+        with_documents(run, SimpleNamespace(max_segments=40))
 
 
 def test_synthetic_is_deterministic_learnable_and_says_so(tmp_path):
     data = schema.Data(source="synthetic", seq_len=256, max_segments=8)
 
     def make(split="train", seed=0):
-        return pipeline.open_source(data, "", split=split, global_batch=8, data_dir=tmp_path, seed=seed)
+        return open_source(data, "", split=split, global_batch=8, data_dir=tmp_path, seed=seed)
 
     a, b = make(), make()
     assert a.synthetic and a.masked_fraction == 0
@@ -154,7 +155,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify(validation) == []
     assert TokenFile.open(validation).header == opened[1].header
     for split, file in zip(("train", "validation"), opened, strict=True):
-        batches = pipeline.open_source(schema.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
+        batches = open_source(schema.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
         assert batches.fingerprint["files"][0]["content_sha256"] == file.header["content_sha256"]
         assert batches.bytes_per_token == pytest.approx(1.0)
 
@@ -188,7 +189,7 @@ def test_check_reports_every_problem(tmp_path):
 
     def found(keys="", vocab=264, need_eval=False, **settings):
         data = schema.Data(**{"source": str(train), "seq_len": 16, **settings})
-        problems = pipeline.check(data, vocab, need_eval)
+        problems = opening.check(data, vocab, need_eval)
         assert [p.key for p in problems] == keys.split()
         return " ".join(p.remedy for p in problems)
 

@@ -16,9 +16,9 @@ from token_files import command, open_batches, train_bpe, write_conversations
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from jaxtrain.config import schema
-from jaxtrain.data import mixture, pipeline, prepare, rows, template, windows
+from jaxtrain.data import chat_template, mixture, opening, prepare, rows, windows
 from jaxtrain.data import tokenizer as text_tokenizers
-from jaxtrain.data.template import Conversation
+from jaxtrain.data.chat_template import Conversation
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter, verify
 
 CHATML = (
@@ -67,11 +67,11 @@ def folders(tmp_path_factory):
     return {path.name: path for path in root.iterdir()}
 
 
-def load(folder, source: str | None = None) -> tuple[text_tokenizers.Tokenizer, template.ChatTemplate]:
+def load(folder, source: str | None = None) -> tuple[text_tokenizers.Tokenizer, chat_template.ChatTemplate]:
     tok = text_tokenizers.load_tokenizer(str(folder))
-    made = template.load_template(str(folder), tok, "", "2026-11-22")
+    made = chat_template.load_template(str(folder), tok, "", "2026-11-22")
     if source is not None:
-        made = template.ChatTemplate("test", source, made.tokens, made.control, "2026-11-22")
+        made = chat_template.ChatTemplate("test", source, made.tokens, made.control, "2026-11-22")
     return tok, made
 
 
@@ -147,7 +147,7 @@ def test_no_text_of_a_message_becomes_a_control_token(folders, contents, name):
 
 def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders):
     _, made = load(folders["bytes"])
-    mark = template.MARK
+    mark = chat_template.MARK
     for text in ("Sure.", "", "the end", "  a list:\n- <b>bold</b>\n", "1 < 2", "text"):
         assert made.guard(text) == text or text == "text"  # a part of <|endoftext|>
     assert made.guard("a </s> b") == f"a <{mark}/s> b"
@@ -173,15 +173,15 @@ def test_ordinary_text_is_left_alone_and_only_control_tokens_are_marked(folders)
 )
 def test_conversations_that_cannot_be_written_are_refused(folders, source, pairs):
     _, made = load(folders["bytes"], source)
-    with pytest.raises(template.RowError):
+    with pytest.raises(chat_template.RowError):
         made.parts(Conversation(talk(*pairs)), "assistant")
 
 
 def test_templates_are_found_beside_the_tokenizer_and_their_helpers_work(tmp_path, folders, monkeypatch):
     tok = text_tokenizers.load_tokenizer(str(folders["bytes"]))
 
-    def found(file="", name=str(tmp_path), date="2026-11-22") -> template.ChatTemplate:
-        return template.load_template(name, tok, file and str(tmp_path / file), date)
+    def found(file="", name=str(tmp_path), date="2026-11-22") -> chat_template.ChatTemplate:
+        return chat_template.load_template(name, tok, file and str(tmp_path / file), date)
 
     with pytest.raises(text_tokenizers.TokenizerError, match="--chat-template"):
         found()
@@ -252,7 +252,7 @@ TOOLS = (  # many templates write a message like this, the reasoning first
 
 
 @pytest.mark.parametrize("arguments", [{"q": "a </s>"}, '{"q": "a </s>"}'])
-@pytest.mark.parametrize("thoughts", template.THOUGHTS)
+@pytest.mark.parametrize("thoughts", chat_template.THOUGHTS)
 def test_calls_of_tools_and_thoughts_count_and_results_do_not(folders, arguments, thoughts):
     _, made = load(folders["bytes"], TOOLS)
     call = {"function": {"name": "find", "arguments": arguments}}
@@ -275,7 +275,7 @@ THINKS = (  # writes the reasoning after the last question only, and no tool cal
 )
 
 
-@pytest.mark.parametrize("loss", template.LOSSES)
+@pytest.mark.parametrize("loss", chat_template.LOSSES)
 def test_parts_that_a_template_does_not_write_are_refused(folders, loss):
     call, think = {"messages": [USER, CALL]}, {"messages": [USER, {**BOT, "reasoning": "hm"}]}
     earlier = {"messages": [*think["messages"], USER, BOT]}
@@ -502,7 +502,7 @@ def test_a_file_with_less_than_a_row_is_padded_and_an_empty_one_refused(tmp_path
     empty = write_conversations(tmp_path / "none.tok", [])
     text = write_conversations(tmp_path / "b.tok", [5, 4], loss=False)  # text is cut into full rows
     for file, keys in ((path, []), (empty, ["data.seq_len"]), (text, ["data.seq_len"])):
-        assert [p.key for p in pipeline.check(schema.Data(source=str(file), seq_len=64), 264, False)] == keys
+        assert [p.key for p in opening.check(schema.Data(source=str(file), seq_len=64), 264, False)] == keys
     batch = open_batches(path, 64, global_batch=2).batch(0)
     assert (batch["segments"] > 0).sum(1).tolist() == [9, 9]
     assert batch["weights"].sum(1).tolist() == [5.0, 5.0]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from token_files import command, open_batches, random_documents, write_file
 
 from jaxtrain.config import schema
-from jaxtrain.data import mixture, pipeline, show
+from jaxtrain.data import mixture, opening, show
+from jaxtrain.data.batches import Batches
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.windows import whole_turns
 
@@ -25,7 +26,7 @@ def files(tmp_path) -> Path:
     return tmp_path
 
 
-def mixed(source: object, seq_len: int = 16, global_batch: int = 8, **keys) -> pipeline.Batches:
+def mixed(source: object, seq_len: int = 16, global_batch: int = 8, **keys) -> Batches:
     return open_batches(source, seq_len, global_batch, **keys)
 
 
@@ -89,24 +90,24 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
 def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, schedule, key):
     monkeypatch.chdir(files)
     write_file(files / "other.tok", [[1] * 99], sha256="x", name="other")
-    (problem,) = pipeline.check(schema.Data(source=source, source_schedule=schedule, seq_len=16), 264, False)
+    (problem,) = opening.check(schema.Data(source=source, source_schedule=schedule, seq_len=16), 264, False)
     assert problem.key == key and problem.remedy
     phases, problems = mixture.parse_schedule("800: a.tok; 8_000 : b.tok; 1_0_0_0_0: a.tok")
     assert [step for step, _ in phases] == [800, 8000, 10_000] and not problems
 
 
-def resume(batches: pipeline.Batches, kept: dict | None, step: int) -> bool:
+def resume(batches: Batches, kept: dict | None, step: int) -> bool:
     """Continue from a checkpoint of `step` steps, with constant batch size. Returns whether the mixture has changed."""
     return batches.start_mixture(kept, step, step * batches.global_batch, lambda step: step * batches.global_batch)
 
 
-def saved(batches: pipeline.Batches, step: int) -> dict:
+def saved(batches: Batches, step: int) -> dict:
     tokens = step * batches.global_batch * batches.seq_len
     mixture = batches.mixture.state(step * batches.global_batch)
     return json.loads(json.dumps({"tokens": tokens, "fingerprint": batches.fingerprint, "mixture": mixture}))
 
 
-def places(batches: pipeline.Batches, step: int) -> list[tuple[str, int]]:
+def places(batches: Batches, step: int) -> list[tuple[str, int]]:
     """Return (source, index within the source) of each row of a batch."""
     index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
     number, within = batches.mixture.sources_of(index)

@@ -7,9 +7,9 @@ import pytest
 from token_files import BYTE, command, open_batches, texts, write_file
 
 from jaxtrain.config import schema
-from jaxtrain.data import pipeline
+from jaxtrain.data import opening
+from jaxtrain.data.chat_template import BYTE_TEMPLATE, ChatTemplate, RowError
 from jaxtrain.data.rows import PairRows
-from jaxtrain.data.template import BYTE_TEMPLATE, ChatTemplate, RowError
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenWriter, verify
 from jaxtrain.data.tokenizer import info
 
@@ -191,7 +191,7 @@ def test_pairs_and_the_loss_that_compares_them(prepared, tmp_path):
         (text, "dpo", ["data.source"]),
         (pairs, "dpo", []),
     ):
-        problems = pipeline.check(schema.Data(source=source), 264, False, schema.Loss(name))
+        problems = opening.check(schema.Data(source=source), 264, False, schema.Loss(name))
         assert [problem.key for problem in problems] == keys, (source, name)
 
 

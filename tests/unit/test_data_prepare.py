@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import BYTE, command, finished, texts, write_lines
 
-from jaxtrain.data import prepare, readers, tokenfile
+from jaxtrain.data import documents, prepare, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.rows import TextRows
 from jaxtrain.data.tokenfile import TokenWriter, verify
@@ -43,7 +43,7 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
 
 
 def test_long_text_is_one_document_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 50)
+    monkeypatch.setattr("jaxtrain.data.documents.PIECE_BYTES", 50)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 100)
     for name, text in (("lines", "zwölf Boxkämpfer\n" * 40), ("one line", "ü€𝄞" * 333), ("exact", "y" * 50)):
         (tmp_path / "a.txt").write_text(text)
@@ -138,7 +138,7 @@ def test_two_writers_of_one_output_are_refused(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr("jaxtrain.data.documents.PIECE_BYTES", 1 << 15)
     monkeypatch.setattr(prepare, "BATCH_BYTES", 1 << 15)
     line = json.dumps({"text": "x" * 900}) + "\n"
     peaks = []
@@ -162,8 +162,8 @@ def test_parts_of_a_file_are_its_lines_once_each_with_their_numbers(tmp_path_fac
     said, parts = [], []
     for size in (1 << 30, part_bytes):
         named, pieces = [], []
-        for cut in readers.cut_file(path, "jsonl", size):
-            pieces += [p.text for p in readers.read(readers.Input(cut, TextRows(["text"], ""), named.append))]
+        for cut in documents.cut_file(path, "jsonl", size):
+            pieces += [p.text for p in documents.read(documents.Input(cut, TextRows(["text"], ""), named.append))]
         said.append(named)
         parts.append(pieces)
     assert parts[0] == parts[1] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
@@ -260,8 +260,8 @@ def test_a_dataset_by_name(tmp_path, monkeypatch):
         with pytest.raises(prepare.PrepareError, match="--extra hf-datasets"):
             prepare.prepare(["hf:some/name"], tmp_path / "a.tok")
     with pytest.raises(prepare.PrepareError, match="hf:DATASET"):
-        readers.dataset_name("hf:a:b:c:d")
-    assert readers.dataset_name("hf:a") == ("a", None, "train")
+        documents.dataset_name("hf:a:b:c:d")
+    assert documents.dataset_name("hf:a") == ("a", None, "train")
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     folder = tmp_path / "set"  # in place of a data set of the hub

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.commands import api
 from jaxtrain.config.schema import Data, Problem, parse_arg, split_paths
-from jaxtrain.data import loading, mixture, pipeline, prepare, readers
+from jaxtrain.data import documents, loading, mixture, opening, prepare
 
 SWEEP = ("bs=16,wd=0/x.tok", "lr=3e-4/x.tok", "a;b/x.tok", "m:n/x.tok", "lr=3e-4/x", "a.tok=0.5", "plain.tok")
 
@@ -31,7 +31,7 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def problems(source: str, held_out: str = "", schedule: str = "") -> list[Problem]:
     data = Data(source=source, eval_source=held_out, source_schedule=schedule, seq_len=16)
-    return pipeline.check(data, 264, bool(held_out))
+    return opening.check(data, 264, bool(held_out))
 
 
 @pytest.mark.parametrize("name", SWEEP)
@@ -40,7 +40,7 @@ def test_a_token_file_may_have_any_name(folder: Path, name: str):
         assert problems(path, path) == []
         assert mixture.parse_files(f"{path}=0.25,plain.tok=0.75" if name != "plain.tok" else f"{path}=1")[0][0].path == path
         assert problems("plain.tok", f"one={path};two=made.tok", f"9: {path}; 12: made.tok") == []
-        assert pipeline.parse_sets(f"one={path};two=made.tok") == ({"one": path, "two": "made.tok"}, [])
+        assert opening.parse_sets(f"one={path};two=made.tok") == ({"one": path, "two": "made.tok"}, [])
         assert [files[0].path for _, files in mixture.parse_schedule(f"9: {path}; 12: made.tok")[0]] == [path, "made.tok"]
 
 
@@ -52,7 +52,7 @@ def test_files_with_and_without_weights_keep_them(folder: Path):
         ("lr=3e-4/x", 0.25),
     ]
     both = "lr=3e-4/x.tok,bs=16,wd=0/x.tok"
-    assert pipeline.parse_sets(both) == ({"": both}, []) and pipeline.parse_sets(f"a={both}") == ({"a": both}, [])
+    assert opening.parse_sets(both) == ({"": both}, []) and opening.parse_sets(f"a={both}") == ({"a": both}, [])
     files, wrong = mixture.parse_files("plain.tok,bs=16,wd=0/x.tok")
     assert not wrong and [(f.path, f.weight) for f in files] == [("plain.tok", None), ("bs=16,wd=0/x.tok", None)]
 
@@ -100,7 +100,7 @@ def test_inputs_of_prepare_may_have_any_name(folder: Path):
     (folder / "lr=[1]*").mkdir(exist_ok=True)
     shutil.copy(folder / "in.txt", folder / "lr=[1]*" / "in.txt")
     assert prepare.find_inputs(["lr=[1]*/in.txt"]) == [Path("lr=[1]*/in.txt")]
-    assert readers.dataset_name("hf:m:n") == ("m:n", None, "train") and readers.dataset_name("hf:o:n")[:2] == ("o", "n")
+    assert documents.dataset_name("hf:m:n") == ("m:n", None, "train") and documents.dataset_name("hf:o:n")[:2] == ("o", "n")
 
 
 def test_the_longest_path_that_exists_counts():

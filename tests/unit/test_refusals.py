@@ -22,7 +22,7 @@ from jaxtrain.commands.command import read_line
 from jaxtrain.config import explain, hardware, schema
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import Problem, declared
-from jaxtrain.data import loading, pipeline, prepare
+from jaxtrain.data import loading, opening, prepare
 from jaxtrain.step.validate import validate
 
 REPO = Path(__file__).resolve().parents[2]
@@ -381,7 +381,7 @@ def test_machines_that_cannot_run_it(monkeypatch, tmp_path):
 
 def llama3_8b(monkeypatch, settings: str, devices: Devices) -> list[Problem]:
     """Return the problems with the memory of the devices. The config's token files are taken for present."""
-    monkeypatch.setattr(pipeline, "check", lambda *args, **how: [])
+    monkeypatch.setattr(opening, "check", lambda *args, **how: [])
     found = problems(settings, devices, base=f"--config={REPO}/configs/llama3_8b.py")
     return [problem for problem in found if problem.key == "devices"]
 
@@ -495,7 +495,7 @@ def test_the_commands_for_paths_with_spaces_can_be_typed(files):
     (problem,) = problems(f"'data.source=my texts/in.txt' {HELD}")
     (words,) = re.findall(r"python -m jaxtrain data (prepare .*) \(", problem.remedy)
     assert command(files, *shlex.split(words))[0] == 0 and problems(f"'data.source=my texts/in.tok' {HELD}") == []
-    made = shlex.split(pipeline.prepare_command("my own/tokenizer.json", "my texts"))
+    made = shlex.split(opening.prepare_command("my own/tokenizer.json", "my texts"))
     assert made[5:] == ["--tokenizer=my own/tokenizer.json", "--input=my texts/*.jsonl", "--output=my texts.tok"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from token_files import command
 
 from jaxtrain.data import show
-from jaxtrain.data.template import Conversation, load_template
+from jaxtrain.data.chat_template import Conversation, load_template
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer
 

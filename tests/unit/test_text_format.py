@@ -7,7 +7,7 @@ import pytest
 from token_files import command, open_batches
 
 from jaxtrain.data import text_format, tokenizer
-from jaxtrain.data.template import NAMED, Conversation, load_template
+from jaxtrain.data.chat_template import NAMED, Conversation, load_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.data.tokenizer import load_tokenizer

@@ -11,7 +11,7 @@ import tokenizers.processors
 from token_files import BYTE, command, train_bpe, write_file
 
 from jaxtrain.config import schema
-from jaxtrain.data import pipeline, readers
+from jaxtrain.data import opening
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.tokenfile import TokenFile
 from jaxtrain.train import generation
@@ -82,7 +82,7 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     documents = ["def naïve(x):\n" * 40, "<s>", "a" * 300]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     (tmp_path / "b.txt").write_text(documents[0])
-    monkeypatch.setattr(readers, "PIECE_BYTES", 64)  # the text file is read in many pieces
+    monkeypatch.setattr("jaxtrain.data.documents.PIECE_BYTES", 64)  # the text file is read in many pieces
     for name in ("a.jsonl", "b.txt"):
         assert command(tmp_path, "prepare", f"--input={name}", f"--output={name}.tok", "--tokenizer=t.json")[0] == 0
     package.encode_special_tokens = True
@@ -128,7 +128,7 @@ def test_tokens_of_another_tokenizer_are_refused_and_hub_names_need_no_network(t
         ("h", "hf:no/other", ["data.tokenizer"]),
     ):
         source = ",".join(f"{tmp_path}/{name}.tok" for name in names)
-        problems = pipeline.check(schema.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
+        problems = opening.check(schema.Data(source=source, tokenizer=tokenizer, seq_len=16), 700, False)
         assert [p.key for p in problems] == keys, (names, tokenizer)
 
 
@@ -184,7 +184,7 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         info = text_tokenizers.info(tok) | {"name": str(place)}
         write_file(tmp_path / "t.tok", [[5] * 40], **info)
         data = schema.Data(source=str(tmp_path / "t.tok"), tokenizer=str(place), seq_len=16)
-        problems = pipeline.check(data, 700, False)
+        problems = opening.check(data, 700, False)
         assert [p.key for p in problems] == ([] if equal else ["data.tokenizer"]), name
         assert all(f"data.tokenizer={place}" not in p.remedy for p in problems), "the present value is no remedy"
         text_tokenizers.load_tokenizer.cache_clear()
@@ -195,6 +195,6 @@ def test_a_tokenizer_written_in_another_way_is_the_same(tmp_path, bpe):
         before, now = text_tokenizers.contents(where, str(place))["data.tokenizer"]
         assert (before == now) == equal, name
     write_file(tmp_path / "t.tok", [[5] * 40], **text_tokenizers.info(tok))  # the file's own tokenizer is still there
-    (problem,) = pipeline.check(data, 700, False)
+    (problem,) = opening.check(data, 700, False)
     named = problem.remedy.partition("data.tokenizer=")[2].partition(" or ")[0]
-    assert not pipeline.check(schema.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)
+    assert not opening.check(schema.Data(source=data.source, tokenizer=named, seq_len=16), 700, False)

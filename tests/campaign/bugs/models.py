@@ -453,7 +453,7 @@ BUGS = (
     ),
     Bug(
         "own parts: rows of a batch are missing",
-        "jaxtrain/data/pipeline.py",
+        "jaxtrain/data/batches.py",
         "if array.shape != shape or",
         "if array.shape[1:] != shape[1:] or",
         "unit/test_own_parts.py -k arrays",

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from jaxtrain.config import installed
+from jaxtrain.data.chat_template import Conversation, RowError
 from jaxtrain.data.rows import KNOWN_COLUMNS, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, load_json, question, unread
-from jaxtrain.data.template import Conversation, RowError
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

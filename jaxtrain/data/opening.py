@@ -1,0 +1,407 @@
+"""Open the files that a config names as data, and report what is wrong with them. Imports no jax."""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config import installed, own_parts, schema
+from jaxtrain.config.schema import split_paths
+from jaxtrain.config.synonyms import MOST, did_you_mean
+from jaxtrain.data import stdlib, synthetic
+from jaxtrain.data import tokenizer as tokenizers
+from jaxtrain.data.mixture import Named, all_exist, identity, is_file, parse_files, parse_schedule, shares
+from jaxtrain.data.tokenfile import TokenFile, TokenFileError
+from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, count_windows, open_windows
+
+CROSS_ENTROPY = schema.Loss()
+# Forms of data, and the options of `prepare` for each
+FORMS = {"text": "", "chat": "--chat ", "pairs": "--preference --chat ", "plain pairs": "--preference "}
+VALIDATION = {"text": "0.001", "chat": "0.02", "pairs": "0.05"}  # --validation in the commands for each form
+GONE = "no such file"  # the rule of a token file that does not exist
+MAX_WINDOWS = 1 << 32  # grain's index_shuffle counts in 32 bits
+
+
+def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
+    """Parse `web=web.val.tok;code=code.val.tok`: return (name -> source, problems).
+
+    A single source may have no name; its key is then "". A name has only letters, digits, _ and -. If a number follows
+    the `=`, or if the text begins with the path of a file, the text before the `=` is a file, not a name.
+    """
+    sets: dict[str, str] = {}
+    items = split_paths(text, ";", lambda item: all_exist(item) or all_exist(item.partition("=")[2]))
+    for item in items:
+        name, _, source = (part.strip() for part in item.partition("="))
+        begins_with_file = any(is_file(each.path) for each in parse_files(item)[0][:1])
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or begins_with_file:
+            name, source = "", item
+        rule = ""
+        if not name and len(items) > 1:
+            rule = f"{item} is one of several held-out sets, and has no name"
+        elif name in sets:
+            rule = f"the name {name!r} is given twice"
+        if rule:
+            fix = "Give each set a name of its own." if name else f"Write {';'.join(map(_with_name, items))}."
+            return {"": ""}, [schema.Problem("data.eval_source", text, rule, fix)]
+        sets[name] = source
+    return sets or {"": ""}, []
+
+
+def _with_name(item: str) -> str:
+    """Return NAME=SOURCE of a held-out set, with a valid name made of what stands there."""
+    name, _, source = (part.strip() for part in item.partition("="))
+    if not source or is_number(source):  # FILE, or FILE=WEIGHT
+        name, source = Path(name).name.partition(".")[0], item
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}={source}"
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_custom(source: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source) is not None and not os.path.exists(source)
+
+
+def near_files(path: str) -> list[str]:
+    """Return a similar built-in source, or up to three similar data files in the path's folder.
+
+    A held-out file (.val.) is similar to held-out files only, and a training file to training files only.
+    """
+    if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
+        return close
+    asked = Path(path).expanduser()
+    held_out = ".val." in asked.name
+    there = {
+        p.stem.removesuffix(".val"): p.name
+        for p in sorted(asked.parent.glob("*"))
+        if p.suffix == ".tok" and (".val." in p.name) == held_out
+    }
+    close = difflib.get_close_matches(asked.stem.removesuffix(".val"), there, MOST, 0.7)
+    return [str(Path(path).parent / there[stem]) for stem in close]
+
+
+def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> schema.Problem:
+    """Return the problem of a missing file. Its remedy names similar files; without any, the commands that make the file.
+
+    A missing NAME.val.tok is made with NAME.tok by one command. If NAME.tok exists, the command makes both again.
+
+    Args:
+      form: the form of the data that the run needs, a key of FORMS.
+    """
+    if near := near_files(path):
+        return schema.Problem(key, path, GONE, did_you_mean(near))
+    held_out = path.endswith(".val.tok")
+    output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
+    if held_out and (options := _made_with(output)):
+        command = f"{options} --force --output={shlex.quote(output)}"
+        without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
+        remedy = f"This command makes both again{without}:\n    python -m jaxtrain data prepare {command}"
+        return schema.Problem(key, path, f"no such file, although {output} is there", remedy)
+    share = "" if key == "data.eval_source" and not held_out else f"--validation={VALIDATION[form]} "
+    ending = f"--tokenizer={shlex.quote(tokenizer)} {share}--output={shlex.quote(output)}"
+    if form == "text":
+        remedy = (
+            "Two commands make it (a 10-billion-token sample of FineWeb-Edu, or put your own files into corpus/):\n"
+            f"    {installed.script('hf')} download HuggingFaceFW/fineweb-edu --repo-type=dataset "
+            "--include 'sample/10BT/*' --local-dir=corpus\n"
+            f"    python -m jaxtrain data prepare --input='corpus/**/*.parquet' {ending}"
+        )
+    else:
+        what = "pairs" if form == "pairs" else "conversations"
+        remedy = (
+            f"This command makes it of {what} in JSON lines (plain texts: without --chat):\n"
+            f"    python -m jaxtrain data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
+        )
+    return schema.Problem(key, path, GONE, remedy)
+
+
+def _made_with(path: str) -> str:
+    """Return the options of `prepare` that made a token file, with --validation; "" if they are not known."""
+    try:
+        header = TokenFile.open(path).header
+    except (TokenFileError, OSError):  # where the config names this file, its own problem is told
+        return ""
+    texts, documents = header["sources"], header["documents"]
+    if not texts or "options" not in header["made"]:
+        return ""
+    words = [f"--tokenizer={shlex.quote(header['tokenizer']['name'])}"]
+    for name, value in header["made"]["options"].items():
+        text = str(value).replace("\n", "\\n").replace("\t", "\\t")
+        words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={shlex.quote(text)}"))
+    words += [f"--input={shlex.quote(text)}" for text in texts]
+    return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
+
+
+def open_files(data: schema.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
+    """Open the token files that config key `key` names. Raises ConfigError with the problems of all files.
+
+    form: the form of the data that the run needs, a key of FORMS, for the commands that the problems name.
+    """
+    files: list[TokenFile] = []
+    problems = []
+    for path in (each.path for each in named):
+        try:
+            files.append(TokenFile.open(path))
+        except (FileNotFoundError, NotADirectoryError):
+            problems.append(missing_file(key, path, data.tokenizer, form))
+            continue
+        except (TokenFileError, OSError) as e:
+            if Path(path).suffix == ".tok":
+                problems.append(
+                    schema.Problem(key, path, str(e), f"Check it with: python -m jaxtrain data verify {shlex.quote(path)}")
+                )
+            else:
+                note = "with --chat for conversations" if form == "text" else "without --chat for plain texts"
+                fix = f"Make one: {prepare_command(data.tokenizer, path, FORMS[form])} ({note})."
+                problems.append(schema.Problem(key, path, "is no token file", fix))
+            continue
+        header = files[-1].header
+        if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
+            its = header["tokenizer"]["name"]
+            again = f"prepare the text again with --tokenizer={shlex.quote(data.tokenizer)}"
+            # The tokenizer at the file's own path may be gone, or be another one now.
+            gone = tokenizers.differs(its, header["tokenizer"])
+            back = f"Set data.tokenizer to a folder with the former {its}" if gone else f"Set data.tokenizer={shlex.quote(its)}"
+            fix = f"{back} or {again}"  # no stop behind what is typed
+            if data.tokenizer == "byte" or tokenizers.is_bare(data.tokenizer):  # the default, or it can prepare no text
+                fix = back
+            elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
+                fix = f"{again[0].upper()}{again[1:]}"
+            problems.append(schema.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
+        packed = files[-1].loss_bits is not None or data.packing == "best_fit"
+        windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
+        if not 0 < windows <= MAX_WINDOWS:
+            rule = f"{path} has {header['tokens']:,} tokens: {windows:,} sequences, outside 1 to 2^32"
+            remedy = "Choose another length, more data, or data.packing=best_fit, which pads a short sequence."
+            problems.append(schema.Problem("data.seq_len", seq_len, rule, remedy))
+    if problems:
+        raise schema.ConfigError(problems)
+    return files
+
+
+def open_mixture(
+    data: schema.Data, source: str, key: str, seq_len: int, schedule: str = "", form: str = "text"
+) -> tuple[list[TokenFile], list[tuple[int, list[float]]]]:
+    """Open the token files of a source and of a schedule, each once. form: as for `open_files`.
+
+    Returns:
+      The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
+
+    Raises:
+      ConfigError: a file or the text of `source` or `schedule` is wrong. The error lists all problems.
+    """
+    named, problems = parse_files(source, key)
+    later, wrong = parse_schedule(schedule)
+    problems += wrong
+    phases = [(0, named), *later]
+    files: dict[Path, TokenFile] = {}
+    for at, phase in phases:
+        new = [each for each in phase if identity(each.path) not in files]
+        try:
+            opened = open_files(data, new, "data.source_schedule" if at else key, seq_len, form)
+        except schema.ConfigError as e:
+            problems += e.problems
+            continue
+        files |= {identity(each.path): file for each, file in zip(new, opened, strict=True)}
+    if problems:
+        raise schema.ConfigError(problems)
+    weights = []
+    for at, phase in phases:
+        places = [identity(each.path) for each in phase]
+        weight = dict(zip(places, shares(phase, [files[place].header["tokens"] for place in places]), strict=True))
+        weights.append((at, [weight.get(place, 0.0) for place in files]))
+    return list(files.values()), weights
+
+
+def check(
+    data: schema.Data, model_vocab: int, need_eval: bool, loss: schema.Loss = CROSS_ENTROPY, finetunes: bool = False
+) -> list[schema.Problem]:
+    """Return the problems of a run's data, before any file is made or any device is used. Of files, only headers are read.
+
+    jaxtrain/step/validate.py has checked the types and ranges of the keys before.
+
+    Args:
+      model_vocab: model.vocab_size.
+      need_eval: whether the run evaluates, and needs held-out data.
+      loss: section `loss` of the config. `loss.name` decides whether the data must be pairs; a user's own loss supports both.
+      finetunes: whether the run begins with trained weights. Then it usually learns conversations.
+    """
+    problems, largest = [], 0
+    names: dict[str, str] = {}  # source of a held-out set -> its name
+    pairs = None if ":" in loss.name else loss.of_pairs
+    form = "pairs" if pairs else "chat" if finetunes else "text"
+    sources = [("data.source", data.source)]
+    builtin = data.source in ("stdlib", "synthetic")
+    if data.source_schedule and (builtin or is_custom(data.source)):
+        rule = f"a schedule is for token files, and data.source={data.source} has none"
+        remedy = "Set data.source to token files, or data.source_schedule=''."
+        problems.append(schema.Problem("data.source_schedule", data.source_schedule, rule, remedy))
+    if data.eval_source:
+        sets, wrong = parse_sets(data.eval_source)
+        problems += wrong
+        sources += [("data.eval_source", source) for source in sets.values() if not wrong]
+        names = {source: name for name, source in sets.items() if name}
+    elif need_eval and not builtin and not is_custom(data.source):
+        paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
+        guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
+        made = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
+        remedy = f"Set it to held-out text ({made}), or eval.every_steps=0."
+        problems.append(schema.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
+    for key, source in sources:
+        vocab = 0
+        if source == "stdlib":
+            vocab = tokenizers.ByteTokenizer.vocab_size
+            if data.tokenizer != "byte":
+                make = prepare_command(data.tokenizer, options=FORMS[form])
+                fix = f"Set data.tokenizer=byte, or {key} to a token file: {make}"
+                problems.append(schema.Problem("data.tokenizer", data.tokenizer, "the stdlib corpus is bytes", fix))
+        elif source == "synthetic":
+            vocab = synthetic.VOCAB
+        elif is_custom(source):
+            problems += filter(None, [own_parts.not_found(key, source)])
+        else:
+            try:
+                schedule = data.source_schedule if key == "data.source" else ""
+                files, _ = open_mixture(data, source, key, data.seq_len, schedule, form)
+                # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
+                vocab = max(f.header["largest_id"] for f in files) + 1
+                problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
+            except schema.ConfigError as e:
+                named = source in names and [p.rule for p in e.problems] == [GONE]
+                problems += [_as_typed(e.problems[0], names[source], data.tokenizer, form)] if named else e.problems
+        if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
+            rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
+            problems.append(
+                schema.Problem(key, source, rule, f"Make one: {prepare_command(data.tokenizer, options=FORMS['pairs'])}")
+            )
+        if vocab > max(model_vocab, largest):
+            largest = vocab
+            problems = [p for p in problems if p.key != "model.vocab_size"]
+            rule = f"must be above {vocab - 1}, the largest id of {key}={source}"
+            problems.append(schema.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
+    return _one_of_each(problems, data.tokenizer)
+
+
+def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
+    """Return the command that makes a token file with this tokenizer. options: of its form, a value of FORMS."""
+    options += "" if tokenizer == "byte" else f"--tokenizer={shlex.quote(tokenizer)} "
+    inputs = shlex.quote(f"{text}/*.jsonl" if Path(text).is_dir() else text)
+    return f"python -m jaxtrain data prepare {options}--input={inputs} --output={shlex.quote(str(token_file_of(text)))}"
+
+
+def token_file_of(text: str) -> Path:
+    """Return the name of the token file that is made from `text`: a text file, which may be compressed, or a folder."""
+    path = Path(text)
+    if path.is_dir():
+        return Path(f"{path.resolve().name}.tok")
+    return (path.with_suffix("") if path.suffix in (".gz", ".bz2", ".xz", ".zst") else path).with_suffix(".tok")
+
+
+def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> schema.Problem | None:
+    """Return the problem of a file with pairs if `pairs` is False, or without pairs if `pairs` is True; None otherwise."""
+    if file.pairs and pairs is False:
+        rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
+        return schema.Problem(key, str(file.path), rule, "Set loss.name=dpo.")
+    if pairs and not file.pairs:
+        options = FORMS["plain pairs" if file.loss_bits is None else "pairs"]
+        fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}"
+        return schema.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
+    return None
+
+
+def _as_typed(problem: schema.Problem, name: str, tokenizer: str, form: str) -> schema.Problem:
+    """Return the problem of a held-out set whose only file does not exist: NAME= may be the beginning of its path."""
+    typed = f"{name}={problem.value}"
+    if os.path.isdir(os.path.dirname(typed)):
+        problem = missing_file(problem.key, typed, tokenizer, form)
+    rule = f"{GONE}, and none of the name {typed.partition('=')[2]} (NAME= names a held-out set)"
+    return dataclasses.replace(problem, value=typed, rule=rule)
+
+
+def _one_of_each(problems: list[schema.Problem], tokenizer: str) -> list[schema.Problem]:
+    """Return the problems, each once: a wrong data.tokenizer or data.seq_len is a problem of every token file of the run."""
+    kept: dict[object, schema.Problem] = {}
+    for problem in problems:
+        own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
+        mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
+        if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
+            several = problem.remedy.count("\n") > 1
+            same = "The same two commands make it." if several else "The same command makes it."
+            problem = dataclasses.replace(problem, remedy=same)
+        kept.setdefault(mark, problem)
+    wrong = kept.get("data.tokenizer")
+    if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not os.path.exists(Path(tokenizer).expanduser()):
+        remedy = "Name byte, the path of a tokenizer.json, or hf:NAME."
+        kept["data.tokenizer"] = schema.Problem("data.tokenizer", tokenizer, "no such file", remedy)
+    return list(kept.values())
+
+
+def open_rows(file: TokenFile, data: schema.Data, key: str, seq_len: int, seed: int) -> FileWindows | PackedRows:
+    """Return the rows of a token file that config key `key` names, with at most `data.most_documents` documents in each.
+
+    Raises config.ConfigError if the file is damaged, or has no row in which a token counts.
+    """
+    try:
+        windows = open_windows(file, seq_len, data.most_documents if data.masks_documents else None, seed, data.packing)
+    except TokenFileError as e:
+        remedy = f"Check it with: python -m jaxtrain data verify {shlex.quote(str(file.path))}"
+        raise schema.ConfigError([schema.Problem(key, str(file.path), str(e), remedy)]) from e
+    if not windows.windows:
+        rule = f"{file.path} has no sequence of {seq_len} tokens in which a token counts"
+        enough = int(np.diff(file.doc_offsets[:]).max())
+        if isinstance(windows, PairRows):
+            rule, enough = f"no pair of {file.path} fits into a sequence and one token more", windows.longest
+        raise schema.ConfigError([schema.Problem("data.seq_len", seq_len, rule, f"Set {enough}.")])
+    return windows
+
+
+def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
+    """Return `Batches.tokens_per_epoch` of the training data: token files, or stdlib. Imports no jax, and leaves no file.
+
+    Of files that are cut into windows, only headers are read. Raises config.ConfigError if a file cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        source = data.source
+        if source == "stdlib":
+            made = stdlib.paths(data_dir)[0].exists()
+            folder = data_dir if made else stack.enter_context(tempfile.TemporaryDirectory())
+            source = str(stdlib.stdlib_files(folder)[0])
+        windows = 0
+        for file in open_mixture(data, source, "data.source", data.seq_len, data.source_schedule)[0]:
+            packed = file.loss_bits is not None or data.packing == "best_fit"
+            if packed:
+                windows += open_rows(file, data, "data.source", data.seq_len, data.seed).windows
+            else:
+                windows += count_windows(file.header["tokens"], data.seq_len)
+    return windows * data.seq_len
+
+
+def epochs(data: schema.Data, folder: Path, tokens: int) -> float | None:
+    """Return the number of epochs in `tokens` tokens; None if the data has none or is not here. folder: paths.data."""
+    source, folder = data.source, folder.expanduser()
+    if source == "synthetic" or is_custom(source) or (source == "stdlib" and not stdlib.paths(folder)[0].exists()):
+        return None
+    try:
+        return tokens / tokens_per_epoch(data, folder)
+    except schema.ConfigError:  # training reports it
+        return None
+
+
+def epochs_in_words(number: float) -> str:
+    """Return a number of epochs as text: '273 epochs', '2.5 epochs', '1 epoch', 'less than 0.01 epochs'."""
+    if number < 0.01:
+        return "less than 0.01 epochs"
+    text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{text} epoch{'' if text == '1' else 's'}"
