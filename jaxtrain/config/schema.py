@@ -403,11 +403,6 @@ class Data:
         "in proportion to their tokens",
         resume=SOURCES,
     )
-    source_schedule: str = key(
-        "",
-        "other weights or files from a step on: STEP: FILE.tok=WEIGHT,...; STEP: ...; each file continues at its position",
-        resume=SOURCES,
-    )
     eval_source: str = key(
         "",
         "held-out data, same forms, or several sets by name: NAME=SOURCE;NAME=SOURCE;...; '': the validation split of stdlib "

@@ -12,7 +12,7 @@ If a run has several sources, its mixture assigns each global index to a row of 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ import numpy as np
 from jaxtrain.config import declaration, own_parts, schema
 from jaxtrain.config.shapes import BATCH_KEYS, PAIR_KEYS
 from jaxtrain.data import stdlib, synthetic, text_format
-from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.mixture import Mixture, identity
 from jaxtrain.data.opening import is_custom, open_mixture, open_rows
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.windows import PackedRows, PairRows, Windows, make_batch
@@ -58,13 +58,13 @@ class Batches:
       left_out: number of pairs that are never read because they are longer than a row.
       references: for pairs, name of the source -> reference log-probability of each document; empty until computed.
       sources: the rows of each source of all phases, past ones included. The index in the list is the source's number.
-      mixture: the phases of the run and their weights of the sources, which decide the source of each row (mixture.py).
+      mixture: the phases of the run and their weights of the sources; they decide the source of each row (mixture.py).
     """
 
     def __init__(
         self,
         sources: list[Windows],
-        schedule: Sequence[tuple[int, Sequence[float]]],
+        weights: Sequence[float],
         *,
         global_batch: int,
         seq_len: int,
@@ -94,7 +94,7 @@ class Batches:
         self.vocab_size: int = tokenizer["vocab_size"]
         self.fingerprint = fingerprint
         self._densities = densities
-        self.bytes_per_token = self._bytes_per_token(schedule[0][1])
+        self.bytes_per_token = self._bytes_per_token(weights)
         self.masked_fraction = masked_fraction
         cut = [s for s in sources if isinstance(s, PackedRows)]
         held = sum(s.file.header["tokens"] for s in cut)
@@ -107,29 +107,31 @@ class Batches:
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
         files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]
-        named = [{k: f[k] for k in ("name", "content_sha256")} for f in files]
+        named = [
+            {"name": f["name"], "path": str(identity(s.name)), "content_sha256": f["content_sha256"]}
+            for s, f in zip(sources, files, strict=True)
+        ]
         self._opened = list(sources)
-        self.mixture = Mixture(named, schedule, seq_len)
-        self.start_mixture(None, 0, 0, lambda step: step * global_batch)
+        self.mixture = Mixture(named, weights, seq_len)
+        self.start_mixture(None, 0, 0)
         self._epoch_seed = functools.lru_cache(maxsize=64)(self._make_epoch_seed)
 
     def _make_epoch_seed(self, source: int, epoch: int) -> int:
         return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
-    def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int, row_at: Callable[[int], int]) -> bool:
+    def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int) -> bool:
         """Set the mixture of a run that begins, or that resumes after `step` steps: a source continues from its last position.
 
         Args:
           stored: the entry `data` of the checkpoint's meta.json; None or {} for a new run.
           begin: the global index of the first row of the first unread batch. The run may skip this batch and later ones.
-          row_at: returns the global index of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
-          Whether the weights differ from those of the checkpoint, although the schedule begins no phase at `step`.
+          Whether the weights differ from those of the checkpoint.
         """
         stored = stored or {}
         before, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
-        numbers = self.mixture.start(before, tokens, step, begin, row_at)
+        numbers = self.mixture.start(before, tokens, step, begin)
         sources: list[Any] = [_Removed(source["name"]) for source in self.mixture.sources]
         for number, source in zip(numbers, self._opened, strict=True):
             sources[number] = source
@@ -359,13 +361,10 @@ def open_source(
         vocab, eot = synthetic.VOCAB, synthetic.EOT
         info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
         how = {"tokenizer": info, "text": TextFormat(eot=eot), "fingerprint": fingerprint, "synthetic": True}
-        return Batches([rows], [(0, [1.0])], **how, **common)
+        return Batches([rows], [1.0], **how, **common)
     if source == "stdlib":
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
-    schedule = data.source_schedule if split == "train" else ""
-    if schedule:
-        fingerprint["source_schedule"] = schedule
-    files, phases = open_mixture(data, source, key, seq_len, schedule)
+    files, weights = open_mixture(data, source, key, seq_len)
     sources: list[Windows] = []
     masked_by_source = []
     densities = []
@@ -397,16 +396,16 @@ def open_source(
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}
         | ({"rows": windows.windows} if isinstance(windows, PackedRows) else {})
-        for f, w, windows in zip(files, phases[0][1], sources, strict=True)
+        for f, w, windows in zip(files, weights, sources, strict=True)
     ]
     return Batches(
         sources,
-        phases,
+        weights,
         tokenizer=files[0].header["tokenizer"],
         text=text_format.of_token_files([file.header for file in files]),
         templates=text_format.other_templates([file.header for file in files]),
         fingerprint=fingerprint,
         densities=densities,
-        masked_fraction=max(float(np.dot(weights, masked_by_source)) for _, weights in phases),
+        masked_fraction=float(np.dot(weights, masked_by_source)),
         **common,
     )

@@ -1,15 +1,14 @@
 """Mixtures: the source of each row of a run, by the weights of the sources.
 
-The weights are constant over a phase of a run. A phase begins with the run, at a step of `data.source_schedule`, or when a
-resumed run has other weights. Each source continues through all phases: its rows are read in the source's own order, each row
-once an epoch. So a row is a function of its number and the phases alone.
+The weights are constant over a phase of a run. A phase begins with the run, or where it resumes with another data.source: each
+source then continues from its last position.
 """
 
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ WEIGHT_BITS = 24  # mixture weights are rounded to multiples of 2^-24, so that c
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A token file that data.source, data.eval_source or a phase of data.source_schedule names, and its weight."""
+    """A token file that data.source or data.eval_source names, and its weight."""
 
     path: str
     weight: float | None  # None if none is given
@@ -67,26 +66,6 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
             problems.append(Problem(key, file.path, "is named twice", "Name it once, with the sum of its weights."))
         seen.add(place)
     return files, problems
-
-
-def parse_schedule(schedule: str) -> tuple[list[tuple[int, list[Named]]], list[Problem]]:
-    """Parse `8000: a.tok=0.4,b.tok=0.6; 9000: ...`: return (steps before the phase, files) of each phase, and problems."""
-    key = "data.source_schedule"
-    phases: list[tuple[int, list[Named]]] = []
-    problems = []
-    for item in split_paths(schedule, ";", lambda item: all_exist(item.partition(":")[2])):
-        step, colon, source = item.partition(":")
-        if not (colon and re.fullmatch(r"[0-9]+(_[0-9]+)* *", step) and int(step)):
-            rule = "does not begin with a step of at least 1 and a colon"
-            problems.append(Problem(key, item, rule, "Write 8000: a.tok=0.4,b.tok=0.6, for example."))
-            continue
-        if phases and int(step) <= phases[-1][0]:
-            rule = f"step {int(step)} is not after step {phases[-1][0]}"
-            problems.append(Problem(key, item, rule, "Give the steps in ascending order, each once."))
-        files, wrong = parse_files(source.strip(), key)
-        problems += wrong
-        phases.append((int(step), files))
-    return phases, problems
 
 
 def is_file(path: str) -> bool:
@@ -148,51 +127,38 @@ class Phase:
 
 
 class Mixture:
-    """The phases of a run.
+    """The phases of a run: a phase begins where the run begins, or resumes with other weights or another batch size.
 
     Attributes:
-      sources: `name` and `content_sha256` ("" for a source that is no file) of each source in any phase, by number.
-      phases: all phases in order, also later phases of the schedule.
-      changed: whether the run resumed with other weights at a step at which the schedule begins no phase.
+      sources: `name`, `path` and `content_sha256` ("" for a source that is no file) of each source in any phase, by number.
+      phases: all phases in order.
+      changed: whether the run resumed with other weights.
     """
 
-    def __init__(self, sources: Sequence[Mapping[str, str]], schedule: Sequence[tuple[int, Sequence[float]]], seq_len: int):
-        """Set sources and schedule; `start` sets the phases.
-
-        Args:
-          sources: `name` and `content_sha256` of each source.
-          schedule: (steps before the phase, weight of each source) of each phase; 0 steps before the first phase.
-        """
-        self._opened, self._schedule, self.seq_len = [dict(source) for source in sources], list(schedule), seq_len
+    def __init__(self, sources: Sequence[Mapping[str, str]], weights: Sequence[float], seq_len: int):
+        """Args: sources: as the attribute, of the sources that the config names. weights: of these sources."""
+        self._opened, self._weights, self.seq_len = [dict(source) for source in sources], weights, seq_len
         self.sources: list[dict[str, str]] = []
         self.phases: list[Phase] = []
         self.changed = False
 
-    def start(
-        self, stored: Mapping[str, Any] | None, tokens: int, step: int, begin: int, row_at: Callable[[int], int]
-    ) -> list[int]:
+    def start(self, stored: Mapping[str, Any] | None, tokens: int, step: int, begin: int) -> list[int]:
         """Set the phases of a new run (step 0), or of a run that resumes after `step` steps.
 
-        The phases before `step` are those of the checkpoint. A phase begins at each step of the schedule, even if the weights
-        do not change. A phase begins at `step` if the weights differ from the last weights of the checkpoint. A phase begins
-        with the first row that is read after its step: rows that are skipped at this step count for the previous phase.
-
-        If the batch size has changed, the rows that were read may end within a batch of the new size. Then a phase begins at
-        row `begin`: the run skips the remaining rows of this batch, but no source skips a row.
-
-        A file is identified by the hash of its contents, any other source by its name.
+        The phases before `step` are those of the checkpoint. If the batch size has changed, the rows that were read may end
+        within a batch of the new size. Then a phase begins too: the run skips the remaining rows of this batch, but no source
+        skips a row. A file is identified by the hash of its contents, any other source by its name.
 
         Args:
           stored: the result of `state` in the checkpoint; None for a new run.
           tokens: tokens that the run read before it resumes.
           begin: number of the first row of the first batch that begins at or after token `tokens`.
-          row_at: returns the number of the first row that is read after n steps, for n of at least `step`.
 
         Returns:
           The number in `self.sources` of each source that was passed to the constructor.
         """
         before = stored or {"sources": [], "phases": []}
-        self.sources = [{k: source[k] for k in ("name", "content_sha256")} for source in before["sources"]]
+        self.sources = [{k: value for k, value in source.items() if k != "tokens"} for source in before["sources"]]
         left, numbers = list(range(len(self.sources))), []
         for source in self._opened:
             key = "content_sha256" if source["content_sha256"] else "name"
@@ -201,36 +167,17 @@ class Mixture:
                 left.remove(number)
             self.sources[number : number + 1] = [source]
             numbers.append(number)
-        count = len(self.sources)
-
-        def by_number(values: Sequence[float]) -> tuple[float, ...]:
-            found = [0.0] * count
-            for number, value in zip(numbers, values, strict=True):
-                found[number] = value
-            return tuple(found)
 
         def padded(values: Sequence[Any]) -> tuple[Any, ...]:
-            return (*values, *[0] * (count - len(values)))  # 0 for sources that were added later
+            return (*values, *[0] * (len(self.sources) - len(values)))  # 0 for sources that were added later
 
         self.phases = [Phase(p["step"], p["tokens"], padded(p["weights"]), padded(p["read"])) for p in before["phases"]]
-        schedule = [(at, by_number(weights)) for at, weights in self._schedule]
-        weights = [weights for at, weights in schedule if at <= step][-1]
-        ahead = [(at, weights) for at, weights in schedule if at >= step]
-        differs = bool(self.phases) and not np.allclose(self.phases[-1].weights, weights, rtol=1e-9, atol=0)
-        self.changed = differs and all(at != step for at, _ in ahead)
-        if self.changed:
-            ahead.insert(0, (step, weights))
-        read = padded([source["tokens"] for source in before["sources"]])
-        if not self.phases or begin * self.seq_len != tokens:
-            last = self.phases[-1].weights if self.phases else weights
-            self.phases.append(Phase(step, begin * self.seq_len, last, read))
-        for at, weights in ahead:
-            row = row_at(at)
-            if row > begin:
-                read = self.phases[-1].read_before(row, self.seq_len)
-            elif self.phases[-1].tokens == row * self.seq_len:
-                self.phases.pop()  # it has no row
-            self.phases.append(Phase(at, row * self.seq_len, weights, read))
+        by_number = dict(zip(numbers, self._weights, strict=True))
+        weights = tuple(by_number.get(k, 0.0) for k in range(len(self.sources)))
+        self.changed = bool(self.phases) and not np.allclose(self.phases[-1].weights, weights, rtol=1e-9, atol=0)
+        if not self.phases or self.changed or begin * self.seq_len != tokens:
+            read = padded([source["tokens"] for source in before["sources"]])
+            self.phases.append(Phase(step, begin * self.seq_len, weights, read))
         return numbers
 
     def sources_of(self, row_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -255,8 +202,7 @@ class Mixture:
     def state(self, row: int) -> dict[str, Any]:
         """Return the mixture as JSON for a checkpoint at which the rows before `row` have been read.
 
-        `sources`: name, hash of the contents and tokens read of each source in any phase, by number. `phases`: the fields of
-        each `Phase` that has begun.
+        `sources`: the attribute, with `tokens` read of each source. `phases`: the fields of each `Phase` that has begun.
         """
         read = self.tokens_read(row)
         sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]

@@ -17,7 +17,7 @@ from jaxtrain.config.schema import split_paths
 from jaxtrain.config.synonyms import MOST, did_you_mean
 from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
-from jaxtrain.data.mixture import Named, all_exist, identity, is_file, parse_files, parse_schedule, shares
+from jaxtrain.data.mixture import Named, all_exist, is_file, parse_files, shares
 from jaxtrain.data.tokenfile import TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, count_windows, open_windows
 
@@ -192,37 +192,20 @@ def open_files(data: schema.Data, named: Sequence[Named], key: str, seq_len: int
 
 
 def open_mixture(
-    data: schema.Data, source: str, key: str, seq_len: int, schedule: str = "", form: str = "text"
-) -> tuple[list[TokenFile], list[tuple[int, list[float]]]]:
-    """Open the token files of a source and of a schedule, each once. form: as for `open_files`.
+    data: schema.Data, source: str, key: str, seq_len: int, form: str = "text"
+) -> tuple[list[TokenFile], list[float]]:
+    """Return (the token files of a source, their weights, whose sum is 1). form: as for `open_files`.
 
-    Returns:
-      The files, and (steps before the phase, weight of each file) of each phase. The weights of a phase sum to 1.
-
-    Raises:
-      ConfigError: a file or the text of `source` or `schedule` is wrong. The error lists all problems.
+    Raises ConfigError, with all problems, if a file or the text of `source` is wrong.
     """
     named, problems = parse_files(source, key)
-    later, wrong = parse_schedule(schedule)
-    problems += wrong
-    phases = [(0, named), *later]
-    files: dict[Path, TokenFile] = {}
-    for at, phase in phases:
-        new = [each for each in phase if identity(each.path) not in files]
-        try:
-            opened = open_files(data, new, "data.source_schedule" if at else key, seq_len, form)
-        except schema.ConfigError as e:
-            problems += e.problems
-            continue
-        files |= {identity(each.path): file for each, file in zip(new, opened, strict=True)}
+    try:
+        files = open_files(data, named, key, seq_len, form)
+    except schema.ConfigError as e:
+        raise schema.ConfigError([*problems, *e.problems]) from e
     if problems:
         raise schema.ConfigError(problems)
-    weights = []
-    for at, phase in phases:
-        places = [identity(each.path) for each in phase]
-        weight = dict(zip(places, shares(phase, [files[place].header["tokens"] for place in places]), strict=True))
-        weights.append((at, [weight.get(place, 0.0) for place in files]))
-    return list(files.values()), weights
+    return files, shares(named, [file.header["tokens"] for file in files])
 
 
 def check(
@@ -244,10 +227,6 @@ def check(
     form = "pairs" if pairs else "chat" if finetunes else "text"
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
-    if data.source_schedule and (builtin or is_custom(data.source)):
-        rule = f"a schedule is for token files, and data.source={data.source} has none"
-        remedy = "Set data.source to token files, or data.source_schedule=''."
-        problems.append(schema.Problem("data.source_schedule", data.source_schedule, rule, remedy))
     if data.eval_source:
         sets, wrong = parse_sets(data.eval_source)
         problems += wrong
@@ -273,8 +252,7 @@ def check(
             problems += filter(None, [own_parts.not_found(key, source)])
         else:
             try:
-                schedule = data.source_schedule if key == "data.source" else ""
-                files, _ = open_mixture(data, source, key, data.seq_len, schedule, form)
+                files, _ = open_mixture(data, source, key, data.seq_len, form)
                 # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
@@ -334,7 +312,7 @@ def _one_of_each(problems: list[schema.Problem], tokenizer: str) -> list[schema.
     """Return the problems, each once: a wrong data.tokenizer or data.seq_len is a problem of every token file of the run."""
     kept: dict[object, schema.Problem] = {}
     for problem in problems:
-        own_file = problem.key in ("data.source", "data.source_schedule", "data.eval_source")
+        own_file = problem.key in ("data.source", "data.eval_source")
         mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
         if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
             several = problem.remedy.count("\n") > 1
@@ -379,7 +357,7 @@ def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
             folder = data_dir if made else stack.enter_context(tempfile.TemporaryDirectory())
             source = str(stdlib.stdlib_files(folder)[0])
         windows = 0
-        for file in open_mixture(data, source, "data.source", data.seq_len, data.source_schedule)[0]:
+        for file in open_mixture(data, source, "data.source", data.seq_len)[0]:
             packed = file.loss_bits is not None or data.packing == "best_fit"
             if packed:
                 windows += open_rows(file, data, "data.source", data.seq_len, data.seed).windows

@@ -40,7 +40,6 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
             yield Problem(key, place, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
-    yield from remote("data.source_schedule", run.data.source_schedule)
     yield from remote("data.eval_source", run.data.eval_source)
 
 

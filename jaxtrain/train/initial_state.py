@@ -389,15 +389,10 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
 def continue_sources(train: Train, start: Start, data: Any, say: Callable[[str], None]) -> None:
     """Set the mixture of data sources from `start.step` on, at the start of an attempt or after a rollback.
 
-    Each source of a resumed run continues from its last position. `start.position` converts the step of each scheduled change
-    of the mixture to a batch number.
+    Each source of a resumed run continues from its last position.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
-
-    def row_at(step: int) -> int:
-        return start.position.at(step) * train.global_batch
-
-    if start_mixture and start_mixture(start.data, start.step, start.position.begin * train.global_batch, row_at):
+    if start_mixture and start_mixture(start.data, start.step, start.position.begin * train.global_batch):
         say(f"data: mixture changed at step {start.step}: each source continues from its last position")
     if start_mixture:
         _report_mixture(train.steps, start, data, say)
@@ -408,12 +403,9 @@ def _report_mixture(steps: int, start: Start, data: Any, say: Callable[[str], No
     labels, last = data.labels(), start.position.at(steps)
     if len(labels) == 1:
         return
-    for k, phase in enumerate(data.mixture.phases):
-        if k + 1 < len(data.mixture.phases) and data.mixture.phases[k + 1].step <= start.step:
-            continue  # the scheduled change is in the past
-        weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
-        never = f" (not reached: train.steps={steps})" if phase.step >= steps else ""
-        say(f"data: mixture from step {phase.step}: {weights}{never}")
+    phase = data.mixture.phases[-1]
+    weights = ", ".join(f"{label} {weight:.1%}" for label, weight in zip(labels, phase.weights, strict=True) if weight)
+    say(f"data: mixture from step {phase.step}: {weights}")
     read = [f"{line['source']} {line['epoch']:.3g}" for line in data.sources_read(last) if line["epoch"] is not None]
     say(f"data: epochs of each source at step {steps}: {', '.join(read)}")
 

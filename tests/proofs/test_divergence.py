@@ -134,7 +134,7 @@ def test_the_numbers_nearest_to_a_limit_of_float32_train(tmp_path: Path) -> None
 
 def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes back to step 3, reads batch 3 again, then skips batches 4 to 6. A run that stops afterwards goes on in the
-    same way. A scheduled mixture still changes after step 9.
+    same way.
     """
     for i, name in enumerate("ab"):
         with TokenWriter(tmp_path / f"{name}.tok", tokenizer.info(tokenizer.ByteTokenizer())) as writer:
@@ -152,7 +152,6 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Batches, "batch", poisoned)
     how = ROLLBACK | {
         "data__max_segments": 4,  # as with synthetic data, for which the step is compiled already
-        "data__source_schedule": f"9: {tmp_path}/a.tok=0.25,{tmp_path}/b.tok=0.75",
     }
     source = f"{tmp_path}/a.tok=0.75,{tmp_path}/b.tok=0.25"
     for name, parts in (("whole", (11,)), ("resumed", (7, 11))):
@@ -165,8 +164,6 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.Mon
         assert [line["tokens"] for line in lines] == [TOKENS * batches for batches in read]
         [passed] = json.loads((workdir / "checkpoints/skipped_data.json").read_text())["skipped"]
         assert passed["tokens"] == [4 * TOKENS, 7 * TOKENS] and passed["back_to"] == 3
-        weights = {x["step"]: x["weight"] for x in runs.lines(workdir) if x["kind"] == "source" and x["source"] == "a.tok"}
-        assert weights == {step: 0.75 if step <= 9 else 0.25 for step in range(1, 12)}
     assert same(runs.tensors(tmp_path / "resumed", 11), runs.tensors(tmp_path / "whole", 11))
     data, other = (json.loads((tmp_path / n / "checkpoints/11/meta.json").read_text())["data"] for n in ("whole", "resumed"))
     assert data["mixture"] == other["mixture"]

@@ -417,7 +417,6 @@ ELSEWHERE = {
     "log.trackio",  # tests/proofs/test_trackers.py
     "log.mlflow",
     "paths.cache",  # tests/unit/test_startup.py
-    "data.source_schedule",  # tests/unit/test_data_mix.py
     "data.tokenizer",  # tests/unit/test_data.py
     "train.memory_fraction",  # tests/unit/test_config.py
     "train.epochs",  # tests/unit/test_config.py

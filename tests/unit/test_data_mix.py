@@ -3,7 +3,6 @@
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,29 +75,24 @@ def test_bytes_per_token_of_masked_and_mixed_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "schedule", "key"),
+    ("source", "key"),
     [
-        ("a.tok=0.5,sub/b.tok", "", "data.source"),  # one has a weight, and the other has none
-        ("a.tok=0.5,./a.tok=0.5", "", "data.source"),
-        *(("a.tok", wrong, "data.source_schedule") for wrong in ("a.tok=0.5", "0: sub/b.tok", "5_: sub/b.tok", "9:")),
-        ("a.tok", "9: a.tok; 8: sub/b.tok", "data.source_schedule"),
-        ("a.tok", "9: gone.tok", "data.source_schedule"),
-        ("a.tok", "9: other.tok", "data.tokenizer"),
-        ("stdlib", "9: a.tok", "data.source_schedule"),
+        ("a.tok=0.5,sub/b.tok", "data.source"),  # one has a weight, and the other has none
+        ("a.tok=0.5,./a.tok=0.5", "data.source"),
+        ("a.tok,gone.tok", "data.source"),
+        ("a.tok,other.tok", "data.tokenizer"),
     ],
 )
-def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, schedule, key):
+def test_mixtures_that_are_wrong_are_refused(files, monkeypatch, source, key):
     monkeypatch.chdir(files)
     write_file(files / "other.tok", [[1] * 99], sha256="x", name="other")
-    (problem,) = opening.check(schema.Data(source=source, source_schedule=schedule, seq_len=16), 264, False)
+    (problem,) = opening.check(schema.Data(source=source, seq_len=16), 264, False)
     assert problem.key == key and problem.remedy
-    phases, problems = mixture.parse_schedule("800: a.tok; 8_000 : b.tok; 1_0_0_0_0: a.tok")
-    assert [step for step, _ in phases] == [800, 8000, 10_000] and not problems
 
 
 def resume(batches: Batches, kept: dict | None, step: int) -> bool:
     """Continue from a checkpoint of `step` steps, with constant batch size. Returns whether the mixture has changed."""
-    return batches.start_mixture(kept, step, step * batches.global_batch, lambda step: step * batches.global_batch)
+    return batches.start_mixture(kept, step, step * batches.global_batch)
 
 
 def saved(batches: Batches, step: int) -> dict:
@@ -186,60 +180,49 @@ def test_whatever_the_mixtures_each_source_gives_its_rows_in_order(parts):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    phases=st.lists(st.tuples(st.integers(1, 12), weights(3)), min_size=1, max_size=4),
-    stops=st.lists(st.tuples(st.integers(1, 39), st.sampled_from([1, 2, 3, 8])), max_size=3, unique_by=lambda stop: stop[0]),
+    parts=st.lists(st.tuples(st.integers(1, 12), st.sampled_from([1, 2, 3, 8]), weights(3)), min_size=1, max_size=5),
 )
-def test_whatever_the_schedule_and_the_resumes_each_source_is_read_once_in_order(tmp_path_factory, phases, stops):
-    folder = tmp_path_factory.getbasetemp() / "schedule"
+def test_whatever_the_mixtures_and_the_resumes_each_source_is_read_once_in_order(tmp_path_factory, parts):
+    """parts: steps, batch size and weights of each attempt of a run."""
+    folder = tmp_path_factory.getbasetemp() / "resumes"
     if not folder.exists():
         folder.mkdir()
         for name in "abc":
             write_file(folder / f"{name}.tok", [[ord(name)] * 99] * 50)
-    changes = list(itertools.accumulate(step for step, _ in phases))
-
-    def source(weights):
-        return ",".join(f"{folder}/{name}.tok={w}" for name, w in zip("abc", weights, strict=True) if w)
-
-    schedule = "; ".join(f"{step}: {source(weights)}" for step, (_, weights) in zip(changes[:-1], phases[1:], strict=True))
-    weights_at = [phases[sum(step <= at for step in changes[:-1])][1] for at in range(40)]
     read = dict.fromkeys("abc", 0)
-    kept, row, begin = None, 0, 0
-    for end, size in [*sorted(stops), (40, 4)]:
-        batches = mixed(source(phases[0][1]), 16, size, source_schedule=schedule)
-        first = -(-row // size)  # a resumed run continues at a whole batch, as jaxtrain/train/position.py counts batches
+    kept, row, step = None, 0, 0
+    for steps, size, shares in parts:
+        source = ",".join(f"{folder}/{name}.tok={w}" for name, w in zip("abc", shares, strict=True) if w)
+        batches = mixed(source, 16, size)
+        begin = -(-row // size) * size  # a resumed run continues at a whole batch, as jaxtrain/train/position.py counts batches
         if kept is not None:
             for each in kept["mixture"]["sources"]:
                 assert each["tokens"] == 16 * read[each["name"][0]]
-        batches.start_mixture(kept, begin, first * size, lambda step, f=first, b=begin, n=size: (f + step - b) * n)
-        for step in range(begin, end):
-            for row in range((first + step - begin) * size, (first + step - begin + 1) * size):
-                number, within = batches.mixture.sources_of(np.asarray([row]))
-                name = Path(batches.sources[number[0]].name).name[0]
-                assert within[0] == read[name], (step, name)
-                read[name] += 1
-                assert weights_at[step]["abc".index(name)] > 0
-        row = (first + end - begin) * size
-        kept, begin = {"mixture": batches.mixture.state(row), "tokens": row * 16}, end
-    for line in batches.sources_read(row // 4):
-        assert line["tokens"] == 16 * read[line["source"][0]]
+        batches.start_mixture(kept, step, begin)
+        row, step = begin + steps * size, step + steps
+        for number, within in zip(*batches.mixture.sources_of(np.arange(begin, row)), strict=True):
+            name = Path(batches.sources[number].name).name[0]
+            assert within == read[name], (step, name)
+            read[name] += 1
+            assert shares["abc".index(name)] > 0
+        kept = {"mixture": batches.mixture.state(row), "tokens": row * 16}
+        lines = batches.sources_read(row // size)
+        assert not lines or {line["source"][0]: line["tokens"] for line in lines} == {
+            line["source"][0]: 16 * read[line["source"][0]] for line in lines
+        }
 
 
-def test_a_schedule_takes_effect_at_its_step_and_a_resume_there_is_no_change(files, monkeypatch):
+def test_a_resume_with_other_weights_begins_a_phase(files, monkeypatch):
     monkeypatch.chdir(files)
     write_file(files / "c.tok", [[3] * 99] * 20)
-    keys: dict[str, Any] = {"source_schedule": "5: a.tok=0.25,c.tok=0.75; 9: c.tok", "packing": "none"}
-    whole = mixed("a.tok=0.5,sub/b.tok=0.5", **keys)
-    names = [sorted({name for name, _ in places(whole, step)}) for step in range(12)]
-    assert names == [["a.tok", "b.tok"]] * 5 + [["a.tok", "c.tok"]] * 4 + [["c.tok"]] * 3
-    # A new schedule applies to the remaining steps: the phases that have begun stay.
-    kept = saved(whole, 6)
-    other = mixed("a.tok=0.5,sub/b.tok=0.5", source_schedule="5: a.tok=0.25,c.tok=0.75; 8: sub/b.tok", packing="none")
-    assert not resume(other, kept, 6)
-    assert [(p.step, p.weights) for p in other.mixture.phases] == [(0, (0.5, 0.5, 0)), (5, (0.25, 0, 0.75)), (8, (0, 1, 0))]
-    late = mixed("a.tok=0.5,sub/b.tok=0.5", source_schedule="4: c.tok", packing="none")
-    assert resume(late, kept, 6), "step 4 has passed: its weights begin now, and the run reports a change"
-    assert late.mixture.phases[-1].step == 6
-    lines = {line["source"]: line for line in whole.sources_read(9)}
+    first = mixed("a.tok=0.5,sub/b.tok=0.5", packing="none")
+    second = mixed("a.tok=0.25,c.tok=0.75", packing="none")
+    assert resume(second, saved(first, 5), 5)
+    assert [(p.step, p.weights) for p in second.mixture.phases] == [(0, (0.5, 0.5, 0)), (5, (0.25, 0, 0.75))]
+    assert [sorted({name for name, _ in places(second, step)}) for step in range(5, 9)] == [["a.tok", "c.tok"]] * 4
+    again = mixed("a.tok=0.25,c.tok=0.75", packing="none")
+    assert not resume(again, saved(second, 9), 9)
+    lines = {line["source"]: line for line in second.sources_read(9)}
     assert sum(line["tokens"] for line in lines.values()) == 9 * 8 * 16
     assert (lines["a.tok"]["weight"], lines["b.tok"]["weight"], lines["c.tok"]["weight"]) == (0.25, 0, 0.75)
 

@@ -29,8 +29,8 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def problems(source: str, held_out: str = "", schedule: str = "") -> list[Problem]:
-    data = Data(source=source, eval_source=held_out, source_schedule=schedule, seq_len=16)
+def problems(source: str, held_out: str = "") -> list[Problem]:
+    data = Data(source=source, eval_source=held_out, seq_len=16)
     return opening.check(data, 264, bool(held_out))
 
 
@@ -39,9 +39,8 @@ def test_a_token_file_may_have_any_name(folder: Path, name: str):
     for path in (name, str(folder / name)):
         assert problems(path, path) == []
         assert mixture.parse_files(f"{path}=0.25,plain.tok=0.75" if name != "plain.tok" else f"{path}=1")[0][0].path == path
-        assert problems("plain.tok", f"one={path};two=made.tok", f"9: {path}; 12: made.tok") == []
+        assert problems("plain.tok", f"one={path};two=made.tok") == []
         assert opening.parse_sets(f"one={path};two=made.tok") == ({"one": path, "two": "made.tok"}, [])
-        assert [files[0].path for _, files in mixture.parse_schedule(f"9: {path}; 12: made.tok")[0]] == [path, "made.tok"]
 
 
 def test_files_with_and_without_weights_keep_them(folder: Path):
@@ -59,8 +58,7 @@ def test_files_with_and_without_weights_keep_them(folder: Path):
 
 @pytest.mark.parametrize("name", ["bs=16,wd=0/y.tok", "bs=16,wd=0/x.tk", "runs/a,b/x.tok", "lr=1e-3,wd=0.1,bs=8/x.tok"])
 def test_a_path_that_does_not_exist_is_one_problem_that_names_it(folder: Path, name: str):
-    for wrong, key in ((problems(name), "data.source"), (problems("plain.tok", schedule=f"9: {name}"), "data.source_schedule")):
-        assert [(p.key, p.value) for p in wrong] == [(key, name)]
+    assert [(p.key, p.value) for p in problems(name)] == [("data.source", name)]
     (problem,) = problems("plain.tok", "lr=3e-4/y.tok")
     assert (problem.key, problem.value) == ("data.eval_source", "lr=3e-4/y.tok") and "NAME=" in problem.rule
     assert "--output=lr=3e-4/y.tok" in problem.remedy

@@ -18,7 +18,7 @@ from jaxtrain.step.validate import validate_step
 TINYS = loading.load([TINY]).asked  # key -> value
 SECTIONS = ("model", "mesh", "pipeline", "moe", "parallel", "sharding", "attention", "remat", "dtypes", "fp8", "train", "loss")
 SECTIONS += ("optimizer", "lora", "data", "precision")
-ELSEWHERE = {"data.source", "data.eval_source", "data.tokenizer", "data.source_schedule", "train.max_minutes", "train.timeouts"}
+ELSEWHERE = {"data.source", "data.eval_source", "data.tokenizer", "train.max_minutes", "train.timeouts"}
 KEYS = [key for key in TINYS if key.partition(".")[0] in SECTIONS and key not in ELSEWHERE]
 WHOLE = (0, 1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 24, 47, 48, 64, 96, 100, 128, 200, 264, 384, 701)
 FLOATS = (0.0, 0.5, 1.0, 2.0, 1e-5, 1e-46, 1e39, 32.0, 0.99999999, 1000.0)
