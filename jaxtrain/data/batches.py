@@ -80,10 +80,6 @@ class Batches:
         synthetic: bool = False,
     ):
         """Args: densities: of each source, bytes of text and targets that count, per token of its rows; () if unknown."""
-        # This imports jax, which takes seconds. `check` runs before.
-        from grain.experimental import index_shuffle
-
-        self._shuffle = index_shuffle
         self.global_batch = global_batch
         self.seq_len = seq_len
         self.seed = seed
@@ -114,10 +110,6 @@ class Batches:
         self._opened = list(sources)
         self.mixture = Mixture(named, weights, seq_len)
         self.start_mixture(None, 0, 0)
-        self._epoch_seed = functools.lru_cache(maxsize=64)(self._make_epoch_seed)
-
-    def _make_epoch_seed(self, source: int, epoch: int) -> int:
-        return int(np.random.SeedSequence([self.seed, source, epoch]).generate_state(1)[0])
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int) -> bool:
         """Set the mixture of a run that begins, or that resumes after `step` steps: a source continues from its last position.
@@ -152,7 +144,7 @@ class Batches:
         if len(self.sources) == 1:
             return []
         row = step * self.global_batch
-        tokens, weights = self.mixture.tokens_read(row), self.mixture.begun(row)[-1].weights
+        tokens, weights = self.mixture.tokens_read(row), self.mixture.phase_of(row - 1).weights
         lines = []
         for label, source, read, weight in zip(self.labels(), self.sources, tokens, weights, strict=True):
             epoch = None if isinstance(source, _Removed) else read / (source.windows * self.seq_len)
@@ -187,9 +179,7 @@ class Batches:
 
     def window_numbers(self, source: int, index_R: np.ndarray) -> np.ndarray:
         """Return the number of the window at each row index of a source. Each epoch has another permutation of all windows."""
-        n = self.sources[source].windows
-        numbers = [self._shuffle(i % n, n - 1, self._epoch_seed(source, i // n), 4) for i in index_R.tolist()]
-        return np.asarray(numbers, np.int64)
+        return window_numbers(self.seed, source, self.sources[source].windows, index_R)
 
     def batch(self, step: int, rows: Rows = None) -> dict[str, np.ndarray]:
         """Return the batch of optimizer step `step`: arrays (global_batch, seq_len), keys and types of shapes.BATCH_KEYS.
@@ -233,6 +223,22 @@ class Batches:
                 documents = np.concatenate([source.documents_of(row) for row in number_R.tolist()])
                 batch["reference"][(batch["segments"] > 0) & (batch["positions"] == 0)] = values[documents]
         return batch
+
+
+def window_numbers(seed: int, source: int, windows: int, index_R: np.ndarray) -> np.ndarray:
+    """Return the number of the window, of `windows`, at each row index of source number `source`, int64 (R,).
+
+    Each epoch has another permutation of all windows.
+    """
+    from grain.experimental import index_shuffle  # imports jax, which takes seconds
+
+    numbers = [index_shuffle(i % windows, windows - 1, _epoch_seed(seed, source, i // windows), 4) for i in index_R.tolist()]
+    return np.asarray(numbers, np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _epoch_seed(seed: int, source: int, epoch: int) -> int:
+    return int(np.random.SeedSequence([seed, source, epoch]).generate_state(1)[0])
 
 
 class _Removed:

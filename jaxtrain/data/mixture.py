@@ -191,22 +191,35 @@ class Mixture:
             number_R[own], within_R[own] = self.phases[k].sources_of(row_R[own], self.seq_len)
         return number_R, within_R
 
-    def begun(self, row: int) -> list[Phase]:
-        """Return the phases that have begun before row `row`; the first phase always counts as begun."""
-        return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row]
+    def phase_of(self, row: int) -> Phase:
+        """Return the phase that row `row` belongs to."""
+        return [phase for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) <= row][-1]
 
     def tokens_read(self, row: int) -> tuple[int, ...]:
         """Return the number of tokens of each source that are read before row `row`."""
-        return self.begun(row)[-1].read_before(row, self.seq_len)
+        return self.phase_of(row - 1).read_before(row, self.seq_len)
+
+    def row_of(self, source: int, within: int, first: int, last: int) -> int:
+        """Return the row with index `within` of a source. first, last: rows first..last-1 are searched, and have it."""
+        while last - first > 1:
+            middle = (first + last) // 2
+            before = self.phase_of(middle).read_before(middle, self.seq_len)[source]
+            first, last = (middle, last) if before <= within * self.seq_len else (first, middle)
+        return first
 
     def state(self, row: int) -> dict[str, Any]:
         """Return the mixture as JSON for a checkpoint at which the rows before `row` have been read.
 
-        `sources`: the attribute, with `tokens` read of each source. `phases`: the fields of each `Phase` that has begun.
+        `sources`: the attribute, with `tokens` read of each source. `phases`: the fields of each `Phase` with a row.
         """
         read = self.tokens_read(row)
         sources = [{**source, "tokens": tokens} for source, tokens in zip(self.sources, read, strict=True)]
-        return {"sources": sources, "phases": [dataclasses.asdict(phase) for phase in self.begun(row)]}
+        return {
+            "sources": sources,
+            "phases": [
+                dataclasses.asdict(phase) for k, phase in enumerate(self.phases) if k == 0 or phase.row(self.seq_len) < row
+            ],
+        }
 
 
 def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ filled with whole conversations (`PackedRows`) or whole pairs (`PairRows`).
 
 import functools
 import heapq
+import itertools
 
 import numpy as np
 
@@ -50,6 +51,20 @@ class FileWindows:
         row = np.repeat(np.arange(len(index_R)), count_R)
         nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
         return self._tokens_WS[index_R], row, self._starts[nth] - begin_R[row], None, None
+
+    def spans(self, number: int) -> list[tuple[int, int]]:
+        """Return (first, last) of the inputs of each document in a window, as positions in the file."""
+        begin, end = number * self.seq_len, (number + 1) * self.seq_len
+        low, high = np.searchsorted(self._starts, (begin, end - 1), "right")
+        return list(itertools.pairwise([begin, *self._starts[low:high].tolist(), end]))
+
+    def numbers_of(self, first: int, last: int) -> np.ndarray:
+        """Return the windows with an input among tokens first..last-1 of the file."""
+        return np.arange(first // self.seq_len, min((last - 1) // self.seq_len + 1, self.windows))
+
+    def ranges(self, number_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (first, last) of the tokens of windows, (N,) each, with the last target."""
+        return number_N * self.seq_len, (number_N + 1) * self.seq_len + 1
 
     def borders(self, max_segments: int) -> tuple[int, int]:
         """Return (largest number of documents in a window, tokens that `max_segments` masks), by `windows.borders`."""
@@ -124,6 +139,23 @@ class PackedRows:
                 filled_R[r] += count
         row, column = np.asarray(starts, np.int64).reshape(-1, 2).T
         return tokens_RS, row, column, loss_RS[:, 1:], filled_R
+
+    def spans(self, number: int) -> list[tuple[int, int]]:
+        """Return (first, last) of each document, or piece of one, in a row, as positions in the file."""
+        part = slice(self._first[number], self._first[number + 1])
+        return list(zip(self._begin[part].tolist(), (self._begin[part] + self._length[part]).tolist(), strict=True))
+
+    def numbers_of(self, first: int, last: int) -> np.ndarray:
+        """Return the rows with any of the tokens first..last-1 of the file."""
+        pieces = np.flatnonzero((self._begin < last) & (self._begin + self._length > first))
+        return np.unique(np.searchsorted(self._first, pieces, "right") - 1)
+
+    def ranges(self, number_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (first, last) of all documents and pieces of rows, as positions in the file."""
+        chosen = np.zeros(self.windows, bool)
+        chosen[number_N] = True
+        pieces = np.repeat(chosen, np.diff(self._first))
+        return self._begin[pieces], self._begin[pieces] + self._length[pieces]
 
 
 class PairRows(PackedRows):
