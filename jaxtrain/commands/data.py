@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import FAILED, Args, Parser, path, whole
 from jaxtrain.data import tokenfile
@@ -10,12 +11,14 @@ from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import LOSSES, NAMED
 from jaxtrain.data.documents import FORMATS, PrepareError
 from jaxtrain.data.prepare import SHARD_MB, PrepareFailed, prepare, validation_path
+from jaxtrain.data.seen import NGRAM, SeenError
 from jaxtrain.data.show import counted_tokens, describe, show
 
 EXAMPLES = (
     "prepare --input='books/*.txt' --output=books.tok --validation=0.01",
     "prepare --input='corpus/**/*.parquet' --tokenizer=hf:NAME --output=corpus.tok --validation=0.001",
     "verify corpus.tok corpus.val.tok",
+    "seen --workdir=runs/tiny --step=100",
 )
 
 
@@ -96,6 +99,24 @@ def parser() -> Parser:
     p.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=whole(0))
     p.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=whole(0))
     p.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=whole(0))
+    p = top.command(
+        "seen",
+        "Which documents a run reads at a step, when it reads a document, and which held-out documents are in its data. Give "
+        "one of --step, --document, --text and --validation. Nothing is trained or written.",
+    )
+    p.option("workdir", "a run's folder", "DIR", type=path, required=True, example="runs/tiny")
+    p.option(
+        "step",
+        "the documents of step N; with --validation: compare with steps 1 to N (default: all until now)",
+        "N",
+        type=whole(1),
+        example="100",
+    )
+    p.option("document", "when document N, from 0, of a token file is read", "FILE:N")
+    p.option("text", "when the places of a text are read, found by its tokens", "TEXT")
+    p.option("validation", "how many documents of a held-out token file were read, exactly and by n-grams", "FILE", type=path)
+    p.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=whole(2))
+    p.option("show-text", "with --step: also print the tokens as text")
     return top
 
 
@@ -131,7 +152,33 @@ def run_verify(args: Args) -> int:
     return int(damaged)
 
 
-ACTS = {"prepare": run_prepare, "verify": run_verify, "show": run_show}
+def run_seen(args: Args) -> int:
+    """Print what is asked of a run's data. --step asks for a step alone, and ends the steps of --validation."""
+    asked = [name for name in ("document", "text", "validation") if name in args.given]
+    asked += ["step"] * ("step" in args.given and asked != ["validation"])
+    if len(asked) != 1:
+        raise SeenError("give one of --step=N, --document=FILE:N, --text=TEXT and --validation=FILE")
+    for option, of in (("ngram", "validation"), ("show-text", "step")):
+        if option in args.given and asked != [of]:
+            raise SeenError(f"--{option}: belongs to --{of}. Fix: leave --{option} out")
+    from jaxtrain.report import data_seen  # these import jax, which takes seconds
+    from jaxtrain.train.history import open_history
+
+    history = open_history(args.workdir)
+    match asked[0]:
+        case "step":
+            data_seen.print_step(history, args.step, args.show_text)
+        case "document":
+            data_seen.print_document(history, args.document)
+        case "text":
+            data_seen.print_text(history, args.text)
+        case _:
+            data_seen.print_overlap(history, args.validation, args.step if "step" in args.given else history.done, args.ngram)
+    return 0
+
+
+ERRORS = (PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError, SeenError, CheckpointError)
+ACTS = {"prepare": run_prepare, "verify": run_verify, "show": run_show, "seen": run_seen}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,4 +195,4 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {e}", file=sys.stderr)
             return FAILED
 
-    return run_command(parser(), argv, act, errors=(PrepareError, tokenizers.TokenizerError, tokenfile.TokenFileError))
+    return run_command(parser(), argv, act, errors=ERRORS)

@@ -1,0 +1,101 @@
+"""What `data seen` prints: the documents of a step, the steps of documents, and held-out documents in the data."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data import seen
+from jaxtrain.data.seen import History, SeenError
+from jaxtrain.data.show import counted, tokenizer_of, written
+from jaxtrain.data.tokenfile import TokenFile
+
+SHOWN = 50  # steps of a document, and documents with a text, that are listed
+WORST = 10  # held-out documents that are listed
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the amount of work done. On a terminal, show a bar."""
+    import rich.console
+    from rich.progress import Progress
+
+    console = rich.console.Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda amount: bar.update(task, advance=amount)
+
+
+def print_step(history: History, step: int, texts: bool) -> None:
+    """Print the documents of a step, a line each; with `texts`, also their tokens as text."""
+    rows = history.step(step)
+    print(f"step {step}: {counted(len(rows), 'sequence')}, {'read' if step <= history.done else 'not read yet'}")
+    print("sequence  epoch  document  tokens  of  file")
+    for row in rows:
+        file, label = history.file(row.source), history.label(row.source)
+        for document, first, last in row.spans:
+            begin, end = (int(at) for at in file.doc_offsets[document : document + 2])
+            print(f"{row.row:8}  {row.epoch:5}  {document:8}  {first - begin:,}-{last - begin:,}  {end - begin:,}  {label}")
+            if texts:
+                print(written(file, first, last, tokenizer_of(file)[0]))
+
+
+def print_readings(history: History, source: int, first: int, last: int, what: str) -> None:
+    """Print when the run reads tokens first..last-1 of a source. what: names them."""
+    with progress(history.work(source)) as advance:
+        readings = history.when(source, first, last, advance)
+    past = sum(reading.step <= history.done for reading in readings)
+    print(f"{what}: read {counted(past, 'time')} until step {history.done}, {len(readings) - past} to come")
+    for reading in readings[:SHOWN]:
+        later = "" if reading.step <= history.done else " (to come)"
+        print(f"  step {reading.step}, sequence {reading.row}, epoch {reading.epoch} of the file{later}")
+    if len(readings) > SHOWN:
+        print(f"  and {len(readings) - SHOWN} more")
+
+
+def print_document(history: History, named: str) -> None:
+    """Print when a document is read. named: FILE:N, where N counts from 0. Raises SeenError."""
+    path, _, number = named.rpartition(":")
+    if not path or not number.isdecimal():
+        raise SeenError(f"--document = {named}: is written FILE:N, with the number of the document in the file, from 0")
+    source = history.source_of(path)
+    file, document = history.file(source), int(number)
+    if document >= (count := file.header["documents"]):
+        raise SeenError(f"--document = {named}: the file has documents 0 to {count - 1}")
+    first, last = (int(at) for at in file.doc_offsets[document : document + 2])
+    print_readings(history, source, first, last, f"document {document} of {history.label(source)} ({last - first:,} tokens)")
+
+
+def print_text(history: History, text: str) -> None:
+    """Print when the documents with a text are read, for each place of the text. Raises SeenError."""
+    found = 0
+    for source in range(len(history.sources)):
+        file, label = history.file(source), history.label(source)
+        tokenizer, note = tokenizer_of(file)
+        if tokenizer is None:
+            raise SeenError(f"--text = {text}: {label} cannot be searched: {note}")
+        with progress(file.header["tokens"]) as advance:
+            places = seen.places(file, tokenizer, text, advance)
+        for first, last in places[: max(0, SHOWN - found)]:
+            document = int(np.searchsorted(file.doc_offsets[:], first, "right")) - 1
+            print_readings(history, source, first, last, f"{label}, document {document}, token {first:,}")
+        found += len(places)
+    limit = f"; the first {SHOWN} are listed" if found > SHOWN else ""
+    print(f"{counted(found, 'place')} with this text in {counted(len(history.sources), 'file')}{limit}")
+
+
+def print_overlap(history: History, path: Path, until: int, n: int) -> None:
+    """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams."""
+    held_out = TokenFile.open(path)
+    sources = range(len(history.sources))
+    work = sum(history.work(k, until) + history.file(k).header["tokens"] for k in sources)
+    with progress(work) as advance:
+        found = seen.overlap(history, held_out, until, n, advance)
+    share_D = np.nan_to_num(found.ngrams_D)
+    print(f"{path}: {counted(len(share_D), 'document')}, compared with what steps 1 to {until} read")
+    print(f"  equal to a document that was read: {found.exact_D.sum():,}")
+    print(f"  with an n-gram of {n} tokens that was read: {(share_D > 0).sum():,}")
+    print(f"  with {seen.MOST:.0%} of their n-grams or more: {(share_D >= seen.MOST).sum():,}")
+    for document in [k for k in np.argsort(-share_D, kind="stable")[:WORST].tolist() if share_D[k] > 0]:
+        print(f"  document {document}: {share_D[document]:.0%} of its n-grams{', equal' if found.exact_D[document] else ''}")
