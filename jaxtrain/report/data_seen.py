@@ -31,12 +31,13 @@ def print_step(history: History, step: int, texts: bool) -> None:
     """Print the documents of a step, a line each; with `texts`, also their tokens as text."""
     rows = history.step(step)
     print(f"step {step}: {counted(len(rows), 'sequence')}, {'read' if step <= history.done else 'not read yet'}")
-    print("sequence  epoch  document  tokens  of  file")
+    print("sequence  epoch  document  tokens of the document       file")
     for row in rows:
         file, label = history.file(row.source), history.label(row.source)
         for document, first, last in row.spans:
             begin, end = (int(at) for at in file.doc_offsets[document : document + 2])
-            print(f"{row.row:8}  {row.epoch:5}  {document:8}  {first - begin:,}-{last - begin:,}  {end - begin:,}  {label}")
+            tokens = f"{first - begin:,} to {last - begin:,} of {end - begin:,}"
+            print(f"{row.row:8}  {row.epoch:5}  {document:8}  {tokens:27}  {label}")
             if texts:
                 print(written(file, first, last, tokenizer_of(file)[0]))
 
