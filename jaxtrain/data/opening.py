@@ -40,6 +40,7 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
     for item in items:
         name, _, source = (part.strip() for part in item.partition("="))
         begins_with_file = any(is_file(each.path) for each in parse_files(item)[0][:1])
+        begins_with_file |= os.path.isdir(os.path.expanduser(os.path.dirname(item)))  # of a file that is missing in it
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or begins_with_file:
             name, source = "", item
         rule = ""
@@ -222,7 +223,6 @@ def check(
       finetunes: whether the run begins with trained weights. Then it usually learns conversations.
     """
     problems, largest = [], 0
-    names: dict[str, str] = {}  # source of a held-out set -> its name
     pairs = None if ":" in loss.name else loss.of_pairs
     form = "pairs" if pairs else "chat" if finetunes else "text"
     sources = [("data.source", data.source)]
@@ -231,7 +231,6 @@ def check(
         sets, wrong = parse_sets(data.eval_source)
         problems += wrong
         sources += [("data.eval_source", source) for source in sets.values() if not wrong]
-        names = {source: name for name, source in sets.items() if name}
     elif need_eval and not builtin and not is_custom(data.source):
         paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
@@ -257,8 +256,7 @@ def check(
                 vocab = max(f.header["largest_id"] for f in files) + 1
                 problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
             except schema.ConfigError as e:
-                named = source in names and [p.rule for p in e.problems] == [GONE]
-                problems += [_as_typed(e.problems[0], names[source], data.tokenizer, form)] if named else e.problems
+                problems += e.problems
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
             rule = "loss.name=dpo compares the members of pairs, which token files alone hold"
             problems.append(
@@ -297,15 +295,6 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
         fix = f"Make one of pairs: {prepare_command(tokenizer, 'PAIRS.jsonl', options)}"
         return schema.Problem(key, str(file.path), "holds no pairs, which loss.name=dpo compares", fix)
     return None
-
-
-def _as_typed(problem: schema.Problem, name: str, tokenizer: str, form: str) -> schema.Problem:
-    """Return the problem of a held-out set whose only file does not exist: NAME= may be the beginning of its path."""
-    typed = f"{name}={problem.value}"
-    if os.path.isdir(os.path.dirname(typed)):
-        problem = missing_file(problem.key, typed, tokenizer, form)
-    rule = f"{GONE}, and none of the name {typed.partition('=')[2]} (NAME= names a held-out set)"
-    return dataclasses.replace(problem, value=typed, rule=rule)
 
 
 def _one_of_each(problems: list[schema.Problem], tokenizer: str) -> list[schema.Problem]:

@@ -60,12 +60,11 @@ def test_files_with_and_without_weights_keep_them(folder: Path):
 def test_a_path_that_does_not_exist_is_one_problem_that_names_it(folder: Path, name: str):
     assert [(p.key, p.value) for p in problems(name)] == [("data.source", name)]
     (problem,) = problems("plain.tok", "lr=3e-4/y.tok")
-    assert (problem.key, problem.value) == ("data.eval_source", "lr=3e-4/y.tok") and "NAME=" in problem.rule
-    assert "--output=lr=3e-4/y.tok" in problem.remedy
+    assert (problem.key, problem.value) == ("data.eval_source", "lr=3e-4/y.tok") and "--output=lr=3e-4/y.tok" in problem.remedy
     (problem,) = problems("plain.tok", "plain.tok,lr=3e-4/y.tok")
     assert problem.value == "lr=3e-4/y.tok"
     (problem,) = problems("plain.tok", "web=gone.tok")
-    assert problem.value == "web=gone.tok" and "--output=gone.tok" in problem.remedy
+    assert problem.value == "gone.tok" and "--output=gone.tok" in problem.remedy
     (problem,) = problems("plain.tok", "lr=3e-4/x.tk")
     assert "lr=3e-4/x.tok" in problem.remedy  # the file that is there
 
