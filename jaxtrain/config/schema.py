@@ -567,6 +567,11 @@ class Optimizer:
     decay_steps: int = key(
         0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
     )
+    decay_shape: str = key(
+        "linear",
+        "wsd: the decay's form over its part p from 0 to 1; sqrt: 1 - sqrt(p), fast at first",
+        choices=("linear", "sqrt", "cosine"),
+    )
     weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0, resume=RECIPE)
     momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1, resume=MOMENTS)
     beta1: float = key(0.9, "decay of the first moment", at_least=0, below=1, resume=MOMENTS)

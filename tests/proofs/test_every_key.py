@@ -155,6 +155,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"loss.name": "helpers:half_loss", "lora.rank": 2}),
     ({"lora.rank": 2}, {"lora.targets": "wq"}),
     ({}, {"optimizer.name": "helpers:slower_adamw", "optimizer.schedule": "linear", "optimizer.decay_steps": 5}),
+    ({"optimizer.schedule": "wsd"}, {"optimizer.decay_shape": "sqrt"}),
     ({}, {"optimizer.offload": "moments"}),
 ]
 PROGRAM = {key: (value, given) for given, keys in ROWS for key, value in keys.items()}

@@ -100,6 +100,7 @@ REFUSED = [
     ("optimizer.warmup_steps=701", "optimizer.warmup_steps", ""),
     ("optimizer.decay_steps=651", "optimizer.decay_steps", "optimizer.decay_steps=650"),
     ("optimizer.lr_min=1", "optimizer.lr_min", "optimizer.lr_min=0.001"),
+    ("optimizer.decay_shape=sqrt", "optimizer.decay_shape", ""),
     ("checkpoint.step=7", "checkpoint.step", ""),
     ("checkpoint.keep_best=true eval.every_steps=0", "checkpoint.keep_best", ""),
     ("profile.start=699", "profile.start", "profile.start=697"),
