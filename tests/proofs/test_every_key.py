@@ -422,6 +422,7 @@ ELSEWHERE = {
     "data.tokenizer",  # tests/unit/test_data.py
     "train.memory_fraction",  # tests/unit/test_config.py
     "train.epochs",  # tests/unit/test_config.py
+    "train.batch_ramp",  # tests/proofs/test_batch_ramp.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
     "train.timeouts",  # tests/unit/test_watchdog.py
     "checkpoint.keep_best",  # tests/proofs/test_train.py

@@ -153,8 +153,8 @@ BUGS = (
     Bug(
         "data: a schedule counts its steps in batches of the data, also after data that was skipped",
         "jaxtrain/train/initial_state.py",
-        "return start.position.at(step) * train.global_batch",
-        "return (start.position.begin + step - start.step) * train.global_batch",
+        "return start.position.at(step) * start.position.ramp.unit",
+        "return (start.position.begin + step - start.step) * start.position.ramp.unit",
         "proofs/test_divergence.py -k rollback_passes",
     ),
     Bug(
