@@ -25,6 +25,11 @@ class Ramp:
         """Return the greatest common divisor of all sizes. Data is read in batches of this many sequences."""
         return math.gcd(self.full, *(size for size, _ in self.parts))
 
+    @property
+    def note(self) -> str:
+        """Return a line beside figures of a full step; "" without parts."""
+        return f"train.batch_ramp: figures are of the {self.full} sequences from step {self.end + 1} on" if self.parts else ""
+
     def size(self, step: int) -> int:
         """Return the sequences of optimizer step `step` + 1."""
         return next((size for size, until in self.parts if step < until), self.full)

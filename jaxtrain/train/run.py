@@ -446,7 +446,7 @@ def open_services(
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
     with contextlib.ExitStack() as closing:  # the log is closed last: trackers may have errors to tell
         try:
-            console = closing.enter_context(Console(workdir, process, setup.run.train.steps))
+            console = closing.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
             with ledger, Stop(peers.ask_to_stop) as stop:
 
                 def asked_early(name: str, code: int) -> None:
