@@ -109,6 +109,8 @@ def run(args: Args) -> int:
     if args.mode == "kernels":
         folder = bench.Folder(args.out, args.json, "kernels")
         return folder.run(lambda: kernels.run(args.kernels.split(","), folder, console), "a kernel failed")
+    if note := args.loaded.run.ramp.note:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     launched = args.loaded.launch
     cases, _ = train_step.make_cases([*launched.config_argv, *DATA[args.data]], launched.name, args.sweep)
     problems = {name: train_step.find_problems(loading.load(argv), args.devices) for name, argv in cases.items()}

@@ -122,7 +122,7 @@ def run(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
     from jaxtrain.train import parity_report
 
     console = make_console()
-    for line in left_out:
+    for line in filter(None, (args.loaded.run.ramp.note, *left_out)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     config, *overrides = config_argv(args)
     try:

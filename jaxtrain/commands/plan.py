@@ -278,7 +278,11 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
 
     run, given = args.loaded.run, args.loaded.launch
     topology = machines.parse(args.topology) if args.topology else machines.here()
-    notes = [given.other_size(topology.total), *(note for note in given.notes if note.startswith("train.epochs"))]
+    notes = [
+        given.other_size(topology.total),
+        run.ramp.note,
+        *(note for note in given.notes if note.startswith("train.epochs")),
+    ]
     for note in filter(None, notes):
         print(note, file=sys.stderr)
     check = training_check(topology, f"--topology={topology.name}")

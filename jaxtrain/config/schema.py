@@ -43,6 +43,7 @@ from jaxtrain.config.declaration import (
     key,
     section,
 )
+from jaxtrain.config.ramp import Ramp, parse_ramp
 from jaxtrain.config.synonyms import nearest_key
 
 # Mesh axes from the outermost, along which neighbours may be on different nodes, to the innermost. Optional axes are part of a
@@ -457,6 +458,12 @@ class Train:
         0.0, "passes over the training data; replaces train.steps; 0: train.steps decides", at_least=0, at_most=1_000_000
     )
     global_batch: int = key(32, "sequences per optimizer step, over all devices and microbatches", at_least=1, resume=POSITION)
+    batch_ramp: str = key(
+        "",
+        "fewer sequences at first: SEQUENCES:STEP,..., as 64:1000,128:3000: 64 until step 1000, 128 until step 3000, then "
+        "train.global_batch; '': no ramp",
+        resume=POSITION,
+    )
     grad_accum: int = key(1, "microbatches per step; gradients are summed over them", at_least=1, resume=MICROBATCHES)
     accumulate: str = key(
         "auto",
@@ -561,6 +568,11 @@ class Optimizer:
     warmup_steps: int = key(100, "linear from lr / warmup_steps to lr at the last of these steps", at_least=0)
     decay_steps: int = key(
         0, "steps from the peak to lr_min; 0: cosine and linear all that are left, wsd a fifth of all", at_least=0
+    )
+    decay_shape: str = key(
+        "linear",
+        "wsd: the decay's form over its part p from 0 to 1; sqrt: 1 - sqrt(p), fast at first",
+        choices=("linear", "sqrt", "cosine"),
     )
     weight_decay: float = key(0.1, "on matrices only (not norms, not biases)", at_least=0, resume=RECIPE)
     momentum: float = key(0.95, "muon: decay of the momentum of matrices", at_least=0, below=1, resume=MOMENTS)
@@ -840,8 +852,26 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a global batch, padding included."""
+        """Return the tokens of a step of train.global_batch sequences, padding included."""
         return self.train.global_batch * self.data.seq_len
+
+    @functools.cached_property
+    def ramp(self) -> Ramp:
+        """Return the sequences of each step, by train.batch_ramp. With a wrong text, no step has fewer."""
+        return parse_ramp(self.train.batch_ramp, self.train.global_batch)[0]
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens of the first `step` steps, padding included."""
+        return self.ramp.before(step) * self.data.seq_len
+
+    def of_size(self, sequences: int) -> "RunConfig":
+        """Return the config of a step of this many sequences: in microbatches of the same size, or in a smaller one."""
+        if sequences == self.train.global_batch:
+            return self
+        rows = self.train.global_batch // self.train.grad_accum
+        accum = max(1, sequences // rows)
+        train = dataclasses.replace(self.train, global_batch=sequences, grad_accum=accum, batch_ramp="")
+        return dataclasses.replace(self, train=train)
 
 
 NO_KEY = "no such key"  # the rule of an unknown key

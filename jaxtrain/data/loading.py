@@ -2,7 +2,6 @@
 
 import dataclasses
 import fractions
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxtrain.config import launch
 from jaxtrain.config.command_line import strays
 from jaxtrain.config.declaration import SMALLEST
 from jaxtrain.config.launch import Loaded
+from jaxtrain.config.ramp import parse_ramp
 from jaxtrain.config.schema import (
     ConfigError,
     Optimizer,
@@ -75,9 +75,10 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     the data.
     """
     epochs, data, steps = run.train.epochs, run.data, run.train.steps
+    wrong = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
     sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
-    if not epochs > 0 or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+    if not epochs > 0 or wrong or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
     from jaxtrain.data import opening  # imports numpy, which --help must not wait for
 
@@ -91,7 +92,7 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
         why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
         return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
     # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
-    needed = max(1, math.ceil(fractions.Fraction(str(epochs)) * tokens / run.tokens_per_step))
+    needed = max(1, run.ramp.steps_for(fractions.Fraction(str(epochs)) * tokens / data.seq_len))
     return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
 
 

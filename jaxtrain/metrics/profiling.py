@@ -49,6 +49,10 @@ class Tracer:
         self._annotation: Any = None
         self._session = ""
 
+    def use(self, program: "HasText") -> None:
+        """Write the text of this program next to later traces."""
+        self._program = program
+
     @property
     def tracing(self) -> bool:
         """Return whether the current step is being traced (its time is then not representative)."""

@@ -33,10 +33,19 @@ REDRAW_S = 0.1  # drawing more often shows nothing new and slows the loop
 class Console:
     """The log and terminal of one process. A context manager. Processes other than 0 write only warnings to the terminal."""
 
-    def __init__(self, workdir: str | Path, process_index: int, total_steps: int, *, stream: TextIO | None = None):
+    def __init__(
+        self,
+        workdir: str | Path,
+        process_index: int,
+        total_steps: int,
+        *,
+        work: Callable[[int], int] = lambda step: step,
+        stream: TextIO | None = None,
+    ):
+        """Args: work: returns the work of the first steps, of which the time left is estimated; by default all are alike."""
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
         self._process_index = process_index
-        self._total = total_steps
+        self._total, self._work = total_steps, work
         self.of_fp8: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
         self._stream = stream or sys.stdout  # None after the terminal was lost
         self._live: Progress | None = None
@@ -108,11 +117,11 @@ class Console:
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()
         self._lines.append((done, now))
-        count = len(self._lines)
+        count, left = len(self._lines), self._work(self._total) - self._work(done)
         before, then = self._lines[min(max(count - 20, 0), 3 * count // 4)]
         if count == 1:
-            return None if step_time_s is None else (self._total - done) * step_time_s
-        return (self._total - done) * (now - then) / (done - before)
+            return None if step_time_s is None else left * step_time_s / (self._work(done) - self._work(done - 1))
+        return left * (now - then) / (self._work(done) - self._work(before))
 
     def lost_log(self, error: BaseException | None) -> None:
         """Report on the terminal, once, that the log cannot be written."""

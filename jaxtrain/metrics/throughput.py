@@ -18,7 +18,7 @@ class Throughput:
     for every rate. FLOP/s and MFU count the model's FLOPs; recomputed FLOPs count only in `hfu`.
 
     Args:
-        tokens_per_step: tokens of a global batch, padding included.
+        tokens_per_step: tokens of a step's batch, padding included; `resize` changes them.
         num_devices: number of devices of all processes.
         flops_causal, flops_full: model FLOPs per token, forward and backward, in the two conventions of flops.py: with the
             causal half of the attention scores, and with all scores.
@@ -40,7 +40,7 @@ class Throughput:
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._tokens_per_device = tokens_per_step / num_devices
+        self._tokens_per_step = tokens_per_step
         self._num_devices = num_devices
         self._flops = {"mfu_causal": flops_causal, "mfu_full": flops_full, "hfu": flops_hardware}
         self._peak = peak_flops or None
@@ -50,6 +50,7 @@ class Throughput:
         self._skip = self.SETTLE
         self._times: list[float] = []  # of counted steps since the last line
         self._waits: list[float] = []
+        self._tokens: list[int] = []
 
     def start_step(self) -> None:
         """Record the start of a step. Call it at every step before the data is requested, and once after the last step."""
@@ -60,6 +61,7 @@ class Throughput:
             else:
                 self._times.append(now - self._started)
                 self._waits.append(self._wait)
+                self._tokens.append(self._tokens_per_step)
         self._started, self._wait = now, 0.0
 
     @contextlib.contextmanager
@@ -73,21 +75,26 @@ class Throughput:
         """Exclude the present step (which includes other work), the next step, and `more` further steps."""
         self._skip = max(self._skip, self.SETTLE + more)
 
+    def resize(self, tokens_per_step: int) -> None:
+        """Set the tokens of the steps from the next one on, and exclude the present step and the next one."""
+        self._tokens_per_step = tokens_per_step
+        self.exclude()
+
     def line(self) -> dict[str, float | None]:
         """Return the rate fields of a train line, over the steps since the last call."""
-        times, waits = self._times, self._waits
-        self._times, self._waits = [], []
+        times, waits, tokens = self._times, self._waits, self._tokens
+        self._times, self._waits, self._tokens = [], [], []
         names = required()
         out: dict[str, float | None] = dict.fromkeys(names[names.index("step_time_s") : names.index("data_wait_s") + 1])
         if not times:
             return out
         out["step_time_s"] = sum(times) / len(times)
         out["data_wait_s"] = sum(waits) / len(waits)
-        return out | self.rates(out["step_time_s"])
+        return out | self.rates(out["step_time_s"], sum(tokens) / len(tokens))
 
-    def rates(self, step_time_s: float) -> dict[str, float | None]:
-        """Return the rates of a step that takes `step_time_s` seconds."""
-        per_device = self._tokens_per_device / step_time_s
+    def rates(self, step_time_s: float, tokens: float | None = None) -> dict[str, float | None]:
+        """Return the rates of a step of so many tokens that takes `step_time_s` seconds. tokens: None: those of a step now."""
+        per_device = (self._tokens_per_step if tokens is None else tokens) / self._num_devices / step_time_s
         out: dict[str, float | None] = {
             "tokens_per_s": per_device * self._num_devices,
             "tokens_per_s_per_device": per_device,

@@ -28,8 +28,9 @@ def make_schedule(optimizer: schema.Optimizer, steps: int) -> optax.Schedule:
 
     The rate rises linearly over warmup_steps, from lr / warmup_steps to lr at the last warm-up step. Without warm-up, step 0
     has lr. `cosine` and `linear` then decay over decay_steps steps (0: all steps that are left) to lr_min. `wsd` stays at lr
-    until the last decay_steps, which decay linearly to lr_min (Hu et al. 2024, arXiv:2404.06395). `constant` stays at lr. With
-    `cosine` and `linear`, only one step has the peak rate. The last step of a decay has lr_min.
+    until the last decay_steps, which decay to lr_min (Hu et al. 2024, arXiv:2404.06395) in the form of decay_shape: `linear`,
+    `cosine`, or `sqrt`, whose rate falls as 1 - sqrt(progress) (Hägele et al. 2024, arXiv:2405.18392). `constant` stays at lr.
+    With `cosine` and `linear`, only one step has the peak rate. The last step of a decay has lr_min.
     """
     o = optimizer
     first = max(1, o.warmup_steps)  # steps up to the peak: step 0 has lr / warmup_steps, since a rate of 0 would change nothing
@@ -39,14 +40,16 @@ def make_schedule(optimizer: schema.Optimizer, steps: int) -> optax.Schedule:
     def linear(step: Any) -> Any:
         return jnp.maximum(line(step), o.lr_min)  # by rounding, a line to lr_min = 0 ends below 0
 
+    def sqrt(step: Any) -> Any:
+        return o.lr_min + (o.lr - o.lr_min) * (1 - jnp.sqrt(jnp.clip(step / decay, 0, 1)))
+
+    cosine = optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0)
+    shapes = {"linear": linear, "cosine": cosine, "sqrt": sqrt}
+    constant = optax.constant_schedule(o.lr)
     if o.schedule == "wsd":
-        tail = optax.join_schedules([optax.constant_schedule(o.lr), linear], [after - decay])
+        tail = optax.join_schedules([constant, shapes[o.decay_shape]], [after - decay])
     else:
-        tail = {
-            "constant": lambda: optax.constant_schedule(o.lr),
-            "cosine": lambda: optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0),
-            "linear": lambda: linear,
-        }[o.schedule]()
+        tail = constant if o.schedule == "constant" else shapes[o.schedule]
     if first == 1:
         return tail
     return optax.join_schedules([optax.linear_schedule(o.lr / first, o.lr, first - 1), tail], [first - 1])

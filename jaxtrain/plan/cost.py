@@ -6,6 +6,7 @@ of its copies, and saves are at least the time of a write apart.
 """
 
 import dataclasses
+import fractions
 import math
 
 from jaxtrain.config.numbers import number
@@ -95,7 +96,9 @@ def wall(solve_s: float, interval_s: float, save_s: float, restart_s: float, bet
 
 def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: int, asked: Asked) -> Cost:
     """Return the whole run of a plan. Raises ConfigError if failures follow so fast that it has no end."""
-    gpus, steps = topology.total, math.ceil(asked.tokens / plan.tokens_per_step)
+    gpus, ramp = topology.total, run.ramp
+    steps = ramp.steps_for(fractions.Fraction(asked.tokens * ramp.full, plan.tokens_per_step))
+    full_steps = ramp.before(steps) / ramp.full  # of the plan's batch, with the same sequences
     rate, storage = asked.failures or FAILURES, asked.storage_gb_s or STORAGE_GB_S * topology.nodes
     copy_s = checkpoint_bytes / gpus / (plan.rates.host_gb_s * 1e9)
     write_s = checkpoint_bytes / (storage * 1e9)
@@ -113,7 +116,7 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
     every = min(steps, max(1, math.ceil(write_s / step_s[0]), round(best_s / step_s[0])))
 
     def end(step_s: float, every: int) -> End:
-        interval_s, solve_s = min(every, steps) * step_s, steps * step_s
+        interval_s, solve_s = min(every, steps) * step_s, full_steps * step_s
         save_s = copy_s + max(0.0, write_s - interval_s)
         all_s = wall(solve_s, interval_s, save_s, lost_s, between_s)
         saves_s, gpu_hours = solve_s / interval_s * save_s, all_s / HOUR * gpus

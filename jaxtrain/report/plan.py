@@ -53,12 +53,18 @@ def shown(plan: result.Plan) -> Plan:
 
 
 def print_plan(
-    plan: result.Plan, console: Console, *, steps: int | None = None, epochs: str = "", cost: Cost | None = None
+    plan: result.Plan,
+    console: Console,
+    *,
+    steps: int | None = None,
+    tokens: int = 0,
+    epochs: str = "",
+    cost: Cost | None = None,
 ) -> None:
     """Print the verdict, the speed, warnings, memory, time and the collectives that take longest.
 
     Args:
-        steps, epochs, cost: as in `summary`.
+        steps, tokens, epochs, cost: as in `summary`.
     """
     say(console, verdict(plan), "bold green" if plan.fits else "bold red")
     say(console, headline(plan), "bold")
@@ -67,7 +73,7 @@ def print_plan(
         say(console, f"with {' '.join(plan.overrides)}")
     if plan.kept:
         say(console, plan.kept)
-    print_sections([warnings_section(plan), *summary(plan, steps, epochs, cost)], console)
+    print_sections([warnings_section(plan), *summary(plan, steps, tokens, epochs, cost)], console)
     say(console, "\n--html=FILE adds kernels, arrays, saved activations and assumptions", "dim")
     say(console, "\nCommand of this plan", "bold")
     console.print(Text(command(plan)), soft_wrap=True)  # unwrapped, so that it can be copied

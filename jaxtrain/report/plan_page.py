@@ -45,6 +45,7 @@ def html(
     plan: Plan,
     *,
     steps: int | None = None,
+    tokens: int = 0,
     epochs: str = "",
     cost: Cost | None = None,
     layer: Mapping[str, Sequence[Stretch]] | None = None,
@@ -52,12 +53,12 @@ def html(
     """Return the page of a plan as HTML.
 
     Args:
-        steps, epochs, cost: as in `summary`.
+        steps, tokens, epochs, cost: as in `summary`.
         layer: result of `layer_schedule.read`; None: no schedule of a layer.
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
-    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, epochs, cost), *schedule, *details(plan)]
+    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, tokens, epochs, cost), *schedule, *details(plan)]
     sections = html_sections([warnings_section(plan), *found])
     sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
     body = [

@@ -58,11 +58,12 @@ def warnings_section(plan: Plan) -> Section:
     return Section("Warnings", [Listing(plan.warnings, "warning")])
 
 
-def summary(plan: Plan, steps: int | None = None, epochs: str = "", cost: Cost | None = None) -> list[Section]:
+def summary(plan: Plan, steps: int | None = None, tokens: int = 0, epochs: str = "", cost: Cost | None = None) -> list[Section]:
     """Return the sections that both terminal and page show: for a step that does not fit, only memory.
 
     Args:
         steps: training steps of the config, for the time to train.
+        tokens: of those steps; 0: all steps have those of the plan.
         epochs: those steps as epochs, in words; "" if unknown.
         cost: the whole run of --tokens.
     """
@@ -70,7 +71,7 @@ def summary(plan: Plan, steps: int | None = None, epochs: str = "", cost: Cost |
         return [memory_section(plan)]
     return [
         memory_section(plan),
-        time_section(plan, steps, epochs),
+        time_section(plan, steps, tokens, epochs),
         *run_section(cost),
         collectives_section(plan),
         Section("Pipeline", [Listing(pipeline(plan))]),
@@ -362,7 +363,7 @@ def step_parts(plan: Plan) -> list[tuple[str, float]]:
     return [*parts, ("host", t.host_exposed_ms)] if t.host_exposed_ms else parts
 
 
-def time_section(plan: Plan, steps: int | None, epochs: str = "") -> Section:
+def time_section(plan: Plan, steps: int | None, tokens: int = 0, epochs: str = "") -> Section:
     """Return the section of the roofline of a step, and the time to train. The arguments are those of `summary`."""
     t = plan.time
     names, values = zip(*step_parts(plan), strict=True)
@@ -377,21 +378,22 @@ def time_section(plan: Plan, steps: int | None, epochs: str = "") -> Section:
         f"{percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
     ]
     parts += filter(None, (matmuls(plan), host_waits(plan)))
-    return Section("Time of a step", [*parts, training_table(plan, steps, epochs)])
+    return Section("Time of a step", [*parts, training_table(plan, steps, tokens, epochs)])
 
 
-def training_table(plan: Plan, steps: int | None, epochs: str = "") -> Table:
+def training_table(plan: Plan, steps: int | None, tokens: int = 0, epochs: str = "") -> Table:
     """Return the table of the time to train, for `steps` and for a trillion tokens, without saves, evaluations and restarts."""
-    works = (
-        [(", ".join(filter(None, ("this config", epochs))), float(steps * plan.tokens_per_step), f"{steps:,}")] if steps else []
-    )
+    works = []
+    if steps:
+        of_config = ", ".join(filter(None, ("this config", epochs)))
+        works.append((of_config, float(tokens or steps * plan.tokens_per_step), f"{steps:,}"))
     works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
     step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
     rows = []
-    for name, tokens, count in works:
-        seconds = [tokens / plan.tokens_per_step * ms / 1e3 for ms in step_times]
+    for name, all_tokens, count in works:
+        seconds = [all_tokens / plan.tokens_per_step * ms / 1e3 for ms in step_times]
         hours = [each / 3600 * device_count(plan) for each in seconds]
-        rows.append((name, short_count(tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
+        rows.append((name, short_count(all_tokens), count, duration(*seconds), " to ".join(map(rough_hours, hours))))
     kinds = ("", "number", "number", "number", "number")
     headings = ("", "tokens", "steps", "time", "GPU-hours")
     cells = list(zip(*rows, strict=True))

@@ -98,9 +98,10 @@ def plan(job: Job, cudnn: Library | None) -> int:
     counted = asked.tokens and planned.fits
     cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, asked) if counted else None
     del compiled
-    epochs = opening.epochs(run.data, Path(run.paths.data), run.train.steps * run.tokens_per_step)
+    tokens = run.tokens_before(run.train.steps)
+    epochs = opening.epochs(run.data, Path(run.paths.data), tokens)
     words = "" if epochs is None else f"{opening.epochs_in_words(epochs)} of {run.data.source}"
-    length: dict[str, Any] = {"steps": run.train.steps, "epochs": words, "cost": cost}
+    length: dict[str, Any] = {"steps": run.train.steps, "tokens": tokens, "epochs": words, "cost": cost}
     print_plan(planned, console, **length)
     if not planned.fits:
         _print_search(job)

@@ -222,6 +222,8 @@ def measure(path: Path, run: Run | None) -> StepTimes:
     rates, no_plan = rates_of(run, trace.platform)
     program, no_program = program_of(trace, run)
     notes = [no_program] if no_program else []
+    if run and trace.steps[0] < run.ramp.end:
+        notes.append(f"train.batch_ramp: the batch of step {trace.steps[0] + 1} is smaller than train.global_batch")
     if program and program.unknown:
         notes.append(f"{len(program.unknown)} operations have unknown work; the first: {program.unknown[0]}")
     planned = None

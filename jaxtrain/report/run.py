@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.durations import duration
+from jaxtrain.config.ramp import Ramp, parse_ramp
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import goodput
 from jaxtrain.metrics import receipt as receipts
@@ -142,9 +143,20 @@ class Run(receipts.Run):
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return the tokens of a global batch from the config, since tokens in metrics.jsonl include skipped batches."""
+        """Return the tokens of a step of train.global_batch, from the config."""
         batch, length = (self.config.get(part, {}).get(key) for part, key in (("train", "global_batch"), ("data", "seq_len")))
         return batch * length if batch and length else None
+
+    @property
+    def tokens_in_all(self) -> int | None:
+        """Return the tokens of all steps from the config, since tokens in metrics.jsonl include skipped batches."""
+        return self.ramp.before(self.steps) * self.config["data"]["seq_len"] if self.steps and self.tokens_per_step else None
+
+    @property
+    def ramp(self) -> Ramp:
+        """Return the sequences of each step; one each without config.json."""
+        train = self.config.get("train", {})
+        return parse_ramp(train.get("batch_ramp", ""), train.get("global_batch", 1))[0]
 
     @property
     def devices(self) -> int:

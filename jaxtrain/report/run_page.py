@@ -364,7 +364,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         held_out = ", ".join(f"{name or 'held-out'} {loss_text(lines['loss'][-1])}" for name, lines in run.evals.items())
         cells.append(("loss", loss_text(run.train["loss"][-1]), held_out or METRICS["loss"].unit))
     if run.train.steps and (tokens := run.train["tokens"][-1]):
-        of = f"of {short_count(run.steps * run.tokens_per_step)}" if run.steps and run.tokens_per_step else "seen"
+        of = f"of {short_count(run.tokens_in_all)}" if run.tokens_in_all else "seen"
         cells.append(("tokens", short_count(tokens), of))
     if (each := rates["tokens_per_s_per_device"]) is not None:
         note = f"{number(each, 0)} per device; median" if run.devices > 1 else "median"

@@ -84,6 +84,7 @@ READ_WITH = (
     ("lora.targets", "lora.rank", None),
     ("init.what", "init.from", None),
     ("loss.mtp_weight", "model.mtp_layers", None),
+    ("optimizer.decay_shape", "optimizer.schedule", "wsd"),
 )
 
 # Tracker, and the form of its key of log: a pattern, and in words.

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.config.context import Context, ulysses_problem
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.layout import Layout, resolve_layout, rule_of, rule_problems
+from jaxtrain.config.ramp import Ramp, parse_ramp
 from jaxtrain.config.schema import (
     FIT,
     MESH_AXES,
@@ -76,6 +77,8 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
         allowed = dataclasses.replace(layout, rules=rules)
         context, split = _context(run, allowed, bad)
         uneven = [*_divisions(run.flat, allowed, bad), *_batch(run.train, allowed, bad)]
+        if not any(p.key == "train.global_batch" for p in uneven):
+            uneven += _ramp(run.train, allowed, bad)
         yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
         yield from split
         yield from wrong
@@ -185,3 +188,35 @@ def _batch(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
         rule = f"does not divide into train.grad_accum = {accum} microbatches"
     remedy = f"Set a multiple of {unit}, such as {max(1, round(batch / unit)) * unit}"
     yield Problem("train.global_batch", batch, rule, remedy + (", or accumulate less." if accum > 1 else "."))
+
+
+def _ramp(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
+    """Yield a problem if a size of train.batch_ramp does not divide into microbatches of the full batch's size.
+
+    A size below that of a microbatch is one microbatch, and must divide over the devices that shard the batch.
+    """
+    if bad & {"train.global_batch", "train.grad_accum"}:
+        return
+    key, text, full = "train.batch_ramp", train.batch_ramp, train.global_batch
+    ramp, wrong = parse_ramp(text, full)
+    if wrong:
+        yield Problem(key, text, *wrong)
+    rows, shards, stages = full // train.grad_accum, layout.shards("batch"), layout.stages
+    # The microbatches of interleaved stages come in runs of as many as there are stages.
+    run = rows * stages.stages if stages.groups > 1 else rows
+
+    def fitting(size: int) -> int:
+        """Return the nearest size that divides; 0 if that is none."""
+        return round(size / shards) * shards if size < run == rows else round(size / run) * run
+
+    if not any(size != fitting(size) for size, _ in ramp.parts):
+        return
+    size = next(size for size, _ in ramp.parts if size != fitting(size))
+    rule = f"{size} sequences do not divide into microbatches of {rows}"
+    if size < run == rows:
+        rule = f"{size} sequences do not divide over {shards} devices ({' x '.join(layout.mesh_axes('batch'))})"
+    elif run > rows:
+        rule += f" in runs of mesh.stage = {stages.stages}"
+    fit = {fitting(size): until for size, until in ramp.parts}
+    nearest_one = Ramp(full, tuple((size, until) for size, until in fit.items() if 0 < size < full))
+    yield Problem(key, text, rule, f"Set '{nearest_one}'.")

@@ -23,9 +23,9 @@ class Bad:
     verdict: int  # guard.NOT_FINITE or guard.SPIKE
     loss: float
     grad_norm: float
-    batch: int  # of the data source
+    batches: tuple[int, ...]  # of the data source
     tokens: tuple[int, int]  # positions in the data [first, last)
-    data: str  # the data of the batch, in words
+    data: str  # the data of the step, in words
 
     @property
     def words(self) -> str:
@@ -83,13 +83,17 @@ def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool)
     return f"{what}. Nothing is saved from here. {fix}. The same command goes on from {at}."
 
 
-def describe_batch(source: Any, batch: int) -> str:
-    """Return the data of a batch in words; for a user's own source, only the number of the batch."""
+def describe_batches(source: Any, batches: Sequence[int]) -> str:
+    """Return the data of a step's batches in words; for a user's own source, only the numbers of the batches."""
+    words = f"batch {batches[0]}" if len(batches) == 1 else f"batches {list_numbers(batches)}"
     windows = getattr(source, "windows", None)
     if windows is None:
-        return f"batch {batch}"
-    parts = [f"windows {list_numbers(numbers)} of {name}" for name, numbers in windows(batch).items()]
-    return f"batch {batch} ({'; '.join(parts)})"
+        return words
+    found: dict[str, list[int]] = {}
+    for batch in batches:
+        for name, numbers in windows(batch).items():
+            found.setdefault(name, []).extend(numbers)
+    return f"{words} ({'; '.join(f'windows {list_numbers(numbers)} of {name}' for name, numbers in found.items())})"
 
 
 def list_numbers(numbers: Sequence[int], most: int = 8) -> str:

@@ -113,11 +113,10 @@ def choose_start(
     damaged: step -> reason why its checkpoint cannot be restored.
     """
     reasons = dict(damaged)
-    per_step = run.train.global_batch * run.data.seq_len
     # If the user names a step, the newest checkpoint is not read: it may be damaged.
     at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if at is None:
-        beginning = position.position(checkpoints.directory, 0, 0, per_step)
+        beginning = position.position(checkpoints.directory, 0, 0, run.ramp, run.data.seq_len)
         if run.init.from_ and program.adapters:
             return begin_adapters(program, beginning)
         if run.init.from_:
@@ -141,7 +140,7 @@ def choose_start(
         raise ConfigError(problems)
     was = schema.resolve(meta["config"])[0]
     notes += changed_rate((was.optimizer, was.train.steps), (run.optimizer, run.train.steps), at)
-    place = position.position(checkpoints.directory, at, meta["data"]["tokens"], per_step)
+    place = position.position(checkpoints.directory, at, meta["data"]["tokens"], run.ramp, run.data.seq_len)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = adapters = ""
@@ -270,12 +269,12 @@ def init_tensors(program: Program) -> state.Tensors:
 def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     """Return (training data, held-out data by name).
 
-    A training batch has A x B rows, a held-out batch B rows. The name of an unnamed held-out set is "". Without evaluation
-    (eval.every_steps=0) there are no held-out sets.
+    A training batch has A x B rows, or with train.batch_ramp `Ramp.unit`. A held-out batch has B rows. The name of an unnamed
+    held-out set is "". Without evaluation (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
     how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
-    train = open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
+    train = open_source(run.data, run.data.source, split="train", global_batch=run.ramp.unit, **how)
     if not run.eval.every_steps:
         return train, {}
     rows = run.train.global_batch // run.train.grad_accum
@@ -392,7 +391,7 @@ def continue_sources(train: Train, start: Start, data: Any, say: Callable[[str],
     Each source of a resumed run continues from its last position.
     """
     start_mixture = getattr(data, "start_mixture", None)  # a user's own source may lack it
-    if start_mixture and start_mixture(start.data, start.step, start.position.begin * train.global_batch):
+    if start_mixture and start_mixture(start.data, start.step, start.position.begin * start.position.ramp.unit):
         say(f"data: mixture changed at step {start.step}: each source continues from its last position")
     if start_mixture:
         _report_mixture(train.steps, start, data, say)

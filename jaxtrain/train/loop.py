@@ -21,14 +21,14 @@ from jaxtrain.step.batch import HostBatch
 from jaxtrain.train import position, replay
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.corruption import Verifier
-from jaxtrain.train.divergence import Bad, Bads, Diverged, describe_batch, explain
+from jaxtrain.train.divergence import Bad, Bads, Diverged, describe_batches, explain
 from jaxtrain.train.evaluate import HeldOut, SampleWriter
 from jaxtrain.train.initial_state import Restored, continue_sources
 from jaxtrain.train.position import Positioned
 from jaxtrain.train.replay import ReplayError
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
-from jaxtrain.train.setup import Compiled, Setup
+from jaxtrain.train.setup import Compiled, Setup, expected_times, resized
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
 from jaxtrain.train.timing import GarbageCollector, Patience, SlowSteps, StartTimes
 
@@ -51,7 +51,8 @@ class Loop:
         restore: Callable[[], Restored],
     ):
         """Args: restore: returns the state of the newest checkpoint that is not damaged, for a rollback."""
-        self.setup, self.compiled, self.services, self.saver, self.log = setup, compiled, services, saver, log
+        self.setup, self.services, self.saver, self.log = setup, services, saver, log
+        self.compiled, self._sizes = compiled, {compiled.size: compiled}
         self.run, self.program, self.data = setup.run, setup.program, setup.data
         self.current: Any = restored.state
         self.start, self.base = restored.start, restored.base
@@ -81,12 +82,37 @@ class Loop:
 
     def _begin(self) -> None:
         """Start to read batches after step `done`, and take the counts of skipped steps from the state's guard."""
-        source = Positioned(self.data, self.start.position)
-        self.feed = BatchFeed(source, self.start.position.step, self.program.batch, self.program.context)
+        self._begin_size()
         counts = {name: int(self.current.guard[name]) for name in ("in_a_row", "skipped")}
         self.skips = Bads(**counts, most=self.run.train.max_skipped_steps)
         if int(self.current.guard["held"]):
             self._release_guard()
+
+    def _begin_size(self) -> None:
+        """Begin the steps after step `done` that have the same number of sequences, and start to read their batches.
+
+        The train step of this size is compiled, unless this attempt has compiled it before.
+        """
+        services, ramp = self.services, self.run.ramp
+        size, until = ramp.size(self.done), ramp.until(self.done)
+        if ramp.parts:
+            services.console.say(
+                f"from step {self.done + 1} on: {size} sequences a step" + (f", until step {until}" if until else "")
+            )
+        if size not in self._sizes:
+            with services.phase("compile", "compile"):
+                self._sizes[size] = resized(self.setup, self.compiled, size, services)
+                services.peers.gather("compiled", "", AGREE_S)  # no process may wait for another one within a step
+                if self.log.watch is None:
+                    self.log.compare(expected_times(self.setup, self._sizes[size], services))
+        if size != self.compiled.size:
+            self.compiled, self._slow_steps, self._times = self._sizes[size], SlowSteps(), StepTimes()
+            self._tracer.use(self.compiled.train)
+        if ramp.parts:
+            self.log.rates.resize(self.compiled.program.run.tokens_per_step)
+        source, program = Positioned(self.data, self.start.position), self.compiled.program
+        count = None if until is None else until - self.done
+        self.feed = BatchFeed(source, self.done, program.batch, program.context, count)
 
     def train(self) -> None:
         """Take all steps, and begin to save after the last step, unless no step was applied.
@@ -118,6 +144,11 @@ class Loop:
 
     def _step(self) -> None:
         services, rates = self.services, self.log.rates
+        if self.run.ramp.size(self.done) != self.compiled.size:
+            if self._read_metrics():
+                return
+            self.feed.close()
+            self._begin_size()
         self._note_slow_step()
         rates.start_step()
         batch = self._next_batch()
@@ -256,9 +287,12 @@ class Loop:
     def save(self) -> None:
         """Begin to save the newest state. Raises CheckpointError after saver.MOST_FAILURES failed saves in a row."""
         read = self.start.position.read(self.done)
-        data: dict[str, Any] = {"tokens": read * self.run.tokens_per_step, "fingerprint": self.data.fingerprint}
+        rows = read * self.run.ramp.unit
+        data: dict[str, Any] = {"tokens": rows * self.run.data.seq_len, "fingerprint": self.data.fingerprint}
         if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
-            data["mixture"] = mixture.state(read * self.run.train.global_batch)
+            data["mixture"] = mixture.state(rows)
+        here = position.record(self.start.position, self.run.train, self.setup.asked.data)
+        data["positions"] = position.extended(self.start.data.get("positions", ()), here)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
         if (held_out := self.held_out.loss_of(self.done)) is not None:
             meta |= {HELD_OUT: held_out, HELD_OUT_SETS: self.held_out.sets}
@@ -296,11 +330,11 @@ class Loop:
 
     def _slow_start(self, what: str, seconds: float) -> str:
         """Return a line on a first step or evaluation ("step", "evaluation") that has run for so many seconds."""
-        run, devices = self.run, jax.devices()
+        run, devices = self.compiled.program.run, jax.devices()
         name, tokens, lower = (
             f"step {self.start.step + 1}",
             run.tokens_per_step,
-            f"train.global_batch ({run.train.global_batch})",
+            f"{'train.global_batch' if run is self.run else 'train.batch_ramp'} ({run.train.global_batch})",
         )
         if what == "evaluation":
             name, tokens = (
@@ -336,9 +370,10 @@ class Loop:
         After train.max_skipped_steps skipped steps in a row, or if the weights are not finite, roll back, or raise Diverged if
         train.on_divergence=stop.
         """
-        at = self.start.position.at(found.step - 1)
-        tokens = (at * self.run.tokens_per_step, (at + 1) * self.run.tokens_per_step)
-        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, at, tokens, describe_batch(self.data, at))
+        batches = self.start.position.batches(found.step - 1)
+        each = self.run.ramp.unit * self.run.data.seq_len
+        tokens, words = (batches[0] * each, (batches[-1] + 1) * each), describe_batches(self.data, batches)
+        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, tuple(batches), tokens, words)
         self.services.console.warn(bad.words)
         if not self._kept_bundle:
             self._kept_bundle = True
@@ -376,12 +411,13 @@ class Loop:
         if services.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:
             return
         if services.peers.count > 1:  # each process has its own rows
-            batch = self.data.batch(bad.batch)
+            batch = Positioned(self.data, self.start.position).batch(bad.step - 1)
         self.saver.finish()
         with services.phase("checkpoint", "save"):
             try:
+                config = to_dict(self.compiled.program.run)
                 how = (self.setup.options.options, self.setup.launch.argv, services.peers)
-                services.console.say(replay.write(folder, to_dict(self.run), self.current, bad, batch, *how))
+                services.console.say(replay.write(folder, config, self.current, bad, batch, *how))
             except ReplayError as error:
                 services.console.warn(str(error))
 
@@ -416,7 +452,7 @@ class Loop:
         mine = json.dumps([known, services.peers.stop_reason])
         known, asked = json.loads(services.peers.gather("rolled back", mine, AGREE_S)[0])
         tokens_read = checkpoints.meta(back)["data"]["tokens"]
-        place = position.position(directory, back, tokens_read, self.run.tokens_per_step, known)
+        place = position.position(directory, back, tokens_read, self.run.ramp, self.run.data.seq_len, known)
         self.start = dataclasses.replace(self.start, position=place)
         if asked:  # a stop was requested. The agreed last step is later than the step of the rollback.
             services.peers.stop_here(asked)

@@ -1,4 +1,4 @@
-"""The data of a step: the next batch in order, without batches that were skipped after a divergence.
+"""The data of a step: the next batches in order, without batches that were skipped after a divergence.
 
 Stored positions are counted in tokens, so they survive a change of batch size or sequence length. `skipped_data.json` next to
 the checkpoints lists the skipped data. It belongs to the run and not to a checkpoint, because a run that rolls back must skip
@@ -8,11 +8,15 @@ the data again.
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxtrain.checkpoint import CheckpointError, Unreachable, files
 from jaxtrain.checkpoint.storage import Storage
+from jaxtrain.config.ramp import Ramp, parse_ramp
+from jaxtrain.config.schema import Data, Train
 
 if TYPE_CHECKING:
     from etils import epath
@@ -22,23 +26,39 @@ NAME = "skipped_data.json"
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The batches of the steps after `step`: the source's batches from number `begin` on, without the skipped batches."""
+    """The batches of the steps after `step`: the source's batches from number `begin` on, without the skipped batches.
+
+    A batch of the source has `ramp.unit` sequences, and a step as many batches in order as its size needs.
+    """
 
     step: int  # optimizer steps done
     begin: int
     skipped: tuple[tuple[int, int], ...] = ()  # batches [first, last), ascending and not adjacent
+    ramp: Ramp = Ramp(1)
 
-    def at(self, step: int) -> int:
-        """Return the number of the source's batch for optimizer step `step` + 1. `step`: at least self.step."""
-        batch = self.begin + step - self.step
+    def _number(self, index: int) -> int:
+        """Return the number of the source's batch that is read after `index` others."""
+        batch = self.begin + index
         for first, last in self.skipped:
             if last > self.begin and batch >= max(first, self.begin):
                 batch += last - max(first, self.begin)
         return batch
 
+    def _count(self, step: int) -> int:
+        """Return how many of the source's batches the steps from self.step to `step` read."""
+        return (self.ramp.before(step) - self.ramp.before(self.step)) // self.ramp.unit
+
+    def at(self, step: int) -> int:
+        """Return the number of the source's first batch for optimizer step `step` + 1. `step`: at least self.step."""
+        return self._number(self._count(step))
+
+    def batches(self, step: int) -> list[int]:
+        """Return the numbers of the source's batches for optimizer step `step` + 1. `step`: at least self.step."""
+        return [self._number(index) for index in range(self._count(step), self._count(step + 1))]
+
     def read(self, step: int) -> int:
         """Return how many batches of the source were read or skipped when `step` optimizer steps are done."""
-        return self.at(step - 1) + 1 if step > self.step else self.begin
+        return self._number(self._count(step) - 1) + 1 if step > self.step else self.begin
 
 
 class Positioned:
@@ -47,23 +67,90 @@ class Positioned:
     def __init__(self, source: Any, position: Position):
         self._source, self._position = source, position
 
-    def batch(self, step: int, rows: Any = None) -> Any:
-        """Return the batch of optimizer step `step` + 1. rows: as for the source's own `batch`."""
-        at = self._position.at(step)
-        return self._source.batch(at) if rows is None else self._source.batch(at, rows)
+    def batch(self, step: int, rows: Sequence[int] | None = None) -> Any:
+        """Return the batch of optimizer step `step` + 1, of one or several of the source's batches.
+
+        rows: numbers of rows of the whole batch, ascending; only these rows are returned. None: all rows.
+        """
+        batches = self._position.batches(step)
+        if rows is None:
+            parts = [self._source.batch(batch) for batch in batches]
+        else:
+            row_R, unit = np.asarray(rows), self._position.ramp.unit
+            within = {batch: row_R[row_R // unit == k] - k * unit for k, batch in enumerate(batches)}
+            parts = [self._source.batch(batch, mine) for batch, mine in within.items() if len(mine)]
+        return parts[0] if len(parts) == 1 else {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def position(
-    directory: "epath.Path", step: int, tokens: int, per_step: int, skipped: list[dict[str, Any]] | None = None
+    directory: "epath.Path", step: int, tokens: int, ramp: Ramp, seq_len: int, skipped: list[dict[str, Any]] | None = None
 ) -> Position:
     """Return the position of a run in its data.
 
-    step: optimizer steps done. tokens: tokens of all batches so far, skipped batches included. per_step: tokens of a batch.
+    step: optimizer steps done. tokens: tokens of all batches so far, skipped batches included. ramp: of the run's batch.
     skipped: the result of `read`; None: this function calls `read`.
 
     Raises CheckpointError if the list of skipped data cannot be read.
     """
-    return Position(step, math.ceil(tokens / per_step), _batches(read(directory) if skipped is None else skipped, per_step))
+    per_batch = ramp.unit * seq_len
+    known = read(directory) if skipped is None else skipped
+    return Position(step, math.ceil(tokens / per_batch), _batches(known, per_batch), ramp)
+
+
+# ---- The positions of a whole run, in the entry `data` of a checkpoint's meta.json
+
+
+def record(position: Position, train: Train, data: Data) -> dict[str, Any]:
+    """Return the facts from which the rows of the steps after `position.step` follow, for JSON.
+
+    data: the section with which the source was opened.
+    """
+    return {
+        "step": position.step,
+        "begin": position.begin,
+        "skipped": [list(batches) for batches in position.skipped],
+        "unit": position.ramp.unit,
+        "ramp": train.batch_ramp,
+        "global_batch": train.global_batch,
+        "seq_len": data.seq_len,
+        "seed": data.seed,
+        "packing": data.packing,
+        "max_segments": data.most_documents,
+    }
+
+
+def position_of(entry: Mapping[str, Any]) -> Position:
+    """Return the position of the steps after entry["step"], from an entry of `record`."""
+    ramp = parse_ramp(entry["ramp"], entry["global_batch"])[0]
+    return Position(entry["step"], entry["begin"], tuple((first, last) for first, last in entry["skipped"]), ramp)
+
+
+def entry_at(entries: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
+    """Return the entry that holds for optimizer step `step` + 1; None if no entry is as old.
+
+    entries: `positions` of a checkpoint at a later step. `position_of(entry).batches(step)` are then the batches of that step.
+    """
+    return next((entry for entry in reversed(entries) if entry["step"] <= step), None)
+
+
+def extended(entries: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entries of a checkpoint, and after them that of the attempt that resumes from it.
+
+    The new entry is left out if it is the exact continuation of the last one: the same steps would read the same rows.
+    """
+    return [*entries] if entries and _continues(entries[-1], new) else [*entries, new]
+
+
+def _continues(last: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    place = ("step", "begin", "skipped")
+    if any(last[name] != new[name] for name in last if name not in place):
+        return False
+    begin = position_of(last).read(new["step"])
+
+    def ahead(skipped: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        return [(max(first, begin), end) for first, end in skipped if end > begin]
+
+    return begin == new["begin"] and ahead(last["skipped"]) == ahead(new["skipped"])
 
 
 def read(directory: "epath.Path") -> list[dict[str, Any]]:
@@ -94,10 +181,10 @@ def skip(
     return known
 
 
-def _batches(skipped: list[dict[str, Any]], per_step: int) -> tuple[tuple[int, int], ...]:
+def _batches(skipped: list[dict[str, Any]], per_batch: int) -> tuple[tuple[int, int], ...]:
     """Return the skipped ranges of tokens as ranges of whole batches. Adjacent and overlapping ranges are joined."""
     out: list[tuple[int, int]] = []
-    for first, last in sorted((item["tokens"][0] // per_step, math.ceil(item["tokens"][1] / per_step)) for item in skipped):
+    for first, last in sorted((item["tokens"][0] // per_batch, math.ceil(item["tokens"][1] / per_batch)) for item in skipped):
         if out and first <= out[-1][1]:
             out[-1] = (out[-1][0], max(out[-1][1], last))
         else:

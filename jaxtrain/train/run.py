@@ -446,7 +446,7 @@ def open_services(
     ledger = ending.ledger = Ledger(workdir / goodput.FILE, born, active=process == 0)
     with contextlib.ExitStack() as closing:  # the log is closed last: trackers may have errors to tell
         try:
-            console = closing.enter_context(Console(workdir, process, setup.run.train.steps))
+            console = closing.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
             with ledger, Stop(peers.ask_to_stop) as stop:
 
                 def asked_early(name: str, code: int) -> None:
@@ -621,7 +621,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
         setup, compiled = compile_steps(setup, services)
-        watch = ending.watch = expected_times(setup, compiled, services)
+        watch = expected_times(setup, compiled, services)
     start_times.end("compile")
 
     with out_of_memory_explained(setup.run, compiled.memory):
@@ -630,7 +630,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         rewind_metrics(setup, restored, services)
         jax.block_until_ready(restored.state)
         start_times.end("restore" if restored.start.resumed else "initial state")
-        check_free_memory(setup.program, compiled.train, jax.local_devices())
+        check_free_memory(compiled.program, compiled.train, jax.local_devices())
         if run.loss.of_pairs and not learn_references(setup, restored, saver, services):
             return stopped(restored.start.step, saver, services)
 
@@ -649,7 +649,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             try:
                 loop.train()
             finally:
-                ending.step = loop.done
+                ending.step, ending.watch = loop.done, log.watch
         services.ledger.base("other")
         saver.finish(save_again=loop.save)
         saver.check_finite(loop.applied)

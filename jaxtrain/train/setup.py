@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,15 @@ class Setup:
 class Compiled:
     """The compiled train and evaluation steps, and the train step's memory: class -> GiB on one device."""
 
+    program: Program  # of the train step: that of the run, or the same with a smaller batch (train.batch_ramp)
     train: Any
     eval: Any
     memory: dict[str, float]
+
+    @property
+    def size(self) -> int:
+        """Return the sequences of a train step."""
+        return self.program.run.train.global_batch
 
 
 def open_checkpoints(c: Checkpoint, workdir: Path, peers: Peers) -> Checkpoints:
@@ -149,7 +155,9 @@ def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, sta
 
 
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
-    """Compile the train step and the evaluation step, and report the train step's memory by class.
+    """Compile the first train step and the evaluation step, and report the train step's memory by class.
+
+    With train.batch_ramp, steps of other sizes are compiled when the run reaches them (`resized`).
 
     Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the choice of saved activations that fits.
     Raises OutOfMemory if the train step does not fit.
@@ -169,14 +177,13 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
         )
     console.say("compiling the train step ...")
     began = time.perf_counter()
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    usable = limit / 2**30 if limit else math.inf
-    program, train = compile_to_fit(setup.program, setup.options.options, usable, console.say)
-    setup = dataclasses.replace(setup, program=program)
-    run = program.run
+    program, train = compile_size(setup, setup.run.ramp.size(setup.start.step), console.say)
+    if program.run.train.global_batch == setup.run.train.global_batch:
+        setup = dataclasses.replace(setup, program=program)
+    run, whole = program.run, setup.program
     evaluation = None
     if run.eval.every_steps:
-        evaluation = program.eval_step.lower(program.state.params, program.eval_batch).compile()
+        evaluation = whole.eval_step.lower(whole.state.params, whole.eval_batch).compile()
     seconds = time.perf_counter() - began
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
@@ -185,27 +192,62 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)
-    if limit and (taken := taken_gib(train)) > usable:
-        memory |= {"allocated memory": taken}
-        raise OutOfMemory(explain_memory(run, memory, f"the budget of {usable:.1f} GiB a device"))
-    if device.platform == "gpu":
-        on_host = train.memory_analysis().host_temp_size_in_bytes
-        check_host_memory(program, hardware.pinned_limit_gib(os.environ), on_host)
-    return setup, Compiled(train, evaluation, memory)
+    compiled = Compiled(program, train, evaluation, memory)
+    check_memory(compiled)
+    return setup, compiled
+
+
+def compile_size(setup: Setup, size: int, say: Callable[[str], None]) -> tuple[Program, Any]:
+    """Return (program, compiled train step) of a batch of `size` sequences; of remat.policy=auto, with a choice that fits."""
+    run, program = setup.run, setup.program
+    if size != run.train.global_batch:
+        program = build(run.of_size(size), jax.devices())
+    return compile_to_fit(program, setup.options.options, usable_gib(), say)
+
+
+def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> Compiled:
+    """Return the steps with a train step of another size (train.batch_ramp). Raises OutOfMemory if it does not fit."""
+    say = services.console.say
+    say(f"compiling the train step of {size} sequences ...")
+    began = time.perf_counter()
+    program, train = compile_size(setup, size, say)
+    say(f"compiled in {duration(time.perf_counter() - began)}")
+    found = dataclasses.replace(compiled, program=program, train=train, memory=memory_by_class(program, train))
+    check_memory(found)
+    services.receipt.update(remat=dataclasses.asdict(program.run.remat), memory_gib=found.memory)
+    return found
+
+
+def usable_gib() -> float:
+    """Return the memory that JAX may allocate on a device of this process, in GiB; inf if unknown."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit / 2**30 if limit else math.inf
+
+
+def check_memory(compiled: Compiled) -> None:
+    """Raise OutOfMemory if a compiled train step does not fit in the memory of a device, or of the host."""
+    usable, taken = usable_gib(), taken_gib(compiled.train)
+    if taken > usable:
+        memory = compiled.memory | {"allocated memory": taken}
+        raise OutOfMemory(explain_memory(compiled.program.run, memory, f"the budget of {usable:.1f} GiB a device"))
+    if jax.local_devices()[0].platform == "gpu":
+        on_host = compiled.train.memory_analysis().host_temp_size_in_bytes
+        check_host_memory(compiled.program, hardware.pinned_limit_gib(os.environ), on_host)
 
 
 def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watch | None:
     """Return the `Watch` that compares the run with the plan of its compiled step; None without a plan.
 
-    There is no plan on CPUs, nor on GPUs that are not in hardware.py. If a step cannot be planned, the reason is logged.
+    There is no plan on CPUs, nor on GPUs that are not in hardware.py, nor of a smaller batch (train.batch_ramp). If a step
+    cannot be planned, the reason is logged.
     """
     device = jax.local_devices()[0]
     gpu = hardware.lookup(device.device_kind) if device.platform == "gpu" else None
-    if gpu is None:
+    if gpu is None or compiled.size < setup.run.train.global_batch:
         return None
     try:
         per_node = sum(node_of(d) == node_of(device) for d in jax.devices())
-        watch = Watch(expect(setup.program, compiled.train, gpu, per_node))
+        watch = Watch(expect(compiled.program, compiled.train, gpu, per_node))
     except Exception as error:  # XLA's text may have a form that the plan does not know: no reason to end a run
         services.console.warn(f"no plan to compare this run with: {type(error).__name__}: {error}")
         return None

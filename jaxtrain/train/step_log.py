@@ -77,11 +77,17 @@ class StepLog:
     def __init__(self, program: Program, data: Any, services: Services, monitor: Monitor, watch: Watch | None):
         """Args: watch: compares the run with its plan; None without a plan."""
         run = program.run
-        self._run, self._data, self._services, self._monitor, self._watch = run, data, services, monitor, watch
-        self._tokens_per_step = run.train.global_batch * run.data.seq_len
+        self._run, self._data, self._services, self._monitor = run, data, services, monitor
+        self._tokens_per_batch = run.ramp.unit * run.data.seq_len
         self.rates = measure_rates(run, services.console)
+        self.watch: Watch | None = None
         self._mfu: MfuAlert | None = None
-        if watch is not None and services.peers.process_index == 0:  # one process warns for all
+        self.compare(watch)
+
+    def compare(self, watch: Watch | None) -> None:
+        """Compare the run with its plan from here on. watch: None: there is no plan."""
+        self.watch = watch
+        if watch is not None and self._services.peers.process_index == 0:  # one process warns for all
             self._mfu = MfuAlert(watch.expected.longest_s)
 
     def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
@@ -89,7 +95,7 @@ class StepLog:
 
         Args:
           found: the metrics of the step.
-          batches: number of batches read from the data up to this step.
+          batches: number of batches of the source that were read up to this step.
           skipped: number of skipped steps since the start of the run.
         """
         console, writers = self._services.console, self._services.writers
@@ -106,7 +112,7 @@ class StepLog:
             "loss": found.loss,
             "grad_norm": found.grad_norm,
             "lr": found.lr,
-            "tokens": batches * self._tokens_per_step,
+            "tokens": batches * self._tokens_per_batch,
             "epoch": self._data.epoch(batches),
             **self.rates.line(),
             "memory_gib": in_use,
@@ -119,7 +125,9 @@ class StepLog:
         for source in sources_read(batches) if sources_read else ():
             writers.source(step=found.step, **source)
         console.step(line)
-        for warning in self._watch.note(line["step_time_s"], peak) if self._watch else ():
+        if max(0, found.step - self._run.log.every_steps) < self._run.ramp.end:
+            return  # the plan is that of the full batch, and the line has smaller ones
+        for warning in self.watch.note(line["step_time_s"], peak) if self.watch else ():
             console.warn(warning)
         if self._mfu and (warning := self._mfu.note(line["step_time_s"])):
             console.warn(warning)

@@ -40,12 +40,17 @@ def print_summary(
     shards = program.placement.size(program.placement.mesh_axes("batch"))
     devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
     each = run.train.global_batch // run.train.grad_accum // shards
-    epochs = data.epoch(run.train.steps)
+    ramp, steps = run.ramp, run.train.steps
+    epochs = data.epoch(ramp.before(steps) // ramp.unit)
     in_words = epochs_in_words(epochs)
     say(
         f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
         f"{short_count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
     )
+    if ramp.parts:
+        sizes = ", ".join(f"{size} sequences until step {until}" for size, until in ramp.parts)
+        never = "" if ramp.end < steps else f" (train.steps={steps}: the later sizes are not reached)"
+        say(f"batch ramp: {sizes}, then {ramp.full}{never}")
     if getattr(data, "answers", False) and epochs > MANY:  # a user's own source may lack it
         console.warn(f"{in_words} of conversations or pairs: a model learns them by heart in a few. Fix: train.epochs=3")
     parameters = short_count(program.parameters)

@@ -67,7 +67,7 @@ def test_a_bad_step_is_skipped_and_kept_for_a_replay(faults, kind, tmp_path, cap
 
     bundle = workdir / "replay" / f"step-{step}"
     record = json.loads((bundle / "bundle.json").read_text())
-    assert (record["step"], record["batch"]) == (step, step - 1) and record["state_digest"]
+    assert (record["step"], record["batches"]) == (step, [step - 1]) and record["state_digest"]
     capsys.readouterr()
     assert faults.replay(bundle) == 0
     said = capsys.readouterr().out

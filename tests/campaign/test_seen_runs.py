@@ -1,4 +1,4 @@
-"""`data seen` after real runs, of one process and of four: its answers equal a record of every batch that the steps were given."""
+"""`data seen` after real runs, of one process and of four: its answers equal a record of every batch that was read."""
 
 import json
 import os

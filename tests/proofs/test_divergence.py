@@ -55,7 +55,7 @@ def test_a_skipped_step_changes_nothing_and_a_resumed_run_agrees_to_the_bit(skip
 def test_the_replay_of_a_bundle_finds_the_batch(skipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = skipped / "replay/step-4"
     record = json.loads((bundle / "bundle.json").read_text())
-    assert (record["step"], record["batch"], record["tokens"]) == (4, 3, [3 * TOKENS, 4 * TOKENS])
+    assert (record["step"], record["batches"], record["tokens"]) == (4, [3], [3 * TOKENS, 4 * TOKENS])
     assert main.main([f"--replay={bundle}"]) == 0
     said = capsys.readouterr().out
     assert "same bits" in said and said.count("now: the same") == 2 and "first: the batch: weights" in said, said

@@ -155,6 +155,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"loss.name": "helpers:half_loss", "lora.rank": 2}),
     ({"lora.rank": 2}, {"lora.targets": "wq"}),
     ({}, {"optimizer.name": "helpers:slower_adamw", "optimizer.schedule": "linear", "optimizer.decay_steps": 5}),
+    ({"optimizer.schedule": "wsd"}, {"optimizer.decay_shape": "sqrt"}),
     ({}, {"optimizer.offload": "moments"}),
 ]
 PROGRAM = {key: (value, given) for given, keys in ROWS for key, value in keys.items()}
@@ -420,6 +421,7 @@ ELSEWHERE = {
     "data.tokenizer",  # tests/unit/test_data.py
     "train.memory_fraction",  # tests/unit/test_config.py
     "train.epochs",  # tests/unit/test_config.py
+    "train.batch_ramp",  # tests/proofs/test_batch_ramp.py
     "train.max_minutes",  # tests/unit/test_timelimit.py
     "train.timeouts",  # tests/unit/test_watchdog.py
     "checkpoint.keep_best",  # tests/proofs/test_train.py

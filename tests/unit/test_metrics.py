@@ -21,6 +21,7 @@ from pages import curves_of
 from runs import events
 
 from jaxtrain.config import shapes
+from jaxtrain.config.ramp import Ramp
 from jaxtrain.config.schema import Profile
 from jaxtrain.metrics import files, profiling, progress, samples, table
 from jaxtrain.metrics.samples import Sample
@@ -305,6 +306,17 @@ def test_throughput_is_that_of_the_device():
     assert throughput.line()["step_time_s"] == 2.0  # each line has its own mean
 
 
+def test_a_step_of_another_size_has_its_own_tokens():
+    throughput, now = run_loop(steps=10)
+    assert throughput.line()["tokens_per_s"] == 16000.0
+    throughput.resize(2000)
+    for seconds in (7.0, 5.0, 0.25, 0.25):  # the steps beside the change are not counted
+        now[0] += seconds
+        throughput.start_step()
+    line = throughput.line()
+    assert (line["step_time_s"], line["tokens_per_s"], line["mfu_causal"]) == (0.25, 8000.0, 0.1)
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -358,6 +370,17 @@ def test_the_time_left_goes_by_recent_lines(tmp_path, monkeypatch):
     left = [re.findall(r"left (.+)", text)[0] for text in out.getvalue().splitlines()]
     assert (left[99], left[299]) == ("15 min", "12 min")
     assert (left[399], left[400]) == ("1.7 h", "2.8 h")  # 600 steps of 10 s; 699, as the 75 lines before with what was undone
+
+
+def test_the_time_left_goes_by_the_work_of_the_steps(tmp_path, monkeypatch):
+    now, out = [1000.0], io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Console(tmp_path, 0, 40, work=Ramp(40, ((10, 20),)).before, stream=out) as console:
+        for step in range(1, 31):
+            now[0] += 1.0 if step <= 20 else 4.0
+            console.step(train_line(step, step_time_s=1.0 if step <= 20 else 4.0))
+    left = [re.findall(r"left (.+)", text)[0] for text in out.getvalue().splitlines()]
+    assert (left[0], left[9], left[29]) == ("99 s", "90 s", "40 s")
 
 
 def test_a_message_that_the_terminal_cannot_show_is_escaped_there_and_whole_in_the_log(tmp_path):

@@ -40,7 +40,8 @@ def rate(o: schema.Optimizer, steps: int, step: int) -> float:
     length = min(o.decay_steps or (steps // 5 if o.schedule == "wsd" else left), left)
     begin = steps - 1 - length if o.schedule == "wsd" else peak
     done = np.clip((step - begin) / length, 0, 1)
-    done = (1 - np.cos(np.pi * done)) / 2 if o.schedule == "cosine" else done
+    shape = o.decay_shape if o.schedule == "wsd" else o.schedule
+    done = {"cosine": (1 - np.cos(np.pi * done)) / 2, "sqrt": np.sqrt(done)}.get(shape, done)
     return o.lr + (o.lr_min - o.lr) * done
 
 
@@ -50,6 +51,21 @@ def test_each_steps_rate_is_the_schedules(schedule):
         o = schema.Optimizer(lr=0.5, lr_min=0.1, warmup_steps=warmup, schedule=schedule, decay_steps=decay)
         found = np.broadcast_to(make_schedule(o, steps)(jnp.arange(steps)), steps)
         np.testing.assert_allclose(found, [rate(o, steps, i) for i in range(steps)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt", "cosine"])
+def test_the_decay_of_wsd_has_its_shape(shape):
+    o = schema.Optimizer(lr=0.5, lr_min=0.1, warmup_steps=2, schedule="wsd", decay_steps=16, decay_shape=shape)
+    found = np.asarray(make_schedule(o, 24)(jnp.arange(24)))
+    np.testing.assert_allclose(found, [rate(o, 24, i) for i in range(24)], rtol=1e-6)
+    # The peak, a sixteenth, a quarter and a half of the decay, and its end.
+    wanted = {
+        "linear": [0.5, 0.475, 0.4, 0.3, 0.1],
+        "sqrt": [0.5, 0.4, 0.3, 0.5 - 0.4 * 0.5**0.5, 0.1],
+        "cosine": [0.5, 0.49615706, 0.44142136, 0.3, 0.1],
+    }
+    np.testing.assert_allclose(found[[7, 8, 11, 15, 23]], wanted[shape], rtol=1e-6)
+    assert found[23] == np.float32(0.1)
 
 
 def test_decay_and_muon_are_for_matrices_only():

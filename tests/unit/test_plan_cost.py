@@ -95,6 +95,12 @@ def test_a_run_by_hand():
         assert end.failures_s == pytest.approx(end.failures * (interval_s / 2 + 220), rel=0.01)
 
 
+def test_a_ramp_of_the_batch_takes_more_steps_and_hardly_more_time():
+    plain, ramp = made(), made("train.global_batch=16", "train.batch_ramp=4:1000,8:3000")
+    assert ramp.steps == plain.steps + 1000 * 3 // 4 + 2000 // 2
+    assert [end.days for end in ramp.ends] == pytest.approx([end.days for end in plain.ends], rel=1e-3)
+
+
 def test_saves_are_never_closer_than_a_write():
     found = made(storage_gb_s=0.5, failures=1000.0 / 8)
     assert found.write_s == 800.0 > found.daly_s and found.every_steps == 1000

@@ -88,6 +88,25 @@ REFUSED = [
     ("train.global_batch=13", "train.global_batch", ""),
     ("train.grad_accum=3", "train.global_batch", ""),
     ("train.grad_accum=4", "train.global_batch", ""),
+    ("train.batch_ramp=8-100", "train.batch_ramp", "train.batch_ramp=8:100"),
+    ("train.batch_ramp=16:100", "train.batch_ramp", ""),
+    ("train.batch_ramp=8:100,8:200", "train.batch_ramp", "train.batch_ramp=8:200"),
+    ("train.batch_ramp=8:100,24:100 train.global_batch=32", "train.batch_ramp", "train.batch_ramp=8:100,24:200"),
+    ("train.batch_ramp=4:100", "train.batch_ramp", ""),
+    ("train.batch_ramp=15:100,40:200 train.global_batch=64 train.grad_accum=2", "train.batch_ramp", ""),
+    ("train.batch_ramp=8:100 train.global_batch=13", "train.global_batch", ""),
+    (
+        "train.batch_ramp=16:9 train.global_batch=32 train.grad_accum=8 model.num_layers=8 mesh.stage=4 mesh.fsdp=2 "
+        "pipeline.schedule=interleaved pipeline.groups=2",
+        "",
+        "",
+    ),
+    (
+        "train.batch_ramp=8:9 train.global_batch=32 train.grad_accum=8 model.num_layers=8 mesh.stage=4 mesh.fsdp=2 "
+        "pipeline.schedule=interleaved pipeline.groups=2",
+        "train.batch_ramp",
+        "train.batch_ramp=16:9",
+    ),
     # The rules of logical axes
     ("sharding.rules.embed=fsdp+tensr", "sharding.rules.embed", "sharding.rules.embed=fsdp"),
     ("sharding.rules.embed=fsdp+fsdp", "sharding.rules.embed sharding.rules.embed", "sharding.rules.embed=fsdp"),
@@ -100,6 +119,7 @@ REFUSED = [
     ("optimizer.warmup_steps=701", "optimizer.warmup_steps", ""),
     ("optimizer.decay_steps=651", "optimizer.decay_steps", "optimizer.decay_steps=650"),
     ("optimizer.lr_min=1", "optimizer.lr_min", "optimizer.lr_min=0.001"),
+    ("optimizer.decay_shape=sqrt", "optimizer.decay_shape", ""),
     ("checkpoint.step=7", "checkpoint.step", ""),
     ("checkpoint.keep_best=true eval.every_steps=0", "checkpoint.keep_best", ""),
     ("profile.start=699", "profile.start", "profile.start=697"),

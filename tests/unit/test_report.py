@@ -106,6 +106,12 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     assert tiles["elapsed"] == "20 s" and tiles["tokens"] == "1.23 M" and tiles["tokens/s"] == "1,000"
 
 
+def test_the_tokens_of_a_run_with_a_ramp_are_those_of_its_steps(tmp_path: Path):
+    config = {"train": {"steps": 60, "global_batch": 16, "batch_ramp": "4:10,8:30"}, "data": {"seq_len": 1000}}
+    run = read(fake(tmp_path / "run", [line(1, tokens=4000)], config__json=json.dumps(config)))
+    assert run.tokens_in_all == (4 * 10 + 8 * 20 + 16 * 30) * 1000
+
+
 def test_gpus_are_drawn_by_their_range_and_told_one_by_one(tmp_path: Path):
     lines = [line(step) for step in (1, 2, 3)]
     lines += [gpu(step, n, power_w=100.0 * (n + 1) + step) for step in (1, 2, 3) for n in range(4)]

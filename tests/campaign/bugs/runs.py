@@ -139,9 +139,37 @@ BUGS = (
     Bug(
         "position: what was read counts a range that lies ahead",
         "jaxtrain/train/position.py",
-        "return self.at(step - 1) + 1 if",
-        "return self.at(step) if",
+        "return self._number(self._count(step) - 1) + 1 if",
+        "return self._number(self._count(step)) if",
         "unit/test_position.py",
+    ),
+    Bug(
+        "ramp: a part has one step more than it says",
+        "jaxtrain/config/ramp.py",
+        "next((size for size, until in self.parts if step < until), self.full)",
+        "next((size for size, until in self.parts if step <= until), self.full)",
+        "unit/test_ramp.py",
+    ),
+    Bug(
+        "ramp: a resumed run reads the data of a ramp that begins anew",
+        "jaxtrain/train/position.py",
+        "self.ramp.before(step) - self.ramp.before(self.step)",
+        "self.ramp.before(step - self.step)",
+        "proofs/test_batch_ramp.py -k same_bits",
+    ),
+    Bug(
+        "ramp: a checkpoint counts batches of the full size",
+        "jaxtrain/train/loop.py",
+        "rows = read * self.run.ramp.unit",
+        "rows = read * self.run.train.global_batch",
+        "proofs/test_batch_ramp.py -k same_bits",
+    ),
+    Bug(
+        "positions: a rollback's skipped data is no new entry",
+        "jaxtrain/train/position.py",
+        'return begin == new["begin"] and ahead(last["skipped"]) == ahead(new["skipped"])',
+        'return begin == new["begin"]',
+        "unit/test_position.py -k entries",
     ),
     Bug(
         "position: ranges that touch lose the longer end",
@@ -167,8 +195,8 @@ BUGS = (
     Bug(
         "loop: the tokens of a bad step are those of the next one",
         "jaxtrain/train/loop.py",
-        "self.start.position.at(found.step - 1)",
-        "self.start.position.at(found.step)",
+        "self.start.position.batches(found.step - 1)",
+        "self.start.position.batches(found.step)",
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
     Bug(
