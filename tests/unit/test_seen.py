@@ -14,6 +14,7 @@ from jaxtrain.data.seen import History, SeenError, Stretch
 from jaxtrain.data.tokenfile import TokenFile
 
 EOT = 256
+SKIPPED = range(3, 5)  # batches of each attempt that its steps pass over, as after a divergence
 # Attempts of a run: steps, batch size, seq_len, sources and their weights
 ATTEMPTS = ((7, 4, 16, "a.tok=0.75,b.tok=0.25"), (9, 6, 16, "b.tok=0.5,c.tok=0.5"), (8, 5, 24, "a.tok=0.3,b.tok=0.4,c.tok=0.3"))
 
@@ -44,17 +45,20 @@ def run(folder: Path, chat: bool, **keys: object) -> tuple[History, dict[int, li
         batches = open_source(data, source, split="train", global_batch=size, data_dir="")
         begin = math.ceil(tokens / seq_len / size)
         batches.start_mixture(kept, step, begin * size)
-        for number in range(steps):
-            batch = batches.batch(begin + number)
+        read = [begin + k for k in range(steps + len(SKIPPED)) if k not in SKIPPED]
+        for number, at in enumerate(read):
+            batch = batches.batch(at)
             record[step + number + 1] = [tokens_of(batch, r, packed=chat or data.packing == "best_fit") for r in range(size)]
 
-        def rows(at: int, first: int = begin * size - step * size, size: int = size) -> np.ndarray:
-            return first + (at - 1) * size + np.arange(size)
+        def rows(at: int, read: list[int] = read, before: int = step, size: int = size) -> np.ndarray:
+            return read[at - 1 - before] * size + np.arange(size)
 
-        stretches.append(Stretch(step + 1, step + steps, rows, data))
+        skipped = (begin + SKIPPED.start) * size, (begin + SKIPPED.stop) * size
+        stretches.append(Stretch(step + 1, step + steps, rows, data, [skipped]))
         step += steps
-        tokens = (begin + steps) * size * seq_len
-        kept = {"mixture": batches.mixture.state((begin + steps) * size), "tokens": tokens}
+        end = (begin + steps + len(SKIPPED)) * size
+        tokens = end * seq_len
+        kept = {"mixture": batches.mixture.state(end), "tokens": tokens}
     return History(stretches, batches.mixture, done=step - 5), record
 
 
@@ -120,9 +124,12 @@ def test_held_out_documents_in_what_was_read(folder, tmp_path, chat, keys, until
     path = write_file(tmp_path / "held.tok", held_out, loss=chat, vocab_size=1 << 20)
     result = seen.overlap(history, TokenFile.open(path), until, n=4)
     covered = [{i for a, b in zip(*history.covered(k, until), strict=True) for i in range(a, b)} for k in range(3)]
-    inputs = {token for step in range(1, until + 1) for tokens in record[step] for token in tokens}
-    for file, places in zip(files, covered, strict=True):
-        assert {int(file.tokens[i : i + 1][0]) for i in places} - {EOT} >= inputs & set(file.tokens[:].tolist())
+    sequences = [tokens for step in range(1, until + 1) for tokens in record[step]]
+    inputs = set().union(*sequences)
+    read = {token for file, places in zip(files, covered, strict=True) for token in file.tokens[:][sorted(places)].tolist()} - {
+        EOT
+    }
+    assert inputs <= read and len(read - inputs) <= len(sequences) * (4 if chat else 1)  # last targets
     grams, documents = set(), set()
     for file, places in zip(files, covered, strict=True):
         tokens = file.tokens[:].tolist()
