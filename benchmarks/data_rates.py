@@ -3,16 +3,16 @@
     python -m benchmarks.data_rates
     python -m benchmarks.data_rates --other=FOLDER
 
-Every row is measured `--repeats` times, each time in a new process; the table has the medians. With `--other`, another
-checkout of jaxtrain is measured alternately with this one. CPU seconds are user plus system time of the process. Other load of
-the CPUs changes them less than wall time. Batches have 8 sequences. Their file is in the page cache and has documents of
-log-normal length, 700 tokens on average. "First epoch" includes the checksums, since each block is checked at its first use.
+Every row is measured `--repeats` times, each time in a new process; the table has the medians. With `--other`, another checkout
+of jaxtrain is measured alternately with this one. CPU seconds are user plus system time of the process. Other load of the CPUs
+changes them less than wall time. Batches have 8 sequences. Their file is in the page cache and has documents of log-normal
+length, 700 tokens on average.
 
 For comparison, grain and numpy read the same sequences in a random order. They make only inputs and targets, from a memory map,
-without segments, positions, weights or checksums. The text is modules of the Python standard library as JSON lines. The
-tokenizer is a byte-level BPE trained on this text. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the
-same JSON lines and maps the same tokenizer over them. The last two rows are a loop that parses, encodes and concatenates, and
-`prepare` with the byte tokenizer.
+without segments, positions or weights. The text is modules of the Python standard library as JSON lines. The tokenizer is a
+byte-level BPE trained on this text. `prepare` uses one process. datasets (the extra `hf-datasets`) reads the same JSON lines
+and maps the same tokenizer over them. The last two rows are a loop that parses, encodes and concatenates, and `prepare` with
+the byte tokenizer.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import Any
 
 BATCH = 8
 MEAN_DOCUMENT = 700  # mean tokens of a document
-EPOCHS = 3  # epochs of a file: the first is timed separately, the later ones together
+EPOCHS = 3  # epochs of a file that are read
 SEQ_LENS = (4096, 8192)
 VOCAB = {16: 257, 32: 100_000}  # bits of a token id -> size of the vocabulary
 
@@ -68,7 +68,7 @@ def time_steps(make: Callable[[int], Any], steps: range, seq_len: int) -> float:
 
 
 def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
-    """Return tokens per CPU second of training's batches in the first and in later epochs, without the prefetch thread."""
+    """Return tokens per CPU second of training's batches, without the prefetch thread."""
     from jaxtrain.config import schema
     from jaxtrain.data import tokenizer
     from jaxtrain.data.batches import open_source
@@ -83,9 +83,8 @@ def time_batches(folder: Path, tokens: int, bits: int) -> dict[str, float]:
         data = schema.Data(source=str(path), seq_len=seq_len, packing=packing)
         batches = open_source(data, data.source, split="train", global_batch=BATCH, data_dir=folder)
         steps = batches.tokens_per_epoch // (BATCH * seq_len)
-        of = f"batches, uint{bits}, {seq_len} tokens, packing={packing}"
-        found[f"{of}, first epoch"] = time_steps(batches.batch, range(steps), seq_len)
-        found[f"{of}, later epochs"] = time_steps(batches.batch, range(steps, EPOCHS * steps), seq_len)
+        rate = time_steps(batches.batch, range(EPOCHS * steps), seq_len)
+        found[f"batches, uint{bits}, {seq_len} tokens, packing={packing}"] = rate
     return found
 
 

@@ -16,7 +16,6 @@ from jaxtrain.commands.data import main
 from jaxtrain.config import schema
 from jaxtrain.data import tokenizer as text_tokenizers
 from jaxtrain.data.batches import Batches, open_source
-from jaxtrain.data.mixture import interleave
 from jaxtrain.data.tokenfile import TokenFile, TokenWriter
 
 BYTE = text_tokenizers.ByteTokenizer()
@@ -95,22 +94,6 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
         except SystemExit as e:
             code = e.code
     return code if isinstance(code, int) else 1, out.getvalue()
-
-
-def first_steps(batches: Batches, source: int, steps: int) -> dict[int, int]:
-    """Return {block of a token file: first step that reads it}, without the last block. source: index of the file's source."""
-    found: dict[int, int] = {}
-    file, seq_len = batches.sources[source].file, batches.seq_len
-    size, width = file.blocks.block_bytes, file.tokens.dtype.itemsize
-    for step in range(steps):
-        index = np.arange(step * batches.global_batch, (step + 1) * batches.global_batch)
-        of, within = interleave(index, batches.mixture.phases[0].weights)
-        for window in batches.window_numbers(source, within[of == source]).tolist():
-            first, last = (64 + width * (window * seq_len + n) for n in (0, seq_len))
-            for block in range(first // size, last // size + 1):
-                found.setdefault(block, step)
-    del found[max(found)]  # the last block may also hold loss bits or offsets
-    return found
 
 
 def poke(path: Path, at: int, byte: int) -> None:

@@ -18,7 +18,7 @@ from jaxtrain.config.synonyms import MOST, did_you_mean
 from jaxtrain.data import stdlib, synthetic
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.mixture import Named, all_exist, is_file, parse_files, shares
-from jaxtrain.data.tokenfile import TokenFile, TokenFileError
+from jaxtrain.data.tokenfile import CHECKED_BYTES, TokenFile, TokenFileError
 from jaxtrain.data.windows import FileWindows, PackedRows, PairRows, count_windows, open_windows
 
 CROSS_ENTROPY = schema.Loss()
@@ -321,6 +321,8 @@ def open_rows(file: TokenFile, data: schema.Data, key: str, seq_len: int, seed: 
     Raises config.ConfigError if the file is damaged, or has no row in which a token counts.
     """
     try:
+        if file.opened.size < CHECKED_BYTES:
+            file.check()
         windows = open_windows(file, seq_len, data.most_documents if data.masks_documents else None, seed, data.packing)
     except TokenFileError as e:
         remedy = f"Check it with: python -m jaxtrain data verify {shlex.quote(str(file.path))}"

@@ -382,7 +382,7 @@ def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[
     """Return the result of an earlier run for a part; None: the part is missing or changed, or has bad lines to report."""
     try:
         found = json.loads(result_file(folder, number).read_text(encoding="utf-8"))
-        files = [TokenFile.open(path).header["content_sha256"] for path in names(folder, number, job)]
+        files = [TokenFile.open(path).check() for path in names(folder, number, job)]
         same = files == found["files"] and "notes" in found
     except (OSError, ValueError, KeyError):
         return None

@@ -1,4 +1,4 @@
-"""Token files (`NAME.tok`): tokens of documents, with a header and checksums.
+"""Token files (`NAME.tok`): tokens of documents, with a header and a checksum.
 
     bytes 0..63    preamble: magic, format version, crc32, offset and length of the header; zeros
     tokens         uint16 or uint32, little-endian; each document begins with the tokenizer's own first token, if there is one
@@ -7,24 +7,27 @@
     loss           in files made with --chat or --preference: one bit a token, lowest bit first, set if the token counts as
                    a target; padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last document
-    checksums      uint32, the crc32 of each 16 KiB block of the file up to here; the first block excludes the preamble
-    header         JSON: counts, tokenizer, sources, and the crc32 of the checksums
+    header         JSON: counts, tokenizer, sources, and `content_sha256`, the sha256 of all bytes between preamble and header,
+                   and of `identity`
 
 The header comes last because the counts are complete only after the last document. The preamble is written after the header,
-and then the file gets its name. So a file that was cut off is never read as complete. checked.py compares blocks with their
-checksums.
+and then the file gets its name. So a file that was cut off is never read as complete.
+
+A file is read with pread. If the disk fails or the file was cut off, pread returns an error, whereas a memory map would end
+the process with SIGBUS. Only the offsets are memory-mapped, after they were read once.
 """
 
-import array
 import contextlib
 import errno
 import fcntl
 import functools
 import hashlib
 import json
+import mmap
 import os
 import struct
 import tempfile
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,23 +35,38 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from jaxtrain.data.checked import Blocks, Column, OpenFile, TokenFileError, remedy
+from jaxtrain.config.commands import spelled
 
 MAGIC = b"jaxtrtok"
-VERSION = 8
-BLOCK = 16 << 10  # bytes under one checksum: a row of a batch needs two or three blocks, and their checksums are 0.02%
+VERSION = 9
 PAIRS = "pairs"  # key in `made` of the header: documents 2i and 2i + 1 are the chosen and the rejected member of a pair
 PREAMBLE = struct.Struct("<8sIIQQ32s")  # magic, version, crc32 of the header, header offset, header length, zeros
-COPIED = 1 << 20  # tokens, documents or bytes copied or compared at a time; a multiple of 8
+COPIED = 1 << 18  # tokens, documents or bytes copied or compared at a time; a multiple of 8
+CHECKED_BYTES = 1 << 30  # a run compares a smaller file with its checksum when it opens the file
 
 
-def _align(n: int) -> int:
-    return -n % 8
+class TokenFileError(ValueError):
+    """An error: a file is no token file, or is damaged, cut off, or changed while it is read. The message names the file."""
+
+
+def remedy(path: Path) -> str:
+    """Return the sentence of an error message that explains how to replace the unusable file `path`."""
+    if path.name.startswith("stdlib-"):  # stdlib.py made it
+        return "Delete it: the next run with data.source=stdlib makes it again."
+    return spelled(
+        "Copy it again from an intact copy, or repeat the python -m jaxtrain data prepare that made it, with --force"
+    )
 
 
 def loss_bytes(tokens: int) -> int:
     """Return the size in bytes of the loss bits of `tokens` tokens, without the padding to a multiple of 8 bytes."""
     return -(-tokens // 8)
+
+
+def identity(header: dict[str, Any]) -> bytes:
+    """Return what `content_sha256` covers of the header."""
+    content = [header["dtype"], header["tokens"], header["documents"], header["tokenizer"]["sha256"], header["loss"]]
+    return json.dumps(content).encode()
 
 
 def open_locked(path: Path) -> BinaryIO:
@@ -107,55 +125,24 @@ class TokenWriter:
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self.turn_ends: set[int] = set()
         self.in_turns: set[int] = set()
-        self._sums = array.array("I")  # the crc32 of each finished block
-        self._crc, self._in_block = 0, PREAMBLE.size  # of the current block: its checksum and number of bytes so far
+        self._sha256 = hashlib.sha256()
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._end_counts = False  # whether its last token counts in the loss
-        self._loss_rest = np.empty(0, bool)  # flags that do not fill a byte yet
         self._files = contextlib.ExitStack()
         self._file: BinaryIO = self._files.enter_context(open_locked(self.partial))
-        # Loss bits and offsets come after the tokens, so until the end they are in temporary files without a name.
+        # Loss flags and offsets come after the tokens, so until the end they are in temporary files without a name.
         unnamed = functools.partial(tempfile.TemporaryFile, dir=self.path.parent)
-        self._loss, self._offsets = (self._files.enter_context(unnamed()) for _ in range(2))
+        self._flags, self._offsets = (self._files.enter_context(unnamed()) for _ in range(2))
         self._file.write(bytes(PREAMBLE.size))
         self._offsets.write(struct.pack("<q", 0))
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Append bytes to the file, and update the checksums of its blocks."""
+        """Append bytes to the file and to its checksum."""
         self._file.write(data)
-        view = memoryview(data).cast("B")
-        while len(view):
-            part = view[: BLOCK - self._in_block]
-            self._crc = zlib.crc32(part, self._crc)
-            self._in_block += len(part)
-            view = view[len(part) :]
-            if self._in_block == BLOCK:
-                self._end_block()
+        self._sha256.update(data)
 
-    def _end_block(self) -> None:
-        self._sums.append(self._crc)
-        self._crc = self._in_block = 0
-
-    def _put_file(self, file: BinaryIO) -> None:
-        file.seek(0)
-        while data := file.read(COPIED):
-            self._put(data)
-
-    def _put_loss(self, flags: np.ndarray, first: int, num_bytes: int) -> None:
-        """Append loss flags, and add to the counts of the header. Without loss bits, do nothing.
-
-        Args:
-          first: number of True flags on first tokens of documents.
-          num_bytes: bytes of the text of the tokens that count in the loss.
-        """
-        if self.loss is None:
-            return
-        for key, count in (("tokens", int(np.count_nonzero(flags))), ("bytes", num_bytes), ("first", first)):
-            self.loss[key] += count
-        flags = np.concatenate([self._loss_rest, flags])
-        whole = flags.size // 8 * 8
-        self._loss.write(np.packbits(flags[:whole], bitorder="little").tobytes())
-        self._loss_rest = flags[whole:]
+    def _pad(self) -> None:
+        self._put(bytes(-self._file.tell() % 8))
 
     def write(
         self, ids: np.ndarray | list[int], source_bytes: int, loss: np.ndarray | None = None, loss_bytes: int = 0
@@ -182,9 +169,11 @@ class TokenWriter:
             self.largest_id = max(self.largest_id, largest)
             self._ended = int(found[-1]) == self.tokenizer["eot"]
             self._end_counts = loss is not None and bool(loss[-1])
-        if loss is not None:
-            first = bool(found.size) and self.tokens == self._begin and bool(loss[0])
-            self._put_loss(loss, int(first), loss_bytes)
+        if self.loss is not None and loss is not None:
+            first = found.size and self.tokens == self._begin and loss[0]
+            for key, count in (("tokens", np.count_nonzero(loss)), ("bytes", loss_bytes), ("first", first)):
+                self.loss[key] += int(count)
+            self._flags.write(loss.astype(bool).tobytes())
         self._put(np.ascontiguousarray(found, self.dtype).data)
         self.tokens += found.size
         self.source_bytes += source_bytes
@@ -194,14 +183,10 @@ class TokenWriter:
 
         loss: whether the added end-of-text token counts as a target, in a file with loss bits.
         """
-        if once and self._ended:
-            self.turn_ends |= {self.tokenizer["eot"]} if self._end_counts else set()
-        else:
-            self.turn_ends |= {self.tokenizer["eot"]} if loss else set()
-            self._put_loss(np.asarray([loss]), int(loss and self.tokens == self._begin), 0)
-            self._put(np.asarray([self.tokenizer["eot"]], self.dtype).data)
-            self.tokens += 1
-            self.largest_id = max(self.largest_id, self.tokenizer["eot"])
+        if not (once and self._ended):
+            self.write([self.tokenizer["eot"]], 0, None if self.loss is None else np.asarray([loss]))
+        if self._end_counts:
+            self.turn_ends.add(self.tokenizer["eot"])
         self.documents += 1
         self._begin, self._ended = self.tokens, False
         self._offsets.write(struct.pack("<q", self.tokens))
@@ -212,23 +197,24 @@ class TokenWriter:
 
     def append(self, file: "TokenFile") -> None:
         """Append all documents of another token file with the same tokenizer. Raises TokenFileError if `file` is damaged."""
-        if file.header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
+        header = file.header
+        if header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
-        for first in range(0, file.header["tokens"], COPIED):
-            part = file.tokens[first : first + COPIED]
-            self._put(part.data)
-            if self.loss is not None:
-                self._put_loss(file.loss_flags(first, first + part.size), 0, 0)
+        file.check()
+        for first in range(0, header["tokens"], COPIED):
+            self._put(file.tokens[first : first + COPIED].data)
         if self.loss is not None:
-            for key in ("bytes", "first"):
-                self.loss[key] += file.header["loss"][key]
-        for first in range(1, file.header["documents"] + 1, COPIED):
+            for first in range(0, header["tokens"], COPIED):
+                self._flags.write(file.loss_flags(first, min(first + COPIED, header["tokens"])).tobytes())
+            for key, count in header["loss"].items():
+                self.loss[key] += count
+        for first in range(1, header["documents"] + 1, COPIED):
             self._offsets.write((file.doc_offsets[first : first + COPIED] + self.tokens).astype("<i8").tobytes())
         for key in ("tokens", "documents", "source_bytes"):
-            setattr(self, key, getattr(self, key) + file.header[key])
-        self.turn_ends |= set(file.header["all_turn_ends"])
-        self.in_turns |= set(file.header["in_turns"])
-        self.largest_id = max(self.largest_id, file.header["largest_id"])
+            setattr(self, key, getattr(self, key) + header[key])
+        self.turn_ends |= set(header["all_turn_ends"])
+        self.in_turns |= set(header["in_turns"])
+        self.largest_id = max(self.largest_id, header["largest_id"])
         self._begin, self._ended = self.tokens, False
 
     def close(self) -> dict[str, Any]:
@@ -239,16 +225,14 @@ class TokenWriter:
 
     def seal(self) -> dict[str, Any]:
         """Write the complete file to the disk, still under the temporary name. Return the header."""
-        self._put(bytes(_align(self.tokens * self.dtype.itemsize)))
-        if self.loss is not None:
-            self._loss.write(np.packbits(self._loss_rest, bitorder="little").tobytes())
-            self._put_file(self._loss)
-            self._put(bytes(_align(loss_bytes(self.tokens))))
-        self._put_file(self._offsets)
-        if self._in_block:
-            self._end_block()
-        sums = np.asarray(self._sums, "<u4").tobytes()
-        content = [self.dtype.str, self.tokens, self.documents, self.tokenizer["sha256"], self.loss]
+        self._pad()
+        self._flags.seek(0)
+        while flags := self._flags.read(COPIED):
+            self._put(np.packbits(np.frombuffer(flags, bool), bitorder="little").data)
+        self._pad()
+        self._offsets.seek(0)
+        while offsets := self._offsets.read(COPIED):
+            self._put(offsets)
         header = {
             "dtype": self.dtype.str,
             "tokens": self.tokens,
@@ -260,18 +244,16 @@ class TokenWriter:
             "all_turn_ends": sorted(self.turn_ends),
             "in_turns": sorted(self.in_turns),
             "tokenizer": self.tokenizer,
-            "content_sha256": hashlib.sha256(json.dumps(content).encode() + sums).hexdigest(),
             "sources": self.sources,
             "made": self.made,
-            "block_bytes": BLOCK,
-            "checksums_crc32": zlib.crc32(sums),
         }
+        self._sha256.update(identity(header))
+        header["content_sha256"] = self._sha256.hexdigest()
         encoded = json.dumps(header).encode()
-        self._file.write(sums)
-        header_offset = self._file.tell()
+        offset = self._file.tell()
         self._file.write(encoded)
         self._file.seek(0)
-        self._file.write(PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(encoded), header_offset, len(encoded), b""))
+        self._file.write(PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(encoded), offset, len(encoded), b""))
         self._file.flush()
         os.fsync(self._file.fileno())
         return header
@@ -311,35 +293,127 @@ class TokenWriter:
             self.abort()
 
 
-class TokenFile:
-    """An open token file: its header, and its arrays, memory-mapped (`Column`). Made by `TokenFile.open`.
+class OpenFile:
+    """A file open for reading, with the size in bytes and the modification time that it had when it was opened."""
 
-    Attributes: `tokens` (tokens,), uint16 or uint32; `doc_offsets` (documents + 1,), int64; `loss_bits` (ceil(tokens / 8),),
-    uint8, None if every token counts as a target.
+    def __init__(self, path: Path):
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.fd).atexit = False  # a thread may still be reading
+        was = os.fstat(self.fd)
+        self.size, self._mtime_ns = was.st_size, was.st_mtime_ns
+
+    def read(self, start: int, out: np.ndarray) -> np.ndarray:
+        """Fill the contiguous array `out` with the bytes of the file from `start` on, and return it. Raises TokenFileError."""
+        done, why = 0, "the file ends there"
+        try:
+            count = done = os.preadv(self.fd, [out], start)
+            while count and done < out.nbytes:  # on a network file system, or beyond 2 GiB, a call may read less than asked for
+                count = os.preadv(self.fd, [out.view(np.uint8)[done:]], start + done)
+                done += count
+        except OSError as e:
+            why = e.strerror
+        if done < out.nbytes:
+            self.look()
+            fix = "Check its file system and its disk. A run that is started again resumes from its last checkpoint."
+            raise TokenFileError(f"{self.path}: bytes {start + done:,} to {start + out.nbytes:,} cannot be read ({why}). {fix}")
+        return out
+
+    def look(self) -> None:
+        """Raise TokenFileError if another program has changed the file since it was opened.
+
+        Deleting the file, or renaming another file to its name, is no change: the open file keeps its contents.
+        """
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns) != (self.size, self._mtime_ns):
+            how = "written to" if now.st_size == self.size else f"{self.size:,} bytes, now {now.st_size:,}"
+            raise TokenFileError(
+                f"{self.path}: has changed while it was being read ({how}). Put the former file back, and start the run again: "
+                "it resumes from its last checkpoint."
+            )
+
+
+class Column:
+    """One array of a token file, of `size` elements from byte `begin` to `end`. It stays on the disk: slicing reads."""
+
+    def __init__(self, file: OpenFile, dtype: Any, begin: int, size: int):
+        self.file, self.dtype, self.begin, self.size = file, np.dtype(dtype), begin, size
+        end = begin + size * self.dtype.itemsize
+        self.end = end + -end % 8  # with the padding
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        first, last, step = key.indices(self.size)
+        if step != 1:
+            raise IndexError(f"{self.file.path}: is read in slices of step 1, not {step}")
+        return self.read(first, np.empty(max(0, last - first), self.dtype))
+
+    def read(self, first: int, out: np.ndarray) -> np.ndarray:
+        """Fill `out` with the elements from number `first` on, and return it. Raises TokenFileError."""
+        return self.file.read(self.begin + first * self.dtype.itemsize, out)
+
+    @functools.cached_property
+    def mapped(self) -> np.ndarray:
+        """The array, memory-mapped. It is read once before, since an error of the disk in a memory map ends the process."""
+        for first in range(0, self.size, COPIED):
+            self[first : first + COPIED]
+        mapped = mmap.mmap(self.file.fd, self.end, access=mmap.ACCESS_READ)
+        mapped.madvise(mmap.MADV_RANDOM)  # without this, the kernel reads megabytes around every page
+        return np.frombuffer(mapped, self.dtype, self.size, self.begin)
+
+
+class TokenFile:
+    """An open token file, made by `TokenFile.open`. Reading raises TokenFileError if the disk fails.
+
+    Attributes: `tokens` (tokens,), uint16 or uint32; `loss_bits` (ceil(tokens / 8),), uint8, None if every token counts as a
+    target.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], blocks: Blocks):
-        self.path = path
+    def __init__(self, file: OpenFile, header: dict[str, Any]):
+        self.opened = file
+        self.path = file.path
         self.header = header
-        self.blocks = blocks
-        parts = layout(header)
-        self.tokens = Column(blocks, header["dtype"], parts["tokens"].start, header["tokens"])
-        self.doc_offsets = Column(blocks, "<i8", parts["documents"].start, header["documents"] + 1)
-        self.loss_bits = header["loss"] and Column(blocks, np.uint8, parts["loss"].start, len(parts["loss"]))
+        self.tokens = Column(file, header["dtype"], PREAMBLE.size, header["tokens"])
+        loss = Column(file, np.uint8, self.tokens.end, loss_bytes(header["tokens"]) if header["loss"] else 0)
+        self.loss_bits = loss if header["loss"] else None
+        self._offsets = Column(file, "<i8", loss.end, header["documents"] + 1)
 
     @classmethod
     def open(cls, path: Path | str) -> "TokenFile":
-        """Read and check preamble, header, checksums and size. Raises TokenFileError or FileNotFoundError."""
+        """Read and check preamble, header and size. Raises TokenFileError or FileNotFoundError."""
         path = Path(path).expanduser()
         file = OpenFile(path)
-        header = _header(file)
-        at = layout(header)["checksums"]
-        sums = file.read(at.start, at.stop)
-        if zlib.crc32(sums) != header["checksums_crc32"]:
-            where = f"the checksums of blocks (bytes {at.start:,} to {at.stop:,})"
-            raise TokenFileError(f"{path}: {where} do not match their own checksum. {remedy(path)}")
-        blocks = Blocks(file, PREAMBLE.size, at.start, header["block_bytes"], np.frombuffer(sums, "<u4"))
-        return cls(path, header, blocks)
+        preamble = file.read(0, np.empty(min(PREAMBLE.size, file.size), np.uint8))
+        magic, version, crc, offset, length, zeros = PREAMBLE.unpack(preamble.tobytes().ljust(PREAMBLE.size))
+        if magic != MAGIC or file.size < PREAMBLE.size:
+            fault = f"not a token file (it does not begin with {MAGIC.decode()})"
+        elif version != VERSION:
+            fault = f"format version {version}; this program reads version {VERSION}"
+        elif file.size != offset + length:
+            fault = f"has {file.size:,} bytes, should have {offset + length:,}: cut off or added to"
+        elif zlib.crc32(encoded := file.read(offset, np.empty(length, np.uint8)).tobytes()) != crc or any(zeros):
+            fault = f"the header (at byte {offset:,}) does not match its checksum, or the preamble is damaged"
+        else:
+            return cls(file, json.loads(encoded))
+        raise TokenFileError(f"{path}: {fault}. {remedy(path)}")
+
+    def check(self) -> str:
+        """Read the complete file and compare it with its checksum, which is returned. Raises TokenFileError if it differs."""
+        found, end = hashlib.sha256(), self._offsets.end
+        for first in range(PREAMBLE.size, end, COPIED):
+            found.update(self.opened.read(first, np.empty(min(COPIED, end - first), np.uint8)))
+        self.opened.look()
+        found.update(identity(self.header))
+        if found.hexdigest() != self.header["content_sha256"]:
+            raise TokenFileError(f"{self.path}: does not match its checksum. {remedy(self.path)}")
+        return self.header["content_sha256"]
+
+    @property
+    def doc_offsets(self) -> np.ndarray:
+        """The start of each document in the tokens, then the end of the last document: (documents + 1,), int64."""
+        return self._offsets.mapped
 
     @property
     def pairs(self) -> bool:
@@ -350,59 +424,16 @@ class TokenFile:
         """Return whether each of the tokens first..last-1 counts as a target: bool (last - first,)."""
         if self.loss_bits is None:
             return np.ones(last - first, bool)
-        bits = np.unpackbits(self.loss_bits[first // 8 : loss_bytes(last)], bitorder="little")
+        bits = np.unpackbits(self.loss_bits.mapped[first // 8 : loss_bytes(last)], bitorder="little")
         return bits[first % 8 : first % 8 + last - first].view(bool)
 
 
-def layout(header: dict[str, Any]) -> dict[str, range]:
-    """Return name -> range of bytes in the file, for tokens, loss, documents and checksums."""
-    sizes = {
-        "tokens": header["tokens"] * np.dtype(header["dtype"]).itemsize,
-        "loss": 0 if header["loss"] is None else loss_bytes(header["tokens"]),
-        "documents": 8 * (header["documents"] + 1),
-    }
-    parts, at = {}, PREAMBLE.size
-    for name, size in sizes.items():
-        parts[name] = range(at, at + size)
-        at += size + _align(size)
-    parts["checksums"] = range(at, at + 4 * -(-at // header["block_bytes"]))
-    return parts
-
-
-def _header(file: OpenFile) -> dict[str, Any]:
-    """Return the header, after checks of its checksum and of the file's size. Raises TokenFileError."""
-    path, fix = file.path, remedy(file.path)
-    preamble = file.read(0, min(file.size, PREAMBLE.size))
-    if len(preamble) < PREAMBLE.size or not preamble.startswith(MAGIC):
-        raise TokenFileError(f"{path}: not a token file (it does not begin with {MAGIC.decode()}). {fix}")
-    _, version, crc, offset, length, zeros = PREAMBLE.unpack(preamble)
-    if version != VERSION:
-        raise TokenFileError(f"{path}: format version {version}; this program reads version {VERSION}. {fix}")
-    if file.size != offset + length:
-        raise TokenFileError(f"{path}: has {file.size:,} bytes, should have {offset + length:,}: cut off or added to. {fix}")
-    encoded = file.read(offset, offset + length)
-    if zlib.crc32(encoded) != crc or any(zeros):
-        raise TokenFileError(
-            f"{path}: the header (at byte {offset:,}) does not match its checksum, or the preamble is damaged. {fix}"
-        )
-    header = json.loads(encoded)
-    expected = layout(header)["checksums"].stop
-    if offset != expected:
-        raise TokenFileError(f"{path}: the header says {expected:,} bytes of data, the file has {offset:,}. {fix}")
-    return header
-
-
 def verify(path: Path | str) -> list[str]:
-    """Read the complete file. Return a line for each range of damaged blocks; without damage, the result of `contradictions`.
-
-    If the file cannot be opened or read, the one line is the error.
-    """
+    """Read the complete file. Return what is wrong: that it cannot be read, is damaged, or its `contradictions`."""
     path = Path(path).expanduser()
     try:
         file = TokenFile.open(path)
-        if damaged := file.blocks.faults():
-            return [f"{path}: {fault}" for fault in damaged]
-        file.blocks.file.look()
+        file.check()
         return [f"{path}: {fault}" for fault in contradictions(file)]
     except (TokenFileError, OSError) as e:
         return [str(e)]
@@ -423,25 +454,20 @@ def contradictions(file: TokenFile) -> Iterator[str]:
             break
     if file.pairs and header["documents"] % 2:
         yield f"it holds pairs, and {header['documents']:,} documents: one is without the other"
-    seen = counted = document = 0
+    seen = counted = 0
     for first in range(0, tokens, COPIED):
         part = file.tokens[first : first + COPIED]
         last = first + len(part)
         seen = max(seen, largest := int(part.max()))
         if largest >= vocab:
             yield f"id {largest} among tokens {first:,} to {last:,}; the vocabulary has {vocab}"
-        if header["loss"] is not None:
-            counted += int(np.count_nonzero(file.loss_flags(first, last)))
-        while whole and document < header["documents"]:
-            ends = offsets[document + 1 : document + 1 + COPIED]
-            here = ends[: np.searchsorted(ends, last, "right")]
-            bad = np.flatnonzero(part[here - 1 - first] != eot)
+        counted += int(np.count_nonzero(file.loss_flags(first, last)))
+        if whole:
+            low, high = np.searchsorted(offsets, (first, last), "right").tolist()  # documents low - 1 to high - 2 end here
+            bad = np.flatnonzero(part[offsets[low:high] - 1 - first] != eot)
             if bad.size:
                 whole = False
-                yield f"document {document + int(bad[0]):,} does not end with end-of-text"
-            document += len(here)
-            if len(here) < len(ends):
-                break
+                yield f"document {low - 1 + int(bad[0]):,} does not end with end-of-text"
     if seen != header["largest_id"]:
         yield f"the largest id is {seen}, the header says {header['largest_id']}"
     if header["loss"] is not None and counted != header["loss"]["tokens"]:

@@ -24,33 +24,29 @@ Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray |
 
 
 class FileWindows:
-    """The windows of a token file without loss bits. `rows` raises TokenFileError if a block that it reads is damaged."""
+    """The windows of a token file without loss bits. `rows` raises TokenFileError."""
 
     def __init__(self, file: TokenFile, seq_len: int):
-        """Compare the blocks of the documents' offsets with their checksums. The offsets stay on the disk, memory-mapped."""
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
         self.windows = count_windows(file.header["tokens"], seq_len)
-        self._starts = file.doc_offsets[:]
-        width = file.tokens.dtype.itemsize
-        # Windows overlap by one token: the last target of a window is the first input of the next window.
-        self._tokens_WS = np.lib.stride_tricks.as_strided(
-            file.tokens.unchecked, (self.windows, seq_len + 1), (seq_len * width, width), writeable=False
-        )
+        self._starts = file.doc_offsets
 
     def rows(self, index_R: np.ndarray) -> Read:
-        file, T = self.file, self.seq_len
+        T = self.seq_len
         begin_R = index_R * T
-        width = file.tokens.dtype.itemsize
-        file.blocks.file.look()
-        file.blocks.check_rows(file.tokens.begin + begin_R * width, (T + 1) * width)
+        # Windows overlap by one token: the last target of a window is the first input of the next window.
+        tokens_RS = np.empty((len(index_R), T + 1), self.file.tokens.dtype)
+        for begin, tokens_S in zip(begin_R.tolist(), tokens_RS, strict=True):
+            self.file.tokens.read(begin, tokens_S)
+        self.file.opened.look()
         # Count documents that start after the row's first token, up to and including the last target.
         low_R, high_R = (np.searchsorted(self._starts, at_R, "right") for at_R in (begin_R, begin_R + T))
         count_R = high_R - low_R
         row = np.repeat(np.arange(len(index_R)), count_R)
         nth = np.arange(len(row)) + np.repeat(low_R - (np.cumsum(count_R) - count_R), count_R)
-        return self._tokens_WS[index_R], row, self._starts[nth] - begin_R[row], None, None
+        return tokens_RS, row, self._starts[nth] - begin_R[row], None, None
 
     def spans(self, number: int) -> list[tuple[int, int]]:
         """Return (first, last) of the inputs of each document in a window, as positions in the file."""
@@ -72,7 +68,7 @@ class FileWindows:
 
 
 class PackedRows:
-    """Rows of whole documents (`pack`). `rows` checks the bytes that it reads, and raises TokenFileError for a damaged file.
+    """Rows of whole documents (`pack`). `rows` raises TokenFileError.
 
     Documents of equal length are shuffled by `seed` and packed into rows of T + 1 tokens. So rows are a function of file,
     T, max_segments and seed, and every document of at most T + 1 tokens is in one row. Every epoch reads these rows in another
@@ -90,7 +86,7 @@ class PackedRows:
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
-        offset = np.asarray(file.doc_offsets)
+        offset = file.doc_offsets
         begin, length = offset[:-1], np.diff(offset)
         self.truncated = self.truncated_tokens = 0
         if file.loss_bits is None:
@@ -122,22 +118,22 @@ class PackedRows:
         return by_row_N
 
     def rows(self, index_R: np.ndarray) -> Read:
-        self.file.blocks.file.look()
         S = self.seq_len + 1
         tokens_RS = np.full((len(index_R), S), self.file.header["tokenizer"]["eot"], self.file.tokens.dtype)
         loss_RS = np.zeros((len(index_R), S), bool)
         filled_R = np.zeros(len(index_R), np.int64)
-        starts = []
+        spans = []
         for r, i in enumerate(index_R.tolist()):
             part = slice(self._first[i], self._first[i + 1])
             for first, count in zip(self._begin[part].tolist(), self._length[part].tolist(), strict=True):
                 at = filled_R[r]
-                tokens_RS[r, at : at + count] = self.file.tokens[first : first + count]
-                loss_RS[r, at : at + count] = self.file.loss_flags(first, first + count)
-                if at:
-                    starts.append((r, at))
+                self.file.tokens.read(first, tokens_RS[r, at : at + count])
+                spans.append((r, at, first, count))
                 filled_R[r] += count
-        row, column = np.asarray(starts, np.int64).reshape(-1, 2).T
+        self.file.opened.look()
+        for r, at, first, count in spans:
+            loss_RS[r, at : at + count] = self.file.loss_flags(first, first + count)
+        row, column = np.asarray([(r, at) for r, at, _, _ in spans if at], np.int64).reshape(-1, 2).T
         return tokens_RS, row, column, loss_RS[:, 1:], filled_R
 
     def spans(self, number: int) -> list[tuple[int, int]]:
@@ -176,7 +172,7 @@ class PairRows(PackedRows):
         self.name = str(file.path)
         self.file = file
         self.seq_len = seq_len
-        offset = np.asarray(file.doc_offsets)
+        offset = file.doc_offsets
         begin_N2, length_N2 = offset[:-1].reshape(-1, 2), np.diff(offset).reshape(-1, 2)
         length_N = length_N2.sum(1)
         fits_N = np.flatnonzero(length_N <= seq_len + 1)

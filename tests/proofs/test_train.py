@@ -15,10 +15,9 @@ import sources
 from faults import same, steps_written
 from run_sh import wait_for
 from safetensors.numpy import load_file
-from token_files import first_steps, open_batches, poke, random_documents, write_file
+from token_files import poke, random_documents, write_file
 
 from jaxtrain.checkpoint import Checkpoints, arrays
-from jaxtrain.data import tokenfile
 from jaxtrain.hf import exporting
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.metrics import files as metrics
@@ -210,17 +209,26 @@ def test_own_names_that_are_wrong_are_refused(tmp_path, monkeypatch, capsys):
 # ---- Failures. test_divergence.py has steps that are not finite, test_resume.py an exception
 
 
-def test_a_damaged_block_of_the_data_ends_the_run(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "text.tok", random_documents(0, 12_000, 30))
-    batches = open_batches(path, 32, 8, max_segments=4)
-    block, batch = max(first_steps(batches, 0, 6).items(), key=lambda found: found[1])
-    assert batch > 2
-    at = block * tokenfile.BLOCK + 5000
-    poke(path, at, path.read_bytes()[at] ^ 64)
+def test_a_damaged_data_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_file(tmp_path / "text.tok", random_documents(0, 1000, 30))
+    poke(path, 5000, path.read_bytes()[5000] ^ 64)
+    assert run(tmp_path / "run", data__source=path, data__max_segments=4, eval__every_steps=0) == 2
+    said = capsys.readouterr().err
+    assert said.count("data.source = ") == 1 and str(path) in said
+    assert not runs.losses(tmp_path / "run")
+
+
+def test_a_data_file_that_changes_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_file(tmp_path / "text.tok", random_documents(0, 1000, 30))
+    compile_steps = train.compile_steps
+
+    def changed(*args: Any) -> Any:
+        os.truncate(path, 5000)
+        return compile_steps(*args)
+
+    monkeypatch.setattr(train, "compile_steps", changed)
     assert run(tmp_path / "run", data__source=path, data__max_segments=4, eval__every_steps=0) == 1
-    # The last step's metrics may be missing.
-    assert batch - 1 <= max(runs.losses(tmp_path / "run"), default=0) <= batch
-    assert f"text.tok: block {block} " in runs.receipt(tmp_path / "run")["reason"]
+    assert f"{path}: has changed" in runs.receipt(tmp_path / "run")["reason"]
 
 
 def test_a_signal_while_compiling_ends_the_run_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import BYTE, command, finished, texts, write_lines
+from token_files import BYTE, command, finished, poke, texts, write_lines
 
 from jaxtrain.data import documents, prepare, tokenfile
 from jaxtrain.data import tokenizer as text_tokenizers
@@ -120,9 +120,9 @@ def test_verify_and_show_commands(tmp_path):
     data[70] ^= 1
     (tmp_path / "b.tok").write_bytes(data)
     code, out = command(tmp_path, "verify", "a.tok", "b.tok")
-    assert code == 1 and "b.tok: block 0" in out
+    assert code == 1 and out.count("b.tok: ") == 1
     code, out = command(tmp_path, "verify", "b.tok", "gone.tok")
-    assert code == 2 and "gone.tok: " in out and "block" not in out, "all paths are checked before a file is read"
+    assert code == 2 and "gone.tok: " in out and "b.tok" not in out, "all paths are checked before a file is read"
     assert command(tmp_path, "show", "c.tok")[0] == command(tmp_path, "polish")[0] == 2
 
 
@@ -207,7 +207,8 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
     assert kept(validation=0.5) == kept(text_key="text,text") == ""
     assert kept(age=True) == "" and texts(tmp_path / "a.tok") == want
     # a part that has changed is prepared again
-    for damage in (lambda p: p.with_suffix(".json").unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1]), Path.unlink, swap):
+    cut, flipped = (lambda p: p.write_bytes(p.read_bytes()[:-1])), (lambda p: poke(p, 70, p.read_bytes()[70] ^ 1))
+    for damage in (lambda p: p.with_suffix(".json").unlink(), cut, flipped, Path.unlink, swap):
         assert kept(damage) == "2" and texts(tmp_path / "a.tok") == want
 
 

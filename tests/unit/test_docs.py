@@ -27,7 +27,7 @@ from jaxtrain.commands.command import read_line
 from jaxtrain.config import hardware
 from jaxtrain.config.command_line import Parser
 from jaxtrain.config.hardware import Devices
-from jaxtrain.data import loading
+from jaxtrain.data import loading, tokenfile
 from jaxtrain.kernels.attention import cudnn
 from jaxtrain.metrics import alerts, table
 from jaxtrain.models import flops
@@ -290,6 +290,7 @@ SOURCES: dict[str, Callable[[], float] | str] = {
     "checkpoints.md: 4 GiB": lambda: arrays.WRITE_BYTES / GIB,
     "cluster.md: 480 GB/s": lambda: machine.BOARDS["H200 SXM"].all_reduce or 0,
     "concepts.md: 1,979 TFLOP/s": lambda: 2 * H200.bf16,
+    "data.md: 1 GiB": lambda: tokenfile.CHECKED_BYTES / GIB,
     "first_gpu_run.md: 6 GiB": lambda: hardware.RESERVE_GIB,
     "memory.md: 131 GiB": a_parameter("llama3_70b", 16, 8),
     "memory.md: 526 GiB": a_parameter("llama3_70b", 8, 1),

@@ -90,7 +90,7 @@ def test_what_begins_a_document_is_the_tokenizers_own(tmp_path, bpe, monkeypatch
     assert whole.tokens[:].tolist() == [i for text in documents for i in (*package.encode(text).ids[:-1], tok.eot)]
     assert whole.header["source_bytes"] == sum(len(text.encode()) for text in documents)
     pieces = TokenFile.open(tmp_path / "b.txt.tok")
-    assert np.flatnonzero(np.asarray(pieces.tokens) == tok.bos[0]).tolist() == [0]
+    assert np.flatnonzero(pieces.tokens[:] == tok.bos[0]).tolist() == [0]
     assert tok.decode(pieces.tokens[1:-1]) == documents[0]
     assert generation.prompt_ids(tok, "def", 700) == package.encode("def").ids[:-1]
     assert generation.prompt_ids(tok, "", 700) == [*tok.bos]

@@ -90,8 +90,8 @@ BUGS = (
     Bug(
         "data: sources of a mixture share one order",
         "jaxtrain/data/batches.py",
-        "np.random.SeedSequence([self.seed, source, epoch])",
-        "np.random.SeedSequence([self.seed, 0, epoch])",
+        "np.random.SeedSequence([seed, source, epoch])",
+        "np.random.SeedSequence([seed, 0, epoch])",
         "unit/test_data_mix.py -k own_order",
     ),
     Bug(
