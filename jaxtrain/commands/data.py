@@ -145,10 +145,9 @@ def run_verify(args: Args) -> int:
             raise PrepareError(f"{file}: {'is a folder' if file.is_dir() else 'no such file'}")
     damaged = False
     for file in args.files:
-        faults = tokenfile.verify(file)
-        damaged |= bool(faults)
-        for fault in faults or [f"{describe(file, tokenfile.TokenFile.open(file).header)}: intact"]:
-            print(fault)
+        fault = tokenfile.verify(file)
+        damaged |= bool(fault)
+        print(fault or f"{describe(file, tokenfile.TokenFile.open(file).header)}: intact")
     return int(damaged)
 
 

@@ -34,7 +34,7 @@ def test_the_file_is_the_same_for_any_number_of_processes_and_size_of_parts(corp
         out = tmp_path / f"{processes}-{shard_mb}.tok"
         prepare.prepare(["*.jsonl", "*.parquet", "*.txt", "*.zst"], out, validation=0.2, processes=processes, shard_mb=shard_mb)
         made[processes, shard_mb] = [p.read_bytes() for p in (out, prepare.validation_path(out))]
-        assert verify(out) == []
+        assert verify(out) == ""
     assert all(files == made[1, 64] for files in made.values())
     assert len(texts(tmp_path / "1-64.tok")) + len(texts(tmp_path / "1-64.val.tok")) == 2000 + 3000 + 19 + 300
     assert not list(tmp_path.glob("*.partial"))

@@ -152,7 +152,7 @@ def test_stdlib_split_is_disjoint_by_file_and_made_once(tmp_path):
     assert texts(validation) == [p.read_bytes().decode(errors="replace") for r, p in files if sides[r]]
     # a slower process that writes the same file leaves it: another has opened it, and refuses to continue with another file
     stdlib.write_split(validation, files[:3])
-    assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify(validation) == []
+    assert sorted(tmp_path.iterdir()) == sorted([train, validation]) and verify(validation) == ""
     assert TokenFile.open(validation).header == opened[1].header
     for split, file in zip(("train", "validation"), opened, strict=True):
         batches = open_source(schema.Data(), "", split=split, global_batch=2, data_dir=tmp_path)
@@ -174,7 +174,7 @@ def test_token_files_are_joined_and_read_back(tmp_path):
         assert file.tokens[:].tolist() == [1, 2, 3, 256, 256, vocab - 1, 256, 3, 256]
         assert file.doc_offsets[:].tolist() == [0, 4, 5, 7, 9]
         found = [file.header[key] for key in ("tokens", "documents", "source_bytes", "largest_id")]
-        assert found == [9, 4, 5, max(vocab - 1, 256)] and verify(file.path) == []
+        assert found == [9, 4, 5, max(vocab - 1, 256)] and verify(file.path) == ""
     with pytest.raises(tokenfile.TokenFileError, match="bad.tok"):
         write_file(tmp_path / "bad.tok", [[1, 257]])
     assert not list(tmp_path.glob("bad*"))

@@ -337,7 +337,7 @@ def test_chat_files_end_to_end(tmp_path, folders):
         assert command(tmp_path, *how, f"--input=c.{name}", f"--output={name}.tok")[0] == 0
     file, other = (TokenFile.open(tmp_path / f"{name}.tok") for name in ("jsonl", "parquet"))
     assert file.header["content_sha256"] == other.header["content_sha256"]
-    assert verify(file.path) == []
+    assert verify(file.path) == ""
     tok, _ = load(folders["bytes"])
     flags = file.loss_flags(0, file.header["tokens"])
     assert tok.decode(file.tokens[:][flags]) == "It is 4.<|im_end|>Yes.<|im_end|></s></s><|im_end|>"
@@ -396,7 +396,7 @@ def test_loss_bits_round_trip(tmp_path_factory, data):
     assert file.header["loss"]["tokens"] == sum(want)
     starts = np.asarray(file.doc_offsets[:-1])
     assert file.header["loss"]["first"] == sum(want[s] for s in starts)
-    assert verify(file.path) == []
+    assert verify(file.path) == ""
 
 
 def best_fit(lengths, size):

@@ -35,7 +35,7 @@ def test_prepare_reads_every_format_alike(tmp_path, monkeypatch, pattern):
     (header,) = prepare.prepare([pattern], Path("out.tok"), text_key="body")
     assert texts(Path("out.tok")) == documents
     assert header["source_bytes"] == sum(len(d.encode()) for d in documents)
-    assert verify("out.tok") == []
+    assert verify("out.tok") == ""
     prepare.prepare([pattern], Path("split.tok"), text_key="body", validation=0.3)
     train, validation = texts(Path("split.tok")), texts(Path("split.val.tok"))
     assert sorted(train + validation) == sorted(documents)
