@@ -39,6 +39,14 @@ ATTEMPTS = (
 )
 
 
+def ranges(file: TokenFile, sequences: set[tuple[int, ...]]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return each document of a file, and whether all its tokens are in these sequences of 32 tokens, or follow one."""
+    begins = [at for at in range(0, len(file.tokens) - 32, 32) if tuple(file.tokens[at : at + 32].tolist()) in sequences]
+    read = {at for begin in begins for at in range(begin, begin + 33)}
+    bounds = itertools.pairwise(file.doc_offsets[:].tolist())
+    return [(tuple(file.tokens[a:b].tolist()), read.issuperset(range(a, b))) for a, b in bounds]
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_what_was_seen_is_what_the_steps_were_given(tmp_path: Path, count: int) -> None:
     changes = {"eval.every_steps": 0, "checkpoint.every_steps": 3}
@@ -91,13 +99,10 @@ def test_what_was_seen_is_what_the_steps_were_given(tmp_path: Path, count: int) 
         there = sorted((step, row) for step, rows in record.items() for row, tokens in rows.items() if tuple(tokens) in wanted)
         assert [(reading.step, reading.row) for reading in history.when(history.source_of("b.tok"), first, last)] == there
     every = {tuple(tokens) for rows in record.values() for tokens in rows.values()}
-    begins = [k * 32 for k in range((len(file.tokens) - 1) // 32) if tuple(file.tokens[k * 32 : k * 32 + 32].tolist()) in every]
-    read = {at for begin in begins for at in range(begin, begin + 33)}
-    bounds = file.doc_offsets[:].tolist()
-    documents = [(tuple(file.tokens[a:b].tolist()), read.issuperset(range(a, b))) for a, b in itertools.pairwise(bounds)]
-    whole = {ids for ids, complete in documents if complete}
+    documents = {name: ranges(TokenFile.open(tmp_path / f"{name}.tok"), every) for name in "abc"}
+    whole = {ids for found in documents.values() for ids, complete in found if complete}
     equal = seen.overlap(history, file, 15).exact_D.tolist()
-    assert equal == [ids in whole for ids, _ in documents] and 0 < sum(equal) < len(equal)
+    assert equal == [ids in whole for ids, _ in documents["b"]] and 0 < sum(equal) < len(equal)
     for option in (
         "--step=8 --show-text",
         f"--document={tmp_path}/b.tok:3",
