@@ -184,19 +184,27 @@ class History:
             yield within, window_numbers(stretch.data.seed, source, windows.windows, within)
             progress(len(within))
 
-    def when(self, source: int, first: int, last: int, progress: Progress = lambda n: None) -> list[Reading]:
-        """Return when the run reads tokens first..last-1 of a source's file, past steps and future ones, in order."""
-        readings: list[Reading] = []
+    def when(self, source: int, places: Sequence[tuple[int, int]], progress: Progress = lambda n: None) -> list[list[Reading]]:
+        """Return when the run reads each of the places (first, last) in a source's file, past steps and future ones, in order.
+
+        A place is read with any of its tokens first..last-1.
+        """
+        readings: list[list[Reading]] = [[] for _ in places]
         for stretch in self.stretches:
             windows, mixture = self._open(source, stretch.data), self._mixture_of(stretch)
-            wanted = windows.numbers_of(first, last)
+            wanted = [set(windows.numbers_of(*place).tolist()) for place in places]
+            every = np.asarray(sorted(set().union(*wanted)), np.int64)
             limits = int(stretch.rows(stretch.first)[0]), int(stretch.rows(stretch.last)[-1]) + 1
-            for within, number in self._numbers(stretch, source, stretch.last, progress):
-                for i in within[np.isin(number, wanted)].tolist():
-                    row = mixture.row_of(source, i, *limits)
+            for within_R, number_R in self._numbers(stretch, source, stretch.last, progress):
+                hit_R = np.isin(number_R, every)
+                for within, number in zip(within_R[hit_R].tolist(), number_R[hit_R].tolist(), strict=True):
+                    row = mixture.row_of(source, within, *limits)
                     step = stretch.step_of(row)
-                    readings.append(Reading(step, int(np.searchsorted(stretch.rows(step), row)), i // windows.windows + 1))
-        return sorted(readings, key=lambda reading: (reading.step, reading.row))
+                    reading = Reading(step, int(np.searchsorted(stretch.rows(step), row)), within // windows.windows + 1)
+                    for found, numbers in zip(readings, wanted, strict=True):
+                        if number in numbers:
+                            found.append(reading)
+        return [sorted(found, key=lambda reading: (reading.step, reading.row)) for found in readings]
 
     def covered(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, last) of the ranges of a source's tokens that steps 1 to `until` read, ascending and not adjacent."""

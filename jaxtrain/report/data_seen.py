@@ -42,17 +42,24 @@ def print_step(history: History, step: int, texts: bool) -> None:
                 print(written(file, first, last, tokenizer_of(file)[0]))
 
 
-def print_readings(history: History, source: int, first: int, last: int, what: str) -> None:
-    """Print when the run reads tokens first..last-1 of a source. what: names them."""
+def print_readings(history: History, source: int, places: list[tuple[int, int]]) -> None:
+    """Print when the run reads places in a source's file, (first, last) of their tokens."""
     with progress(history.work(source)) as advance:
-        readings = history.when(source, first, last, advance)
-    past = sum(reading.step <= history.done for reading in readings)
-    print(f"{what}: read {counted(past, 'time')} until step {history.done}, {len(readings) - past} to come")
-    for reading in readings[:SHOWN]:
-        later = "" if reading.step <= history.done else " (to come)"
-        print(f"  step {reading.step}, sequence {reading.row}, epoch {reading.epoch} of the file{later}")
-    if len(readings) > SHOWN:
-        print(f"  and {len(readings) - SHOWN} more")
+        readings = history.when(source, places, advance)
+    file, label = history.file(source), history.label(source)
+    for (first, last), found in zip(places, readings, strict=True):
+        document = int(np.searchsorted(file.doc_offsets, first, "right")) - 1
+        begin = int(file.doc_offsets[document])
+        past = sum(reading.step <= history.done for reading in found)
+        print(
+            f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read {counted(past, 'time')} until "
+            f"step {history.done}, {len(found) - past} to come"
+        )
+        for reading in found[:SHOWN]:
+            later = "" if reading.step <= history.done else " (to come)"
+            print(f"  step {reading.step}, sequence {reading.row}, epoch {reading.epoch} of the file{later}")
+        if len(found) > SHOWN:
+            print(f"  and {len(found) - SHOWN} more")
 
 
 def print_document(history: History, named: str) -> None:
@@ -65,7 +72,7 @@ def print_document(history: History, named: str) -> None:
     if document >= (count := file.header["documents"]):
         raise SeenError(f"--document = {named}: the file has documents 0 to {count - 1}")
     first, last = (int(at) for at in file.doc_offsets[document : document + 2])
-    print_readings(history, source, first, last, f"document {document} of {history.label(source)} ({last - first:,} tokens)")
+    print_readings(history, source, [(first, last)])
 
 
 def print_text(history: History, text: str) -> None:
@@ -78,9 +85,7 @@ def print_text(history: History, text: str) -> None:
             raise SeenError(f"--text = {text}: {label} cannot be searched: {note}")
         with progress(file.header["tokens"]) as advance:
             places = seen.places(file, tokenizer, text, advance)
-        for first, last in places[: max(0, SHOWN - found)]:
-            document = int(np.searchsorted(file.doc_offsets[:], first, "right")) - 1
-            print_readings(history, source, first, last, f"{label}, document {document}, token {first:,}")
+        print_readings(history, source, places[: max(0, SHOWN - found)])
         found += len(places)
     limit = f"; the first {SHOWN} are listed" if found > SHOWN else ""
     print(f"{counted(found, 'place')} with this text in {counted(len(history.sources), 'file')}{limit}")

@@ -104,7 +104,7 @@ def test_the_steps_of_a_document_are_those_whose_batches_have_it(folder, chat, k
             tokens = set(file.tokens[first:last].tolist()) - {EOT}
             there = [(step, row) for step, rows in record.items() for row, each in enumerate(rows) if tokens & each]
             # A document's end-of-text may be the only one of its tokens that is an input.
-            readings = history.when(source, first, last - (not chat and keys == {}))
+            readings = history.when(source, [(first, last - (not chat and keys == {}))])[0]
             assert [(reading.step, reading.row) for reading in readings] == there
             for reading in readings:
                 assert history.step(reading.step)[reading.row].epoch == reading.epoch
