@@ -217,6 +217,8 @@ def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> 
     began = time.perf_counter()
     program, train = compile_size(setup, size, say)
     say(f"compiled in {duration(time.perf_counter() - began)}")
+    if program.run.profile.dump_hlo:
+        profiling.dump_hlo(train, setup.workdir, say)
     found = dataclasses.replace(compiled, program=program, train=train, memory=memory_by_class(program, train))
     check_memory(found)
     services.receipt.update(remat=dataclasses.asdict(program.run.remat), memory_gib=found.memory)
