@@ -167,6 +167,15 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 
 
+def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]:
+    """Return the options of `for_run` for a step of `size` sequences (train.batch_ramp): it has its own autotuning results."""
+    path = autotuned(options)
+    if path is None:
+        return options
+    own = path.with_stem(f"{path.stem}_{size}")
+    return {k: v for k, v in options.items() if k not in (LOAD, DUMP)} | {LOAD if own.exists() else DUMP: str(own)}
+
+
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the program itself, without the options that `for_run` added for the run's folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}

@@ -416,7 +416,7 @@ class Loop:
         with services.phase("checkpoint", "save"):
             try:
                 config = to_dict(self.compiled.program.run)
-                how = (self.setup.options.options, self.setup.launch.argv, services.peers)
+                how = (self.setup.options_of(self.compiled.size), self.setup.launch.argv, services.peers)
                 services.console.say(replay.write(folder, config, self.current, bad, batch, *how))
             except ReplayError as error:
                 services.console.warn(str(error))

@@ -68,6 +68,11 @@ class Setup:
         """Return the config with settings from the data, and from compiling (remat.policy=auto)."""
         return self.program.run
 
+    def options_of(self, size: int) -> dict[str, str | bool]:
+        """Return XLA's options for a train step of `size` sequences."""
+        options = self.options.options
+        return options if size == self.run.train.global_batch else compiler.for_size(options, size)
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
@@ -199,10 +204,10 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
 
 def compile_size(setup: Setup, size: int, say: Callable[[str], None]) -> tuple[Program, Any]:
     """Return (program, compiled train step) of a batch of `size` sequences; of remat.policy=auto, with a choice that fits."""
-    run, program = setup.run, setup.program
-    if size != run.train.global_batch:
-        program = build(run.of_size(size), jax.devices())
-    return compile_to_fit(program, setup.options.options, usable_gib(), say)
+    program = setup.program
+    if size != setup.run.train.global_batch:
+        program = build(setup.run.of_size(size), jax.devices())
+    return compile_to_fit(program, setup.options_of(size), usable_gib(), say)
 
 
 def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> Compiled:
@@ -212,6 +217,8 @@ def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> 
     began = time.perf_counter()
     program, train = compile_size(setup, size, say)
     say(f"compiled in {duration(time.perf_counter() - began)}")
+    if program.run.profile.dump_hlo:
+        profiling.dump_hlo(train, setup.workdir, say)
     found = dataclasses.replace(compiled, program=program, train=train, memory=memory_by_class(program, train))
     check_memory(found)
     services.receipt.update(remat=dataclasses.asdict(program.run.remat), memory_gib=found.memory)

@@ -67,3 +67,13 @@ def test_references_are_the_same_on_other_processes(tmp_path: Path) -> None:
             np.testing.assert_allclose(ours["log_probs"], theirs["log_probs"], rtol=1e-6)
     assert furthest(by_step(tmp_path / "one"), by_step(tmp_path / "moved")) < 1e-5
     assert "to compute" not in (tmp_path / "moved" / "log.txt").read_text().split("resuming from step 4")[1]
+
+
+def test_a_growing_batch_is_the_same_on_other_processes(tmp_path: Path) -> None:
+    """Two processes take their rows of steps of several batches, and one process goes on within the ramp."""
+    ramp = {"train__batch_ramp": "8:2,16:5", "train__global_batch": 32, "train__grad_accum": 2, "optimizer__warmup_steps": 1}
+    faults = Faults(tmp_path, data__source="stdlib", eval__every_steps=4, eval__sequences=16, **ramp)
+    train(faults, tmp_path / "one", "1 x 8", 8)
+    train(faults, tmp_path / "moved", "2 x 4", 4)
+    train(faults, tmp_path / "moved", "1 x 8", 8)
+    assert furthest(by_step(tmp_path / "one"), by_step(tmp_path / "moved")) < 1e-5

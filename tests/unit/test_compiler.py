@@ -133,4 +133,9 @@ def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
     assert options() == {compiler.DUMP: str(file)}
     file.touch()
     assert options() == {compiler.LOAD: str(file)} and compiler.autotuned(options()) == file
+    own = file.with_name("autotuned_16.txt")  # of a smaller batch
+    assert compiler.for_size(options(), 16) == {compiler.DUMP: str(own)}
+    own.touch()
+    assert compiler.for_size(options(), 16) == {compiler.LOAD: str(own)}
+    assert compiler.for_size({"x": True}, 16) == {"x": True}
     assert options(step_s=9.0, repeatable=False) == {compiler.TIMEOUT: "14s"}  # half as long again, and up

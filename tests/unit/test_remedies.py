@@ -25,6 +25,7 @@ FLOATS = (0.0, 0.5, 1.0, 2.0, 1e-5, 1e-46, 1e39, 32.0, 0.99999999, 1000.0)
 TEXTS = {
     "lora.targets": ("wq,wx", "gate,up", "wq_up,wo"),
     "remat.tensors": ("q=keep", "qq=keep"),
+    "train.batch_ramp": ("8:100", "12:5,20:9", "16:2,8:3", "x"),
     "fp8.exclude": ("wo", "mlp", "mlp.dwn"),
     "model.attention_pattern": ("lg", "lllg"),
 }

@@ -113,7 +113,11 @@ BUGS = (
         TRACKERS,
     ),
     Bug(
-        "console: time left counts from step 0", "jaxtrain/metrics/progress.py", "/ (done - before)", "/ done", UNIT["metrics"]
+        "console: time left counts from step 0",
+        "jaxtrain/metrics/progress.py",
+        "(self._work(done) - self._work(before))",
+        "self._work(done)",
+        UNIT["metrics"],
     ),
     # The ledger of wall time
     Bug(
