@@ -6,7 +6,6 @@ All processes have the same losses, gradient norms and counts, so all make the s
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtrain.step import guard
 
@@ -25,14 +24,20 @@ class Bad:
     grad_norm: float
     batches: tuple[int, ...]  # of the data source
     tokens: tuple[int, int]  # positions in the data [first, last)
-    data: str  # the data of the step, in words
+    seen: str = ""  # the command that lists the documents of the step; "" if the data has none
+
+    @property
+    def data(self) -> str:
+        """Return the batches of the data source in words."""
+        return describe_batches(self.batches)
 
     @property
     def words(self) -> str:
         """Return one line: the step, its loss and gradient norm, the reason why it is skipped, and its data."""
+        documents = f". Its documents: {self.seen}" if self.seen else ""
         return (
             f"step {self.step}: loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}, {guard.NAMES[self.verdict]}: the "
-            f"step is skipped. Data: {self.data}"
+            f"step is skipped. Data: {self.data}{documents}"
         )
 
 
@@ -83,23 +88,10 @@ def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool)
     return f"{what}. Nothing is saved from here. {fix}. The same command goes on from {at}."
 
 
-def describe_batches(source: Any, batches: Sequence[int]) -> str:
-    """Return the data of a step's batches in words; for a user's own source, only the numbers of the batches."""
-    words = f"batch {batches[0]}" if len(batches) == 1 else f"batches {list_numbers(batches)}"
-    windows = getattr(source, "windows", None)
-    if windows is None:
-        return words
-    found: dict[str, list[int]] = {}
-    for batch in batches:
-        for name, numbers in windows(batch).items():
-            found.setdefault(name, []).extend(numbers)
-    return f"{words} ({'; '.join(f'windows {list_numbers(numbers)} of {name}' for name, numbers in found.items())})"
-
-
-def list_numbers(numbers: Sequence[int], most: int = 8) -> str:
-    """Return numbers as text: '3, 17, 5 and 29 more'."""
-    head = ", ".join(map(str, numbers[:most]))
-    return head if len(numbers) <= most else f"{head} and {len(numbers) - most} more"
+def describe_batches(batches: Sequence[int]) -> str:
+    """Return the numbers of a step's batches in words."""
+    first, last = batches[0], batches[-1]
+    return f"batch {first}" if first == last else f"batches {first} to {last}"
 
 
 def finite(value: float) -> float | str:

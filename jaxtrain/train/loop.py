@@ -6,6 +6,7 @@ next step is already dispatched. The guard holds that next step, and the loop ta
 
 import dataclasses
 import json
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError, digests
+from jaxtrain.config.commands import spelled
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import own_settings, to_dict
 from jaxtrain.metrics.profiling import Tracer
@@ -21,7 +23,7 @@ from jaxtrain.step.batch import HostBatch
 from jaxtrain.train import position, replay
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.corruption import Verifier
-from jaxtrain.train.divergence import Bad, Bads, Diverged, describe_batches, explain
+from jaxtrain.train.divergence import Bad, Bads, Diverged, explain
 from jaxtrain.train.evaluate import HeldOut, SampleWriter
 from jaxtrain.train.initial_state import Restored, continue_sources
 from jaxtrain.train.position import Positioned
@@ -372,8 +374,10 @@ class Loop:
         """
         batches = self.start.position.batches(found.step - 1)
         each = self.run.ramp.unit * self.run.data.seq_len
-        tokens, words = (batches[0] * each, (batches[-1] + 1) * each), describe_batches(self.data, batches)
-        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, tuple(batches), tokens, words)
+        tokens = batches[0] * each, (batches[-1] + 1) * each
+        seen = f"python -m jaxtrain data seen --workdir={shlex.quote(str(self.setup.workdir))} --step={found.step}"
+        seen = spelled(seen) if hasattr(self.data, "mixture") and not self.data.synthetic else ""
+        bad = Bad(found.step, found.verdict, found.loss, found.grad_norm, tuple(batches), tokens, seen)
         self.services.console.warn(bad.words)
         if not self._kept_bundle:
             self._kept_bundle = True

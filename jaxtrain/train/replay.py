@@ -37,7 +37,7 @@ from jaxtrain.step import compiler, guard, state
 from jaxtrain.step.batch import place_batch, rows_here
 from jaxtrain.step.program import Program, build
 from jaxtrain.step.state import TrainState
-from jaxtrain.train.divergence import Bad, finite
+from jaxtrain.train.divergence import Bad, describe_batches, finite
 
 FORMAT = 2
 BUNDLE, BATCH = "bundle.json", "batch.npz"
@@ -139,7 +139,7 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
             f"{folder / BATCH} holds {rows['tokens'].shape}, and this config's batch is {wanted}: restore the original config."
         )
     batch = place_batch(rows, program.batch, program.context, rows_here(program.batch))
-    say(f"step {record['step']} of {folder}: data {record['data']}")
+    say(f"step {record['step']} of {folder}: data {describe_batches(record['batches'])}")
     current = _state(folder, record, program)
     sums = state.digests_by_name(state.to_digests(weights_alone(current)))
     del sums["step"]

@@ -81,7 +81,7 @@ def test_losses_that_stand_still_may_change_by_a_hundredth_for_each_sigma():
 
 def test_so_many_skipped_steps_in_a_row_are_a_divergence():
     bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them was skipped by an earlier attempt
-    bad = Bad(7, guard.SPIKE, 9.0, 1.0, (6,), (3072, 3584), "batch 6")
+    bad = Bad(7, guard.SPIKE, 9.0, 1.0, (6,), (3072, 3584))
     assert [bads.add(bad), bads.add(bad)] == [False, True]
     bads.took()
     assert [bads.add(bad), bads.add(bad), bads.add(bad)] == [False, False, True]
