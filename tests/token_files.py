@@ -103,3 +103,12 @@ def poke(path: Path, at: int, byte: int) -> None:
         f.seek(at)
         f.write(bytes([byte]))
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def read_windows(batches: Batches, step: int) -> dict[str, list[int]]:
+    """Return the numbers of the windows in a batch, by the path of their source, in the order of the rows."""
+    index = step * batches.global_batch + np.arange(batches.global_batch)
+    source, within = batches.mixture.sources_of(index)
+    return {
+        batches.sources[k].name: batches.window_numbers(k, within[source == k]).tolist() for k in np.unique(source).tolist()
+    }

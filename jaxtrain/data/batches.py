@@ -203,12 +203,6 @@ class Batches:
                 out[name][mine] = part
         return out
 
-    def windows(self, step: int) -> dict[str, list[int]]:
-        """Return the numbers of the windows in the batch of optimizer step `step`, by source, in the order of the rows."""
-        index_R = step * self.global_batch + np.arange(self.global_batch, dtype=np.int64)
-        source_R, within_R = self.mixture.sources_of(index_R)
-        return {self.sources[k].name: self.window_numbers(k, within_R[source_R == k]).tolist() for k in np.unique(source_R)}
-
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
         return self.numbered_rows(self.sources[source], self.window_numbers(source, index_R))
 

@@ -9,6 +9,7 @@ import numpy as np
 import packages
 import pytest
 import tokenizers
+from token_files import read_windows
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from jaxtrain import main
@@ -103,7 +104,7 @@ def order(args: list[str]) -> list[int]:
     data, _ = open_data(load(args).run)
     (source,) = data.sources
     assert isinstance(source, PairRows)
-    rows = [row for step in range(STEPS) for row in data.windows(step)[source.name]]
+    rows = [row for step in range(STEPS) for row in read_windows(data, step)[source.name]]
     documents = [source.documents_of(row) for row in rows]
     assert {len(each) for each in documents} == {2 * EACH}
     return [int(number) // 2 for each in documents for number in each[::2]]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from token_files import BYTE, command, open_batches, texts, write_file
+from token_files import BYTE, command, open_batches, read_windows, texts, write_file
 
 from jaxtrain.config import schema
 from jaxtrain.data import opening
@@ -166,7 +166,7 @@ def test_references_stand_at_the_first_token(prepared):
     count = len(texts(folder / "pairs.tok"))
     source.references[rows.name] = -1.0 - np.arange(count, dtype=np.float32)
     batch = source.batch(3)
-    for r, number in enumerate(source.windows(3)[rows.name]):
+    for r, number in enumerate(read_windows(source, 3)[rows.name]):
         first = (batch["segments"][r] > 0) & (batch["positions"][r] == 0)
         assert batch["reference"][r][first].tolist() == (-1.0 - rows.documents_of(number)).tolist()
         assert np.count_nonzero(batch["reference"][r]) == first.sum()
