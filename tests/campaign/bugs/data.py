@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         "prepare: a hint stands beside each of many bad lines",
         "jaxtrain/data/prepare.py",
-        "numbers.setdefault((place, reason), []).append(number)",
-        "numbers.setdefault((place, reason + ' ' * len(numbers)), []).append(number)",
+        "numbers.setdefault((place, reason), []).append(str(number))",
+        "numbers.setdefault((place, reason + ' ' * len(numbers)), []).append(str(number))",
         "unit/test_data_prepare.py -k one_reason",
     ),
     Bug(
@@ -216,8 +216,8 @@ BUGS = (
     Bug(
         "data: lines across the border of two parts are lost",
         "jaxtrain/data/documents.py",
-        "f.seek(begin - 1)",
-        "f.seek(begin)",
+        "f.seek(borders[-1] + part_bytes - 1)",
+        "f.seek(borders[-1] + part_bytes)",
         "unit/test_data_prepare.py -k once_each",
     ),
     Bug(
@@ -370,14 +370,14 @@ BUGS = (
     Bug(
         "rows: what one part does not use is not said",
         "jaxtrain/data/prepare.py",
-        'notes.update(result["notes"])',
-        'notes = collections.Counter(result["notes"])',
+        "total.notes.update(result.notes)",
+        "total.notes = result.notes",
         "unit/test_rows.py -k not_used_is_said",
     ),
     Bug(
         "chat: the end of a turn is not recorded",
         "jaxtrain/data/prepare.py",
-        'writer.turn_ends |= turns_of(piece, "end")',
+        'writer.turn_ends |= {part.control for part in counts if part.turn == "end"}',
         "writer.turn_ends |= set()",
         "unit/test_text_format.py -k ends_its_turns",
     ),
