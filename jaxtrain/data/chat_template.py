@@ -363,7 +363,9 @@ class ChatTemplate:
         """Return the text of a conversation; with `prompt` also the beginning of an assistant's turn. Raises RowError."""
         variables = {"tools": talk.tools, "documents": None, **self.tokens, **talk.variables}
         try:
-            return self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
+            text = self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
+            text.encode()  # half a surrogate pair is no text
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
             raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
 

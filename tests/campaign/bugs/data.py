@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "chat: the system's message comes last",
         "jaxtrain/data/rows.py",
-        "return [*first, *messages], ()",
-        "return [*messages, *first], ()",
+        "talks = [[*system, *prompt, *completion] for completion in completions]",
+        "talks = [[*prompt, *completion, *system] for completion in completions]",
         "unit/test_data_chat.py -k rows_of_every",
     ),
     Bug(
@@ -300,8 +300,8 @@ BUGS = (
     Bug(
         "pairs: members are on their own sides of --validation",
         "jaxtrain/data/rows.py",
-        "members.append(Piece(text, size,",
-        "members.append(Piece(_, size,",
+        "other = _of_parts(text, rejected[1])\n        return dataclasses.replace(_of_parts(text, chosen[1]",
+        "other = _of_parts(text, rejected[1])\n        return dataclasses.replace(_of_parts(chosen[0], chosen[1]",
         "unit/test_data_pairs.py -k every_pair_once",
     ),
     Bug(
@@ -335,15 +335,15 @@ BUGS = (
     Bug(
         "rows: a message that is masked counts",
         "jaxtrain/data/rows.py",
-        "found.append(item[key] == COUNTS[key])",
-        "found.append(item[key] == 1)",
+        "all(value == COUNTS[key] for key, value in counts.items())",
+        "all(value == 1 for key, value in counts.items())",
         "unit/test_rows.py -k to_have_no_loss",
     ),
     Bug(
         "rows: history is not read",
         "jaxtrain/data/rows.py",
-        "return [*_history(left), _message(",
-        "return [_message(",
+        "prompt = history + _turns(",
+        "prompt = _turns(",
         "unit/test_rows.py -k other_trainers_are_read",
     ),
     Bug(
