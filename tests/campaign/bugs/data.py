@@ -251,8 +251,8 @@ BUGS = (
     Bug(
         "chat: answers in a prompt count",
         "jaxtrain/data/chat_template.py",
-        "spans = spans[before:] if spans else []",
-        "spans = spans[:] if spans else []",
+        "counted = spans[before:]",
+        "counted = spans[:]",
         "unit/test_data_chat.py -k completion_counts",
     ),
     Bug(
@@ -279,8 +279,8 @@ BUGS = (
     Bug(
         "chat: a message and the text after it may make a control token",
         "jaxtrain/data/chat_template.py",
-        "guarded = guarded[:start] + MARK + guarded[start:end] + MARK + guarded[end:]",
-        "guarded = guarded[:start] + MARK + guarded[start:end] + guarded[end:]",
+        'guarded = f"{MARK}{inner}{MARK}"',
+        'guarded = f"{MARK}{inner}"',
         "unit/test_data_chat.py -k left_alone",
     ),
     Bug(
@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "rows: messages that the template leaves out are lost",
         "jaxtrain/data/chat_template.py",
-        "if self._loses(talk, plain, number):",
-        "if message < 0 and self._loses(talk, plain, number):",
+        "if not self._same(_traced(talk, [number])[0], plain):",
+        "if message >= 0 or not self._same(_traced(talk, [number])[0], plain):",
         "unit/test_rows.py -k would_be_lost",
     ),
     Bug(
