@@ -28,7 +28,6 @@ from jaxtrain.data.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
-    cached_hub_path,
     read_beside,
     read_json,
     special_tokens,
@@ -574,7 +573,7 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
     control = tokenizer.control_tokens()
-    tokens = {"eos_token": control[0].text, "bos_token": ""} if spec == "byte" else special_tokens(spec)
+    tokens = special_tokens(spec)
     if choice in NAMED:
         if missing := [text for text in NAMED[choice] if text not in {token.text for token in control}]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
@@ -616,15 +615,12 @@ def own_template(spec: str, offline: bool = False) -> tuple[str, str]:
     """
     if spec == "byte":
         return "of the byte tokenizer", BYTE_TEMPLATE
-    name, source = (
-        f"{spec}: tokenizer_config.json",
-        read_json(spec, "tokenizer_config.json", offline).get("chat_template") or "",
-    )
+    name = f"{spec}: tokenizer_config.json"
+    source = read_json(spec, "tokenizer_config.json", offline).get("chat_template") or ""
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
     file = "chat_template.jinja"
-    here = not (offline and spec.startswith("hf:")) or cached_hub_path(spec.removeprefix("hf:"), file)
-    if here and (beside := read_beside(spec, file)) is not None:
+    if (beside := read_beside(spec, file, offline)) is not None:
         try:
             name, source = f"{spec}: {file}", beside.decode()
         except UnicodeDecodeError as e:

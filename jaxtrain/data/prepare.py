@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -439,21 +439,31 @@ def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     return find
 
 
-def make_part(
-    job: Job, files: list[Path], identity: list[Any], part: Part, skip_bad_lines: bool, made: Sequence[int]
-) -> Report:
+class Task(NamedTuple):
+    """A part to make: its token files, and the hash of the command with the number of the part, which they record."""
+
+    job: Job
+    files: list[Path]
+    identity: list[Any]
+    part: Part
+    skip_bad_lines: bool
+
+
+def make_part(task: Task, made: Any) -> Report:
     """Write the token files of a part, with what was found in their headers. Return what was found.
 
-    If there are bad lines and `skip_bad_lines` is False, no file is written. made: bytes read and tokens made so far, by all
+    If there are bad lines that are not to be skipped, no file is written. made: bytes read and tokens made so far, by all
     parts; this part is added.
     """
+    job = task.job
     tok, rows = job.load()
     control = control_finder(tok)
     report = Report()
     with contextlib.ExitStack() as stack:
         own = f".{os.getpid()}"  # no other process writes under this name
-        writers = [stack.enter_context(TokenWriter(path, tokenizers.info(tok), suffix=own, loss=job.flags)) for path in files]
-        for cut in part:
+        info = tokenizers.info(tok)
+        writers = [stack.enter_context(TokenWriter(path, info, suffix=own, loss=job.flags)) for path in task.files]
+        for cut in task.part:
             writer = None  # of the document that is being written
             for batch in batches_of(documents.read(cut, rows, report)):
                 before = sum(w.tokens for w in writers)
@@ -471,18 +481,18 @@ def make_part(
                     if piece.end:
                         # End-of-text counts if it ends a turn that no control token has ended. The template of a conversation
                         # may have written it already.
-                        open_turn = bool(piece.parts) and piece.parts[-1].loss
-                        counts_too = open_turn and (job.loss == "all" or piece.parts[-1].control < 0)
+                        ended = piece.parts and piece.parts[-1].control >= 0 and job.loss != "all"
+                        counts_too = bool(piece.parts) and piece.parts[-1].loss and not ended
                         writer.end_document(loss=counts_too, once=job.flags)
                         writer = None
                 add(made, 0, sum(w.tokens for w in writers) - before)
             add(made, cut.size, 0)
-        if report.bad and not skip_bad_lines:
+        if report.bad and not task.skip_bad_lines:
             for writer in writers:
                 writer.abort()
             return report
         for writer in reversed(writers):  # the first file makes the part a finished one
-            writer.made = {"part": identity, **vars(report)}
+            writer.made = {"part": task.identity, **vars(report)}
             writer.close()
     return report
 
@@ -497,7 +507,7 @@ def add(made: Any, size: int, tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def progress(made: Sequence[int], total: int, before: int) -> Iterator[None]:
+def progress(made: Any, total: int, before: int) -> Iterator[None]:
     """Print a line every LINE_SECONDS with bytes read and tokens made.
 
     Args:
@@ -530,7 +540,7 @@ def make_all(job: Job, folder: Path, digest: str, parts: list[Part], processes: 
     """
     results = finished_parts(folder, digest, len(parts), job, skip_bad_lines, say)
     tasks = [
-        (job, names(folder, number, job), [digest, number], part, skip_bad_lines)
+        Task(job, names(folder, number, job), [digest, number], part, skip_bad_lines)
         for number, part in enumerate(parts)
         if results[number] is None
     ]
@@ -592,19 +602,19 @@ def count_lines(bad: int) -> str:
 SPAWN = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
 
 
-def make_parts(tasks: list[tuple[Any, ...]], processes: int, made: Any) -> Generator[Report]:
+def make_parts(tasks: list[Task], processes: int, made: Any) -> Generator[Report]:
     """Yield the results of `make_part` in the order of the tasks. Up to `processes` parts are made at a time.
 
     The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
     """
     if processes == 1 or len(tasks) == 1:
         for task in tasks:
-            yield make_part(*task, made)
+            yield make_part(task, made)
         return
     closed, open_end = SPAWN.Pipe(duplex=False)
     pool = ProcessPoolExecutor(max(1, min(processes, len(tasks))), SPAWN, _begin_worker, (made, closed))
     try:
-        for future in [pool.submit(_work, *task) for task in tasks]:
+        for future in [pool.submit(_work, task) for task in tasks]:
             yield future.result()
     except BrokenProcessPool as e:
         raise PrepareFailed(
@@ -634,5 +644,5 @@ def _begin_worker(made: Any, closed: Any) -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _work(*task: Any) -> Report:
-    return make_part(*task, _made)
+def _work(task: Task) -> Report:
+    return make_part(task, _made)

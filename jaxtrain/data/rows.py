@@ -95,12 +95,14 @@ class TextRows:
         return self.keys
 
     def piece(self, row: dict[str, Any]) -> Piece | None:
-        if missing := [key for key in self.keys if key not in row]:
-            hint = ". A conversation is read with --chat" if form(row) else ""
-            raise RowError(f"no key {missing[0]!r} (has: {shown_keys(row)}){hint}")
-        text = self.separator.join(filter(None, [_text(row[key], repr(key)) for key in self.keys]))
-        notes = unread({key: value for key, value in row.items() if key not in self.keys})
-        return Piece(text, len(text.encode()), notes=notes) if text else None
+        texts = []
+        for key in self.keys:
+            if key not in row:
+                hint = ". A conversation is read with --chat" if form(row) else ""
+                raise RowError(f"no key {key!r} (has: {shown_keys(row)}){hint}")
+            texts.append(_text(row[key], repr(key)))
+        text = self.separator.join(filter(None, texts))
+        return Piece(text, len(text.encode()), notes=unread(row, self.keys)) if text else None
 
 
 class ChatRows:
@@ -446,9 +448,9 @@ def is_empty(value: Any) -> bool:
     return value is None or value in ("", {})
 
 
-def unread(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a note on each value that says something, and is not read."""
-    return tuple(f"not read: {key!r}" for key, value in values.items() if not is_empty(value))
+def unread(values: Mapping[str, Any], read: Container[str] = ()) -> tuple[str, ...]:
+    """Return a note on each value that says something, and whose key is not read."""
+    return tuple([f"not read: {key!r}" for key, value in values.items() if key not in read and not is_empty(value)])
 
 
 def shown_keys(row: Mapping[str, Any]) -> str:

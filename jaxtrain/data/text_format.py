@@ -152,8 +152,7 @@ def of_files(spec: str, folder: str = "") -> TextFormat:
         tokenizer = tokenizers.load_tokenizer(spec)
         sha256, eot = tokenizer.sha256, tokenizer.eot
         name, source = own_template(spec, offline=True)
-        byte = {"eos_token": "<|endoftext|>", "bos_token": ""}
-        tokens = byte if spec == "byte" else special_tokens(spec, offline=True)
+        tokens = special_tokens(spec, offline=True)
     beside = folder or spec
     settings = {} if beside == "byte" else read_json(beside, "config.json", offline=True)
     generation = {} if beside == "byte" else read_json(beside, GENERATION, offline=True)
@@ -210,9 +209,7 @@ def _union(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 
 def is_here(spec: str) -> bool:
     """Return whether a tokenizer's definition is on this machine."""
-    if spec.startswith("hf:"):
-        return tokenizers.cached_hub_path(spec.removeprefix("hf:")) is not None
-    return spec == "byte" or tokenizers.local_path(spec).is_file()
+    return spec == "byte" or tokenizers.find_file(spec, offline=True) is not None
 
 
 def load(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:

@@ -175,10 +175,10 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
     """The command is interrupted after three parts, as by Ctrl-C, and repeated."""
     source, made = write_lines(tmp_path / "a.jsonl", 300), prepare.make_part
 
-    def stop(job, files, *rest):
-        if files[0].stem == "000003":
+    def stop(task, *rest):
+        if task.files[0].stem == "000003":
             raise KeyboardInterrupt
-        return made(job, files, *rest)
+        return made(task, *rest)
 
     def run(**options) -> list[str]:
         said = []
