@@ -456,18 +456,19 @@ class ChatTemplate:
             after = self.render(talk.first(i + 1))
             if not (after.startswith(before) and whole.startswith(after)):
                 spans = self._headed_spans(talk, whole)
+                if not spans:
+                    rule = f"writes message {i + 1} otherwise after its generation prompt, or when more messages follow"
+                    raise RowError(
+                        f"the chat template {rule}, so the assistant's turn cannot be found. Mark it in the template with "
+                        "{% generation %} and {% endgeneration %} (--chat-template=FILE; the Python package trl has such "
+                        "templates for many models), or use --loss=all"
+                    )
                 break
             begin, end = len(before), len(after)
             for token in self._control.finditer(whole, begin, end):
                 if not whole[token.end() : end].strip():
                     end = token.end()
             spans.append((begin, end))
-        if len(spans) < len(turns):
-            raise RowError(
-                f"the chat template writes message {i + 1} otherwise after a generation prompt or when more follow, so the "
-                "assistant's turn cannot be found. Mark it in the template with {% generation %} and {% endgeneration %} "
-                "(--chat-template=FILE; the Python package trl has such templates for many models), or use --loss=all"
-            )
         return spans, sum(i < talk.prompt for i in turns)
 
     def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
@@ -572,32 +573,30 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
     Raises:
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
-    control = tokenizer.control_tokens()
-    tokens = special_tokens(spec)
+    control, tokens, name = tokenizer.control_tokens(), special_tokens(spec), choice
+    known, fit = {token.text for token in control}, fitting(control)
     if choice in NAMED:
-        if missing := [text for text in NAMED[choice] if text not in {token.text for token in control}]:
+        if missing := [text for text in NAMED[choice] if text not in known]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting(control)[0]}")
-        texts = {token.id: token.text for token in control}
-        bos, eot = tokenizer.bos[-1] if tokenizer.bos else -1, -1 if tokenizer.eot is None else tokenizer.eot
-        own = {"bos_token": texts.get(bos, ""), "eos_token": texts.get(eot, "") or tokenizer.text_of(eot)}
-        tokens = own | {key: text for key, text in tokens.items() if text in texts.values()}
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fit[0]}")
+        bos = tokenizer.text_of(tokenizer.bos[-1]) if tokenizer.bos else ""
+        eos = "" if tokenizer.eot is None else tokenizer.text_of(tokenizer.eot)
+        tokens = {"bos_token": bos, "eos_token": eos} | {key: text for key, text in tokens.items() if text in known}
         source = (Path(__file__).parent / "templates" / f"{choice}.jinja").read_text(encoding="utf-8")
-        return ChatTemplate(choice, source, tokens, control, date)
-    name, source = own_template(spec)
-    if choice:
+    elif choice:
         try:
-            name, source = choice, Path(choice).expanduser().read_text(encoding="utf-8-sig")
+            source = Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
-            names = ", ".join(fitting(control))
             rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: give one of {names}, or the path of a file") from e
+            fix = f"give one of {', '.join(fit)}, or the path of a file"
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: {fix}") from e
+    else:
+        name, source = own_template(spec)
     if not source:
-        first, *others = fitting(control)
-        more = f" (or {', '.join(others)}, or a file of your own)" if others else " (or a file of your own)"
+        more = f" (or {', '.join([*fit[1:], 'a file of your own'])})"
         raise TokenizerError(
             f"tokenizer {spec!r}: has no chat template (neither chat_template.jinja nor a `chat_template` in "
-            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={first}{more}"
+            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={fit[0]}{more}"
         )
     return ChatTemplate(name, source, tokens, control, date)
 

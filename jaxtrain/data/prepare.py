@@ -163,7 +163,7 @@ def prepare(
         if path.exists() and not force:
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
-    if job.tokenizer != "byte" and (lost := tokenizers.named_elsewhere(job.tokenizer)):
+    if lost := tokenizers.named_elsewhere(job.tokenizer):
         some = ", ".join(lost[: documents.SHOWN]) + f" and {len(lost) - documents.SHOWN} more" * (len(lost) > documents.SHOWN)
         say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {some}")
     template: ChatTemplate | None = getattr(rows, "template", None)
@@ -188,16 +188,19 @@ def prepare(
         stack.enter_context(naming(output))
         folder = stack.enter_context(parts_folder(output))
         digest = hashlib.sha256(json.dumps([described, state, part_bytes, format]).encode()).hexdigest()
-        bad = make_all(job, folder, digest, parts, processes or len(os.sched_getaffinity(0)), skip_bad_lines, say)
-        if bad:
+        tasks = []
+        for number, part in enumerate(parts):
+            files = [folder / f"{number:06}{ending}" for ending in (".tok", ".val.tok")[: len(outputs)]]
+            tasks.append(Task(job, files, [digest, number], part, skip_bad_lines))
+        if bad := make_all(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
             say(f"{count_lines(bad)} left out")
         info = tokenizers.info(tok)
         writers = [
             stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, made=made))
             for path in outputs
         ]
-        for number in range(len(parts)):
-            for writer, path in zip(writers, names(folder, number, job), strict=True):
+        for task in tasks:
+            for writer, path in zip(writers, task.files, strict=True):
                 try:
                     writer.append(TokenFile.open(path))
                 except TokenFileError as e:
@@ -347,38 +350,33 @@ def parts_folder(output: Path) -> Iterator[Path]:
         lock.close()
 
 
-def names(folder: Path, number: int, job: Job) -> list[Path]:
-    """Return the paths of a part's token files. The first one is written last."""
-    return [folder / f"{number:06}.tok", folder / f"{number:06}.val.tok"][: 2 if job.validation else 1]
+class Task(NamedTuple):
+    """A part to make.
 
-
-def finished(files: list[Path], identity: list[Any], skip_bad_lines: bool) -> Report | None:
-    """Return what was found in a part that an earlier run has finished; None: it is missing or changed, or has bad lines.
-
-    identity: the hash of the command, and the number of the part.
+    Attributes:
+      files: its token files. The first one is written last.
+      identity: a hash of the command and the number of the part, which the files record.
     """
-    try:
-        made = [TokenFile.open(path).header["made"] for path in files]
-    except (OSError, TokenFileError):
-        return None
-    if any(each.get("part") != identity for each in made) or (made[0]["bad"] and not skip_bad_lines):
-        return None
-    return Report(made[0]["bad"], made[0]["lines"], collections.Counter(made[0]["notes"]))
 
+    job: Job
+    files: list[Path]
+    identity: list[Any]
+    part: Part
+    skip_bad_lines: bool
 
-def finished_parts(folder: Path, digest: str, count: int, job: Job, skip_bad_lines: bool, say: Say) -> list[Report | None]:
-    """Return what was found in each part that is finished, and delete all other files."""
-    lists = [names(folder, number, job) for number in range(count)]
-    results = [finished(files, [digest, number], skip_bad_lines) for number, files in enumerate(lists)]
-    kept = {path for files, result in zip(lists, results, strict=True) if result for path in files}
-    others = [path for path in folder.iterdir() if path not in kept and path.name != "lock"]
-    for path in others:
-        path.unlink()
-    if kept:
-        say(f"{folder}: {sum(map(bool, results))} of {count} parts are finished; continuing")
-    elif any(path.suffix == ".tok" for path in others):
-        say(f"{folder} was left by a run with other inputs or options; starting again")
-    return results
+    @property
+    def size(self) -> int:
+        return sum(cut.size for cut in self.part)
+
+    def finished(self) -> Report | None:
+        """Return what an earlier run has found in the part; None: it is missing or changed, or has bad lines."""
+        try:
+            made = [TokenFile.open(path).header["made"] for path in self.files]
+        except (OSError, TokenFileError):
+            return None
+        if any(each.get("part") != self.identity for each in made) or (made[0]["bad"] and not self.skip_bad_lines):
+            return None
+        return Report(made[0]["bad"], made[0]["lines"], collections.Counter(made[0]["notes"]))
 
 
 # ---- One part
@@ -437,16 +435,6 @@ def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
         return [text for text in texts if any(text in x for x in some)] if some else []
 
     return find
-
-
-class Task(NamedTuple):
-    """A part to make: its token files, and the hash of the command with the number of the part, which they record."""
-
-    job: Job
-    files: list[Path]
-    identity: list[Any]
-    part: Part
-    skip_bad_lines: bool
 
 
 def make_part(task: Task, made: Any) -> Report:
@@ -532,25 +520,29 @@ def progress(made: Any, total: int, before: int) -> Iterator[None]:
         over.set()
 
 
-def make_all(job: Job, folder: Path, digest: str, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
-    """Make the parts that an earlier run did not finish. Return the number of bad lines.
+def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
+    """Make the parts that an earlier run did not finish, and delete files of other runs. Return the number of bad lines.
 
     Calls `say` with the first SHOWN bad lines, and with what of the rows is not used. Raises PrepareError after the first part
-    with bad lines if `skip_bad_lines` is False.
+    with bad lines that are not to be skipped.
     """
-    results = finished_parts(folder, digest, len(parts), job, skip_bad_lines, say)
-    tasks = [
-        Task(job, names(folder, number, job), [digest, number], part, skip_bad_lines)
-        for number, part in enumerate(parts)
-        if results[number] is None
-    ]
-    sizes = [sum(cut.size for cut in part) for part in parts]
+    results = [task.finished() for task in tasks]
+    missing = [task for task, result in zip(tasks, results, strict=True) if result is None]
+    kept = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
+    others = [path for path in folder.iterdir() if path not in kept and path.name != "lock"]
+    for path in others:
+        path.unlink()
+    if kept:
+        say(f"{folder}: {len(tasks) - len(missing)} of {len(tasks)} parts are finished; continuing")
+    elif any(path.suffix == ".tok" for path in others):
+        say(f"{folder} was left by a run with other inputs or options; starting again")
     made = SPAWN.Array("q", 2)
+    total_size = sum(task.size for task in tasks)
     total = Report()
     try:
         with (
-            progress(made, sum(sizes), sum(size for size, result in zip(sizes, results, strict=True) if result)),
-            contextlib.closing(make_parts(tasks, processes, made)) as new,
+            progress(made, total_size, total_size - sum(task.size for task in missing)),
+            contextlib.closing(make_parts(missing, processes, made)) as new,
         ):
             for before in results:
                 result = before or next(new)
@@ -559,13 +551,13 @@ def make_all(job: Job, folder: Path, digest: str, parts: list[Part], processes: 
                 for line in described_lines(result.lines[: documents.SHOWN - len(total.lines)]):
                     say(line)
                 total.lines += result.lines
-                if total.bad and not skip_bad_lines:
+                if total.bad and not tasks[0].skip_bad_lines:
                     more = f" (the first {documents.SHOWN} are shown)" if total.bad > documents.SHOWN else ""
                     fix = "Repair the file, or leave such lines out with --skip-bad-lines."
                     raise PrepareError(f"{count_lines(total.bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
-        if kept := sum(path.exists() for number in range(len(parts)) for path in names(folder, number, job)[:1]):
-            where = f"{kept} of {len(parts)} parts are finished and kept in {folder}"
+        if count := sum(task.files[0].exists() for task in tasks):
+            where = f"{count} of {len(tasks)} parts are finished and kept in {folder}"
             say(f"{where}; the same command goes on from there")
         raise
     for line in described_notes(total.notes):

@@ -283,6 +283,8 @@ def find_file(spec: str, file: str = "", offline: bool = False) -> Path | None:
     A file of the hub is fetched unless it is on this machine or `offline`. Raises TokenizerError if it cannot be fetched, and
     OSError for a path that cannot be.
     """
+    if spec == "byte":
+        return None
     if not spec.startswith("hf:"):
         path = Path(spec).expanduser()
         if file or path.is_dir():
