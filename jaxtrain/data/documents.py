@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 
 from jaxtrain.config import installed
 from jaxtrain.data.chat_template import Conversation, RowError
-from jaxtrain.data.rows import KNOWN_COLUMNS, PAIR_COLUMNS, Piece, Rows, kind_of, load_json, question
+from jaxtrain.data.rows import COLUMNS, Piece, Rows, kind_of, load_json, question
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -106,13 +106,12 @@ def read(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
         try:
             if isinstance(row, Exception):
                 raise row
-            piece = row if isinstance(row, Piece) else rows.piece(row)
+            pieces = [row] if isinstance(row, Piece) else rows.pieces(row)
         except Exception as e:  # of any library that reads or writes a row: the other rows are read all the same
             report.reject(cut, line, e)
         else:
-            report.note(*(("left out, since there is no text",) if piece is None else (*changed, *piece.notes)))
-            if piece is not None:
-                yield piece
+            report.note(*changed, *(pieces[0].notes if pieces else ["left out, since there is no text"]))
+            yield from pieces
 
 
 Columns = Callable[
@@ -143,8 +142,7 @@ def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
     if kind == "text":
         rule = "conversations are rows of JSON lines (.jsonl) or Parquet, and this is a text file"
         raise PrepareError(f"--input = {path}: {rule}. Fix: give --prompt=TEXT for a single question")
-    known = {*PAIR_COLUMNS, *KNOWN_COLUMNS}
-    for line, row, _ in rows_of(Cut(str(path), kind, path.stat().st_size), lambda names: [n for n in names if n in known]):
+    for line, row, _ in rows_of(Cut(str(path), kind, 0), lambda names: [name for name in names if name in COLUMNS]):
         try:
             if not isinstance(row, dict):
                 raise cast(Exception, row)
@@ -341,14 +339,9 @@ def open_dataset(spec: str) -> Any:
         ) from e
 
 
-def cut_dataset(spec: str, columns: Columns) -> tuple[int, str]:
+def cut_dataset(spec: str) -> tuple[int, str]:
     """Return (number of a data set's files, a text that changes with its contents). A part is a file. Raises PrepareError."""
     data = open_dataset(spec)
-    if data.column_names is not None:
-        try:
-            columns(data.column_names)
-        except RowError as e:
-            raise PrepareError(f"--input={spec}: {e}") from e
     import datasets
 
     name, config, split = dataset_name(spec)

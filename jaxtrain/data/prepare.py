@@ -173,7 +173,7 @@ def prepare(
             text = template.tokens.get(name, "")
             say(f"chat template {template.name}: {name} is {text!r}, which is no control token of the tokenizer")
     part_bytes = max(1, int(shard_mb * 1e6))
-    cuts, state = cut_inputs(inputs, format, part_bytes, job, rows)
+    cuts, state = cut_inputs(inputs, format, part_bytes, job)
     parts = group(cuts, part_bytes)
     sha256 = template.sha256 if template else ""
     dated = template is not None and template.dated
@@ -289,7 +289,7 @@ def ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:])
 
 
-def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
+def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
     The state of a file is [path, bytes, modification time in ns]. For a data set: [name, number of parts, description of the
@@ -308,7 +308,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
         state.append([str(path), found.st_size, found.st_mtime_ns])
         cuts += documents.cut_file(path, kind, part_bytes)
     for name in by_name:
-        count, content = documents.cut_dataset(name, rows.columns)
+        count, content = documents.cut_dataset(name)
         state.append([name, count, content])
         cuts += [Cut(name, "dataset", 0, i, i + 1) for i in range(count)]
     return cuts, state
@@ -392,13 +392,12 @@ def in_validation(piece: Piece, fraction: float) -> bool:
 
 
 def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about BATCH_BYTES. The rejected member of a pair follows the chosen member in the same list."""
+    """Yield pieces in lists of about BATCH_BYTES."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
-        members = [piece] if piece.rejected is None else [piece, piece.rejected]
-        batch += members
-        size += sum(member.num_bytes for member in members)
+        batch.append(piece)
+        size += piece.num_bytes
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -574,17 +573,10 @@ def described_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
 
 
 def described_notes(notes: collections.Counter[str]) -> list[str]:
-    """Return lines with the numbers of rows and what of them is not used. Notes "HOW: WHAT" of equal numbers share a line."""
-    lines: dict[tuple[int, str], list[str]] = {}
-    for note, count in notes.most_common(documents.SHOWN):
-        how, _, what = note.partition(": ")
-        lines.setdefault((count, how), []).append(what)
-    out = []
-    for (count, how), what in lines.items():
-        rows = f"{count:,} row{'' if count == 1 else 's'}{' each' if len(what) > 1 else ''}"
-        out.append(": ".join(filter(None, (rows, how, ", ".join(what)))))
+    """Return lines with the numbers of rows and what of them is not used."""
+    lines = [f"{count:,} row{'s' * (count > 1)}: {note}" for note, count in notes.most_common(documents.SHOWN)]
     more = len(notes) - documents.SHOWN
-    return out + [f"... and {more} more notes on rows"] * (more > 0)
+    return lines + [f"... and {more} more notes on rows"] * (more > 0)
 
 
 def count_lines(bad: int) -> str:

@@ -14,26 +14,12 @@ from jaxtrain.data.chat_template import THOUGHTS, ChatTemplate, Conversation, Pa
 # Name of a role in data sets -> its name in templates. Other names are errors: a template may write the role between `<|` and
 # `|>`, so an arbitrary role could name any control token.
 ROLES = {
-    name: role
-    for role, names in {
-        "system": ("system",),
-        "developer": ("developer",),
-        "user": ("user", "human"),
-        "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"),
-        "tool": ("tool",),
-        "function": ("function",),
-        "ipython": ("ipython",),
-        "environment": ("environment",),
-    }.items()
-    for name in names
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
 }
 SYSTEM = ("system", "system_prompt", "system_message")  # columns with the text of a first message
 TEMPLATE_COLUMNS = (*SYSTEM, "tools", "chat_template_kwargs")
-CHAT_COLUMNS = (
-    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
-    *TEMPLATE_COLUMNS,
-)
-PAIR_COLUMNS = (*CHAT_COLUMNS, "chosen", "rejected")
 # Keys of rows and of messages that other trainers read and jaxtrain does not -> what to do. Without these keys the model would
 # learn something else, so they are errors unless they are empty.
 TEXT_ALONE = "the models here read text alone. Fix: leave the row out"
@@ -53,7 +39,12 @@ COUNTS = {
 # Keys of a row for the loss of all its messages, of which none are read.
 ROW_COUNTS = COUNTS | {"weights": 1, "masks": 0}
 LABELS = ("label", "kto_tag")  # whether the answer is a good one
-KNOWN_COLUMNS = (*NOT_READ, *ROW_COUNTS, *LABELS, "query", "question", "context")
+# Columns of a table that are fetched: those of conversations and pairs, and those that a row may be refused for.
+COLUMNS = {
+    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
+    *("chosen", "rejected", "query", "question", "context"),
+    *(*TEMPLATE_COLUMNS, *NOT_READ, *ROW_COUNTS, *LABELS),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,6 @@ class Piece:
       num_bytes: UTF-8 bytes of the text, without control tokens and without the other member of a pair.
       end: whether the document ends with this piece.
       parts: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
-      rejected: for the chosen member of a pair, the rejected member, which is the next document.
       notes: what of the row is not used, though the model learns nothing else without it.
     """
 
@@ -73,15 +63,14 @@ class Piece:
     num_bytes: int
     end: bool = True
     parts: tuple[Part, ...] | None = None
-    rejected: "Piece | None" = None
     notes: tuple[str, ...] = ()
 
 
 class TextRows:
     """Rows of text, in one column, or in several columns. `separator` joins the columns that are not empty.
 
-    `columns` returns the columns to read from a table, and raises RowError if a column is missing. `piece` returns the
-    document of a row, or None if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
+    `columns` returns the columns to read from a table, and raises RowError if a column is missing. `pieces` returns the
+    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
     methods.
     """
 
@@ -94,7 +83,7 @@ class TextRows:
             raise RowError(f"no column {missing[0]!r}; it has {', '.join(names)}. Name one with --text-key=NAME.")
         return self.keys
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
         texts = []
         for key in self.keys:
             if key not in row:
@@ -102,7 +91,7 @@ class TextRows:
                 raise RowError(f"no key {key!r} (has: {shown_keys(row)}){hint}")
             texts.append(_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
-        return Piece(text, len(text.encode()), notes=unread(row, self.keys)) if text else None
+        return [Piece(text, len(text.encode()), notes=unread(row, self.keys))] if text else []
 
 
 class ChatRows:
@@ -115,13 +104,13 @@ class ChatRows:
     def columns(self, names: list[str]) -> list[str]:
         if form(names) is None:
             raise RowError(f"no conversation in its columns {', '.join(names)}. {FORMS}")
-        return [name for name in names if name in (*CHAT_COLUMNS, *KNOWN_COLUMNS)]
+        return [name for name in names if name in COLUMNS]
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
         talk = conversation(row)
         notes = (*talk.notes, *self.template.check(talk))
         text, parts = self.template.parts(talk, self.loss)
-        return _of_parts(text, parts, notes)
+        return [_of_parts(text, parts, notes)]
 
 
 class PairRows:
@@ -141,9 +130,9 @@ class PairRows:
     def columns(self, names: list[str]) -> list[str]:
         if not {*PAIR} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
-        return [name for name in names if name in (*PAIR_COLUMNS, *KNOWN_COLUMNS)]
+        return [name for name in names if name in COLUMNS]
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
         if any(row.get(key) is None for key in PAIR):
             raise RowError(f"not a pair (has: {shown_keys(row)}). {PAIRS}")
         if self.template is None:
@@ -155,8 +144,7 @@ class PairRows:
         if chosen[0] == rejected[0]:
             raise RowError("'chosen' and 'rejected' are the same")
         text = f"{chosen[0]}\0{rejected[0]}"
-        other = _of_parts(text, rejected[1])
-        return dataclasses.replace(_of_parts(text, chosen[1], tuple(dict.fromkeys(notes))), rejected=other)
+        return [_of_parts(text, chosen[1], tuple(dict.fromkeys(notes))), _of_parts(text, rejected[1])]
 
     def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
         """Return (text, parts) of both members of a pair of texts, and notes."""
@@ -270,7 +258,7 @@ def pair(row: Mapping[str, Any]) -> list[Conversation]:
     """Return the conversations of a row with `chosen` and `rejected`. Raises RowError."""
     left = fields(row)
     given, asking = left.get("prompt"), next((key for key in ASKING if key in left), None)
-    answers = {key: _turns(left.pop(key), key, "assistant") for key in PAIR}
+    answers = {key: _turns(left.pop(key, None), key, "assistant") for key in PAIR}
     if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(given, list):
         prompt, *completions = _shared_messages(*answers.values())
         if isinstance(given, str) and not any(message["content"].strip() == given.strip() for message in prompt):

@@ -214,10 +214,10 @@ BUGS = (
         "unit/test_data_prepare.py -k every_format",
     ),
     Bug(
-        "data: lines across the border of two parts are lost",
+        "data: a part goes on to the end of the file",
         "jaxtrain/data/documents.py",
-        "f.seek(borders[-1] + part_bytes - 1)",
-        "f.seek(borders[-1] + part_bytes)",
+        "if at == cut.end:",
+        "if at == cut.end + 1:",
         "unit/test_data_prepare.py -k once_each",
     ),
     Bug(
@@ -300,8 +300,8 @@ BUGS = (
     Bug(
         "pairs: members are on their own sides of --validation",
         "jaxtrain/data/rows.py",
-        "other = _of_parts(text, rejected[1])\n        return dataclasses.replace(_of_parts(text, chosen[1]",
-        "other = _of_parts(text, rejected[1])\n        return dataclasses.replace(_of_parts(chosen[0], chosen[1]",
+        "return [_of_parts(text, chosen[1],",
+        "return [_of_parts(chosen[0], chosen[1],",
         "unit/test_data_pairs.py -k every_pair_once",
     ),
     Bug(
