@@ -547,9 +547,10 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
                 result = before or next(new)
                 total.bad += result.bad
                 total.notes.update(result.notes)
-                for line in described_lines(result.lines[: documents.SHOWN - len(total.lines)]):
+                shown = result.lines[: documents.SHOWN - len(total.lines)]
+                total.lines += shown
+                for line in described_lines(shown):
                     say(line)
-                total.lines += result.lines
                 if total.bad and not tasks[0].skip_bad_lines:
                     more = f" (the first {documents.SHOWN} are shown)" if total.bad > documents.SHOWN else ""
                     fix = "Repair the file, or leave such lines out with --skip-bad-lines."

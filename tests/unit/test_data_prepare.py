@@ -64,6 +64,9 @@ def test_bad_lines_with_one_reason_are_told_once(tmp_path):
     told = re.findall(r"a.jsonl:([\d, ]+): ", out)
     assert code == 2 and [[int(n) for n in lines.split(", ")] for lines in told] == [[1, 2, 3, *range(5, 21)], [4]]
     assert out.count("--chat") == 1 and "34" in out.splitlines()[-1]
+    for shard in ("--shard-mb=1", "--shard-mb=0.0005"):  # in one part, and in many
+        _, out = command(tmp_path, "prepare", "--input=a.jsonl", "--output=a.tok", "--skip-bad-lines", shard)
+        assert sum(len(lines.split(", ")) for lines in re.findall(r"a.jsonl:([\d, ]+): ", out)) == 20
 
 
 def test_bad_lines_are_named_counted_and_stop(tmp_path):
