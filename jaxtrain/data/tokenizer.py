@@ -317,7 +317,8 @@ def read_beside(spec: str, file: str = "", offline: bool = False) -> bytes | Non
 def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
     """Return the contents of a JSON file beside the tokenizer.json of `spec`; {} if there is none. Raises TokenizerError."""
     try:
-        found = json.loads(read_beside(spec, file, offline) or b"{}")
+        content = read_beside(spec, file, offline)
+        found = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
         raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e}). Fetch it again") from e
     if not isinstance(found, dict):
