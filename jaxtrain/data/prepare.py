@@ -530,7 +530,7 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
     kept = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
     others = [path for path in folder.iterdir() if path not in kept and path.name != "lock"]
     for path in others:
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     if kept:
         say(f"{folder}: {len(tasks) - len(missing)} of {len(tasks)} parts are finished; continuing")
     elif any(path.suffix == ".tok" for path in others):
