@@ -67,8 +67,8 @@ def write_lines(path: Path, count: int, words: int = 40) -> Path:
 
 
 def finished(folder: Path) -> list[Path]:
-    """Return the files that mark finished parts of a.tok."""
-    return sorted((folder / "a.tok.partial").glob("*/*.json"))
+    """Return the token files of finished parts of a.tok, without those for validation."""
+    return sorted((folder / "a.tok.partial").glob("??????.tok"))
 
 
 def train_bpe(folder: Path, special: Sequence[str | AddedToken], **parts: Any) -> Path:

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,6 @@ from jaxtrain.data.tokenizer import (
     ControlToken,
     Tokenizer,
     TokenizerError,
-    cached_hub_path,
     read_beside,
     read_json,
     special_tokens,
@@ -81,25 +80,8 @@ class Conversation:
         """Return the conversation with only its first `count` messages."""
         return replace(self, messages=self.messages[:count])
 
-    def without(self, *keys: str) -> "Conversation":
-        """Return the conversation with these keys removed from all its messages."""
-        return replace(self, messages=[_leaving_out(message, keys) for message in self.messages])
 
-    def without_in_calls(self, *keys: str) -> "Conversation":
-        """Return the conversation with these keys removed from all tool calls and their functions."""
-        messages = [dict(message) for message in self.messages]
-        for message in messages:
-            if calls := message.get("tool_calls"):
-                made = [{**call, "function": _leaving_out(call["function"], keys)} for call in calls]
-                message["tool_calls"] = [_leaving_out(call, keys) for call in made]
-        return replace(self, messages=messages)
-
-
-def _leaving_out(value: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: x for key, x in value.items() if key not in keys}
-
-
-CONTENT, THOUGHT, DETAIL = "content", "thoughts", "descriptions of parameters"
+CONTENT, THOUGHT, CALLS, TOOLS, DETAIL = "the content", "thoughts", "`tool_calls`", "`tools`", "descriptions of parameters"
 READ = ("role", *TEXTS, "tool_calls", "train")  # keys of messages that need no note: they are written, or refused
 READ_IN_CALLS = ("type", "function", "name", "arguments")
 RESERVED = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")  # variables that no row can set
@@ -109,107 +91,75 @@ TAG = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in the data of a conversation that must leave a trace in its text.
-
-    Attributes:
-      message: index of the message; -1: in the tools.
-      what: CONTENT | THOUGHT | `tool_calls` | `tools` | DETAIL.
-    """
-
-    message: int
-    what: str
-
-    def described(self, talk: Conversation) -> str:
-        """Return the place in words, with a remedy."""
-        fix = "Fix: give --chat-template=FILE with one that does, or leave"
-        if self.what == "tools":
-            return f"`tools`. {fix} them out of the rows"
-        message = talk.messages[self.message]
-        where = f"of message {self.message + 1} ({message['role']})"
-        if self.what == CONTENT:
-            if message.get("tool_calls"):
-                return f"the content {where} beside tool calls. {fix} it out"
-            return f"the content {where}. {fix} the message out"
-        what = "thoughts (`reasoning_content`, `thinking`)" if self.what == THOUGHT else "`tool_calls`"
-        return f"{what} {where}. {fix} them out of the rows"
-
-
-def _traced(talk: Conversation, mark: Callable[[int], str]) -> tuple[Conversation, list[Place]]:
-    """Return the conversation with `mark(i)` put in at each place i, and its places.
+def _traced(talk: Conversation, chosen: Container[int]) -> tuple[Conversation, list[tuple[int, str]]]:
+    """Return the conversation with marks at the places whose numbers are chosen, and all places: (message or -1, what it is).
 
     Places are the beginning and the end of every text, also between tags; the names, keys and arguments of tool calls; and in
     `tools` the name and description of each function, and the descriptions of its parameters.
     """
-    places: list[Place] = []
+    places: list[tuple[int, str]] = []
 
     def put(text: str, message: int, what: str) -> str:
         pieces = TAG.split(text) if what == CONTENT else [text]
-        whole = not any(piece.strip() for piece in pieces[::2])  # nothing but tags
-        return "".join(
-            around(piece, message, what) if piece.strip() and i % 2 == 0 else piece
-            for i, piece in enumerate([text] if whole else pieces)
-        )
+        if not any(piece.strip() for piece in pieces[::2]):  # nothing but tags
+            pieces = [text]
+        for i in range(0, len(pieces), 2):
+            if core := pieces[i].strip():
+                begin, end = (f"{TRACE}{n}{TRACE}" if n in chosen else "" for n in (len(places), len(places) + 1))
+                places.extend([(message, what)] * 2)
+                pieces[i] = f"{begin}{core}{end}".join(pieces[i].split(core, 1))
+        return "".join(pieces)
 
-    def around(text: str, message: int, what: str) -> str:
-        core = text.strip()
-        before, _, after = text.partition(core)
-        first = len(places)
-        places.extend([Place(message, what)] * 2)
-        return f"{before}{mark(first)}{core}{mark(first + 1)}{after}"
-
-    def every(value: Any, message: int, what: str) -> Any:
+    def every(value: Any, message: int) -> Any:
         if isinstance(value, str):
-            return put(value, message, what)
+            return put(value, message, CALLS)
         if isinstance(value, Mapping):
-            return {put(key, message, what): every(x, message, what) for key, x in value.items()}
-        return [every(x, message, what) for x in value] if isinstance(value, list | tuple) else value
+            return {put(key, message, CALLS): every(x, message) for key, x in value.items()}
+        return [every(x, message) for x in value] if isinstance(value, list | tuple) else value
 
-    def details(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            made = {key: x if key in ("default", "enum", "const", "examples") else details(x) for key, x in value.items()}
-            text = value.get("description")
-            return made | ({"description": put(text, -1, DETAIL)} if isinstance(text, str) and text.strip() else {})
-        return [details(x) for x in value] if isinstance(value, list | tuple) else value
-
-    def described(tool: Any) -> Any:
-        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
-            return {**tool, "function": described(tool["function"])}
-        if not isinstance(tool, Mapping):
-            return tool
-        texts = {k: x for k, x in tool.items() if k in ("name", "description") and isinstance(x, str) and x.strip()}
-        own = {key: put(text, -1, "tools") for key, text in texts.items()}
-        return {key: own[key] if key in own else details(x) for key, x in tool.items()}
+    def described(value: Any, what: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [described(x, what) for x in value]
+        made = dict(value) if isinstance(value, Mapping) else {}
+        for key, x in made.items():
+            if isinstance(x, str) and key in ("description", "name")[: 2 if what == TOOLS else 1]:
+                made[key] = put(x, -1, what)
+            elif key not in ("default", "enum", "const", "examples"):
+                made[key] = described(x, what if key == "function" else DETAIL)
+        return made if isinstance(value, Mapping) else value
 
     messages = []
     for i, message in enumerate(talk.messages):
-        made = dict(message)
-        if message["content"].strip():
-            made["content"] = put(message["content"], i, CONTENT)
-        if message.get(THOUGHTS[0], "").strip():
+        made = message | {"content": put(message["content"], i, CONTENT)}
+        if THOUGHTS[0] in message:
             made |= dict.fromkeys(THOUGHTS[:2], put(message[THOUGHTS[0]], i, THOUGHT))
         if calls := message.get("tool_calls"):
-            made["tool_calls"] = []
-            for call in calls:
-                name, arguments = call["function"]["name"], call["function"]["arguments"]
-                traced = {"name": put(name, i, "tool_calls"), "arguments": every(arguments, i, "tool_calls")}
-                made["tool_calls"].append({**call, "function": {**call["function"], **traced}})
+            functions = [call["function"] for call in calls]
+            traced = [x | {"name": put(x["name"], i, CALLS), "arguments": every(x["arguments"], i)} for x in functions]
+            made["tool_calls"] = [call | {"function": x} for call, x in zip(calls, traced, strict=True)]
         messages.append(made)
-    tools = [described(tool) for tool in talk.tools] if talk.tools else talk.tools
-    return replace(talk, messages=messages, tools=tools), places
+    return replace(talk, messages=messages, tools=described(talk.tools, TOOLS)), places
 
 
-def without_parameters(tools: Sequence[Any]) -> list[Any]:
-    """Return descriptions of functions without their parameters."""
+def _without_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a function without its parameters."""
+    made = {**tool, "function": _without_parameters(tool["function"])} if "function" in tool else dict(tool)
+    return made | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
 
-    def bare(tool: Any) -> Any:
-        if not isinstance(tool, Mapping):
-            return tool
-        made = {**tool, "function": bare(tool["function"])} if "function" in tool else dict(tool)
-        return made | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
 
-    return [bare(tool) for tool in tools]
+def _without(talk: Conversation, where: str, keys: Container[str]) -> Conversation:
+    """Return the conversation with keys removed from its messages, or from its tool calls and their functions."""
+
+    def kept(value: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: x for key, x in value.items() if key not in keys}
+
+    if where == "messages":
+        return replace(talk, messages=[kept(message) for message in talk.messages])
+    messages = [dict(message) for message in talk.messages]
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [kept(call) | {"function": kept(call["function"])} for call in calls]
+    return replace(talk, messages=messages)
 
 
 @dataclass(frozen=True)
@@ -292,10 +242,9 @@ class ChatTemplate:
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         self._control = _pattern(control)
         texts = [token.text for token in control]
-        self._texts = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        self._longest = max(map(len, texts), default=0)
-        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
-        self._endings = {text[n:] for text in texts for n in range(1, len(text))}
+        self._starts = re.compile(f"(?s)(?={'|'.join(map(re.escape, texts))})(.)" if texts else r"(?!)")
+        self._beginnings = tuple({text[:n] for text in texts for n in range(1, len(text))})
+        self._endings = tuple({text[n:] for text in texts for n in range(1, len(text))})
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
 
     def describe(self, loss: str) -> str:
@@ -314,19 +263,12 @@ class ChatTemplate:
         """
         if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER, TRACE)):
             raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD4, which are used as marks here")
-        guarded = text
-        while found := self._texts.search(guarded):
-            if len(found[0]) == 1:
-                raise RowError(
-                    f"a message holds {found[0]!r}, a control token of one character, which cannot be told from text"
-                )
-            guarded = guarded[: found.start() + 1] + MARK + guarded[found.start() + 1 :]
-        core = text.strip()
-        sizes = range(1, min(len(core), self._longest) + 1)
-        if joins and (core in self._insides or any(core[-n:] in self._beginnings or core[:n] in self._endings for n in sizes)):
-            start = len(text) - len(text.lstrip())
-            end = len(guarded) - (len(text) - len(text.rstrip()))
-            guarded = guarded[:start] + MARK + guarded[start:end] + MARK + guarded[end:]
+        if found := [token.text for token in self.control if len(token.text) == 1 and token.text in text]:
+            raise RowError(f"a message holds {found[0]!r}, a control token of one character, which cannot be told from text")
+        core, guarded = text.strip(), self._starts.sub(rf"\1{MARK}", text)
+        if joins and core and (core in self._insides or core.endswith(self._beginnings) or core.startswith(self._endings)):
+            inner = guarded.strip()
+            guarded = f"{MARK}{inner}{MARK}".join(guarded.split(inner, 1))
         return guarded
 
     def _guard_all(self, value: Any, joins: bool) -> Any:
@@ -363,7 +305,9 @@ class ChatTemplate:
         """Return the text of a conversation; with `prompt` also the beginning of an assistant's turn. Raises RowError."""
         variables = {"tools": talk.tools, "documents": None, **self.tokens, **talk.variables}
         try:
-            return self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
+            text = self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
+            text.encode()  # half a surrogate pair is no text
+            return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
             raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
 
@@ -371,65 +315,62 @@ class ChatTemplate:
         """Return notes on what the template does not write and the model does not need.
 
         The conversation is rendered with a mark at every place of its data (`_traced`). A place whose mark is missing is
-        confirmed by a single letter there: it is lost if the text stays the same. Many templates leave out thoughts of earlier
+        confirmed by a mark there alone: it is lost if the text stays the same. Many templates leave out thoughts of earlier
         turns, so thoughts must be written only in the conversation that ends with their message.
 
         Raises RowError if another text of the conversation leaves no trace.
         """
         plain = self.render(talk)
-        places = _traced(talk, lambda number: "")[1]
+        places = _traced(talk, ())[1]
         missing = self._missing(talk, range(len(places)))
         notes: list[str] = []
-        for message in dict.fromkeys(places[number].message for number in missing):
-            group = [number for number in missing if places[number].message == message]
-            written = {place.what for n, place in enumerate(places) if place.message == message and n not in missing}
+        for message, numbers in itertools.groupby(missing, lambda number: places[number][0]):
+            group = [*numbers]
             if 0 <= message < len(talk.messages) - 1 and talk.messages[message]["role"] == "assistant":
-                thoughts = [n for n in group if places[n].what == THOUGHT or (places[n].what == CONTENT and CONTENT in written)]
+                written = (message, CONTENT) in [place for n, place in enumerate(places) if n not in missing]
+                thoughts = [n for n in group if places[n][1] == THOUGHT or (places[n][1] == CONTENT and written)]
                 left = self._missing(talk.first(message + 1), thoughts) if thoughts else []
                 if len(left) < len(thoughts):
                     notes.append("thoughts of earlier turns, which the chat template leaves out")
                     group = [n for n in group if n not in thoughts or n in left]
             for number in group:
-                if self._loses(talk, plain, number):
-                    if places[number].what != DETAIL:
-                        raise RowError(f"the chat template {self.name} does not write {places[number].described(talk)}")
-                    notes.append("not written by the chat template, in tools: descriptions of parameters")
+                what = places[number][1]
+                if not self._same(_traced(talk, [number])[0], plain):  # it compares its data with texts
+                    continue
+                if what != DETAIL:
+                    role = talk.messages[message]["role"]
+                    raise self._lost(what if message < 0 else f"{what} of message {message + 1} ({role})")
+                notes.append("not written by the chat template, in tools: descriptions of parameters")
         if talk.tools:
-            for tools in ([], without_parameters(talk.tools)):
+            for tools in ([], [_without_parameters(tool) for tool in talk.tools]):
                 if tools != talk.tools and self._same(replace(talk, tools=tools or None), plain):
-                    raise RowError(f"the chat template {self.name} does not write {Place(-1, 'tools').described(talk)}")
+                    raise self._lost(TOOLS)
         unread = [name for name in talk.variables if name not in self.used or name in RESERVED]
         notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
-        found = {key for message in talk.messages for key, value in message.items() if value not in ([], {}, "")}
-        keys = self._unwritten(talk, plain, sorted(found - {*READ}), Conversation.without)
-        notes += [f"not written by the chat template, in messages: {key!r}" for key in keys]
-        found = {
-            key for message in talk.messages for call in message.get("tool_calls", ()) for key in (*call, *call["function"])
-        }
-        keys = self._unwritten(talk, plain, sorted(found - {*READ_IN_CALLS}), Conversation.without_in_calls)
-        notes += [f"not written by the chat template, in tool calls: {key!r}" for key in keys]
+        calls = [call for message in talk.messages for call in message.get("tool_calls", ())]
+        for where, known, values in (
+            ("messages", READ, talk.messages),
+            ("tool calls", READ_IN_CALLS, [*calls, *(call["function"] for call in calls)]),
+        ):
+            found = {key for value in values for key, x in value.items() if x not in ([], {}, "") or where != "messages"}
+            keys = sorted(found - {*known})
+            if keys and not self._same(_without(talk, where, keys), plain):
+                keys = [key for key in keys if self._same(_without(talk, where, [key]), plain)]
+            notes += [f"not written by the chat template, in {where}: {key!r}" for key in keys]
         return tuple(dict.fromkeys(notes))
+
+    def _lost(self, what: str) -> RowError:
+        fix = "Fix: give --chat-template=FILE with one that does, or leave it out of the rows"
+        return RowError(f"the chat template {self.name} does not write {what}. {fix}")
 
     def _missing(self, talk: Conversation, numbers: Sequence[int]) -> list[int]:
         """Return those of the places whose marks are not in the text. numbers: of the places that have one."""
-        chosen = set(numbers)
-        marked, _ = _traced(talk, lambda number: f"{TRACE}{number}{TRACE}" if number in chosen else "")
         try:
-            text = self.render(marked)
+            text = self.render(_traced(talk, numbers)[0])
         except RowError:  # it compares its data with texts: each place is tried by itself
             text = ""
         found = {int(number) for number in re.findall(f"{TRACE}(\\d+){TRACE}", text)}
         return [number for number in numbers if number not in found]
-
-    def _unwritten(self, talk: Conversation, plain: str, keys: list[str], without: Callable[..., Conversation]) -> list[str]:
-        """Return the keys without which the text stays the same."""
-        if not keys or self._same(without(talk, *keys), plain):
-            return keys
-        return [key for key in keys if self._same(without(talk, key), plain)]
-
-    def _loses(self, talk: Conversation, plain: str, number: int) -> bool:
-        """Return whether the text stays the same with a letter more at a place. number: of the place, as in `_traced`."""
-        return self._same(_traced(talk, lambda n: "x" if n == number else "")[0], plain)
 
     def _same(self, talk: Conversation, plain: str) -> bool:
         """Return whether the text of a conversation is `plain`."""
@@ -474,72 +415,61 @@ class ChatTemplate:
         """
         guarded, whole = self._guarded(talk)
         plain = _unmarked(whole)
-        answers = [message for message in talk.messages if message["role"] == "assistant"]
-        skipped = [not message.get("train", True) for message in answers]
-        spans: list[tuple[int, int]] = []
-        before = 0  # turns of the prompt
-        if loss == "all" and not any(skipped):
-            try:  # only to find the tokens that end turns
-                spans = _marked_spans(whole)[1] if self.marks_turns else self._added_spans(guarded, whole)
-            except RowError:
-                spans = []
-            whole = whole.replace(OPEN, "").replace(CLOSE, "")
-            return plain, self._cut(whole, [(0, len(whole))], spans)
-        if self.marks_turns:
-            whole, spans = _marked_spans(whole)
-            before = len(_marked_spans(self.render(guarded.first(talk.prompt)))[1]) if talk.prompt else 0
-        elif answers:
-            spans = self._added_spans(guarded, whole)
-            before = sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
-        without: list[tuple[int, int]] = []  # turns that never count, because `train` is false or `weight` 0
-        if any(skipped):
-            if len(spans) != len(answers):
-                raise RowError(
-                    f"the chat template marks {len(spans)} turns for {len(answers)} messages of the assistant, so those with "
-                    "`train` false or `weight` 0 cannot be told from others. Fix: give --chat-template=FILE with one "
-                    "{% generation %} block for each"
-                )
-            without = [span for span, skip in zip(spans, skipped, strict=True) if skip]
+        skipped = [not message.get("train", True) for message in talk.messages if message["role"] == "assistant"]
+        try:
+            spans, before = self._turns(guarded, whole)
+        except RowError:
+            if loss != "all" or any(skipped):
+                raise
+            spans, before = [], 0  # they are sought only for the tokens that end them
+        whole = whole.replace(OPEN, "").replace(CLOSE, "")
+        if any(skipped) and len(spans) != len(skipped):
+            raise RowError(
+                f"the chat template marks {len(spans)} turns for {len(skipped)} messages of the assistant, so those with "
+                "`train` false or `weight` 0 cannot be told from others. Fix: give --chat-template=FILE with one "
+                "{% generation %} block for each"
+            )
+        without = [span for span, skip in zip(spans, skipped, strict=True) if skip] if any(skipped) else []
         if loss == "all":
             borders = [0, *(border for span in without for border in span), len(whole)]
             return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)), spans)
-        spans = spans[before:] if spans else []
-        if not spans:
+        counted = spans[before:]
+        if not counted:
             raise RowError("no assistant's turn, so nothing counts in the loss (--loss=all counts all of it)")
-        spans = [span for span in (spans[-1:] if loss == "last" else spans) if span not in without]
-        if not spans:
+        counted = [span for span in (counted[-1:] if loss == "last" else counted) if span not in without]
+        if not counted:
             raise RowError("no turn counts in the loss: `train` is false, or `weight` 0. Fix: leave the row out")
-        return plain, self._cut(whole, spans, spans)
+        return plain, self._cut(whole, counted, spans)
 
-    def _added_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
-        """Return (begin, end) of each assistant turn in the text: the text that its message adds to the earlier messages.
+    def _turns(self, talk: Conversation, whole: str) -> tuple[list[tuple[int, int]], int]:
+        """Return (begin, end) of each assistant turn in the text, and the number of turns of the prompt.
 
-        If the template writes earlier messages differently when more follow, return the result of `_headed_spans`. Raises
-        RowError if the turns are not found.
+        Raises RowError if the turns are not found.
         """
+        if self.marks_turns:
+            before = _marked_spans(self.render(talk.first(talk.prompt))) if talk.prompt else []
+            return _marked_spans(whole), len(before)
         spans = []
-        for i, message in enumerate(talk.messages):
-            if message["role"] != "assistant":
-                continue
+        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        for i in turns:
             before = self.render(talk.first(i), prompt=True)
             after = self.render(talk.first(i + 1))
             if not (after.startswith(before) and whole.startswith(after)):
-                if found := self._headed_spans(talk, whole):
-                    return found
-                what = "begins message {} otherwise than its generation prompt" if whole.startswith(after) else (
-                    "writes the messages up to {} otherwise when more follow"
-                )  # fmt: skip
-                raise RowError(
-                    f"the chat template {what.format(i + 1)}, so the assistant's turn cannot be found. Mark it in the "
-                    "template with {% generation %} and {% endgeneration %} (--chat-template=FILE; the Python package trl has "
-                    "such templates for many models), or use --loss=all"
-                )
+                spans = self._headed_spans(talk, whole)
+                if not spans:
+                    rule = f"writes message {i + 1} otherwise after its generation prompt, or when more messages follow"
+                    raise RowError(
+                        f"the chat template {rule}, so the assistant's turn cannot be found. Mark it in the template with "
+                        "{% generation %} and {% endgeneration %} (--chat-template=FILE; the Python package trl has such "
+                        "templates for many models), or use --loss=all"
+                    )
+                break
             begin, end = len(before), len(after)
             for token in self._control.finditer(whole, begin, end):
                 if not whole[token.end() : end].strip():
                     end = token.end()
             spans.append((begin, end))
-        return spans
+        return spans, sum(i < talk.prompt for i in turns)
 
     def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
         """Return (begin, end) of each assistant turn in the text: from a generation prompt to the token that ends the answer.
@@ -585,27 +515,22 @@ class ChatTemplate:
             return any(begin <= at < end for begin, end in spans)
 
         borders = sorted({border for span in spans for border in span})
-
-        def text(begin: int, end: int) -> None:
-            at = [begin, *(b for b in borders if begin < b < end), end]
-            for first, last in itertools.pairwise(at):
-                if piece := whole[first:last].replace(MARK, ""):
-                    place = "start" if not parts else "after" if parts[-1].control >= 0 else "inner"
-                    parts.append(Part(piece, loss=counts(first), place=place))
-
         done = 0
-        for token in self._control.finditer(whole):
-            text(done, token.start())
-            control = self.control[(token.lastindex or 1) - 1]
-            at = token.start(token.lastindex or 1)
-            if any(at < border < at + len(control.text) for border in borders):
-                raise RowError(f"an assistant's turn begins or ends within the control token {control.text!r}")
-            after = at + len(control.text)
-            rest = next((whole[after:end] for begin, end in turns if begin <= at < end), None)
-            turn = "" if rest is None else "inside" if rest.replace(MARK, "").strip() else "end"
-            parts.append(Part(control.text, control.id, counts(at), turn=turn))
-            done = token.end()
-        text(done, len(whole))
+        for token in [*self._control.finditer(whole), None]:
+            stop = token.start() if token else len(whole)
+            for begin, end in itertools.pairwise([done, *(b for b in borders if done < b < stop), stop]):
+                if piece := whole[begin:end].replace(MARK, ""):
+                    place = "start" if not parts else "after" if parts[-1].control >= 0 else "inner"
+                    parts.append(Part(piece, loss=counts(begin), place=place))
+            if token:
+                group = token.lastindex or 1
+                control, at, after = self.control[group - 1], token.start(group), token.end(group)
+                if any(at < border < after for border in borders):
+                    raise RowError(f"an assistant's turn begins or ends within the control token {control.text!r}")
+                rest = next((whole[after:end] for begin, end in turns if begin <= at < end), None)
+                turn = "" if rest is None else "inside" if rest.replace(MARK, "").strip() else "end"
+                parts.append(Part(control.text, control.id, counts(at), turn=turn))
+                done = token.end()
         return parts
 
 
@@ -621,19 +546,17 @@ def _unmarked(text: str) -> str:
     return text.replace(MARK, "").replace(OPEN, "").replace(CLOSE, "")
 
 
-def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without the marks of generation blocks, and (begin, end) of each block that has text."""
-    spans, out, size, begin = [], [], 0, 0
+def _marked_spans(text: str) -> list[tuple[int, int]]:
+    """Return (begin, end) of each generation block that has text, in the text without the marks of blocks."""
+    spans, size, begin = [], 0, 0
     for piece in re.split(f"([{OPEN}{CLOSE}])", text):
         if piece == OPEN:
             begin = size
-        elif piece == CLOSE:
-            if size > begin:
-                spans.append((begin, size))
-        else:
-            out.append(piece)
+        elif piece != CLOSE:
             size += len(piece)
-    return "".join(out), spans
+        elif size > begin:
+            spans.append((begin, size))
+    return spans
 
 
 def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> ChatTemplate:
@@ -650,32 +573,30 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
     Raises:
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
-    control = tokenizer.control_tokens()
-    tokens = {"eos_token": control[0].text, "bos_token": ""} if spec == "byte" else special_tokens(spec)
+    control, tokens, name = tokenizer.control_tokens(), special_tokens(spec), choice
+    known, fit = {token.text for token in control}, fitting(control)
     if choice in NAMED:
-        if missing := [text for text in NAMED[choice] if text not in {token.text for token in control}]:
+        if missing := [text for text in NAMED[choice] if text not in known]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting(control)[0]}")
-        texts = {token.id: token.text for token in control}
-        bos, eot = tokenizer.bos[-1] if tokenizer.bos else -1, -1 if tokenizer.eot is None else tokenizer.eot
-        own = {"bos_token": texts.get(bos, ""), "eos_token": texts.get(eot, "") or tokenizer.text_of(eot)}
-        tokens = own | {key: text for key, text in tokens.items() if text in texts.values()}
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fit[0]}")
+        bos = tokenizer.text_of(tokenizer.bos[-1]) if tokenizer.bos else ""
+        eos = "" if tokenizer.eot is None else tokenizer.text_of(tokenizer.eot)
+        tokens = {"bos_token": bos, "eos_token": eos} | {key: text for key, text in tokens.items() if text in known}
         source = (Path(__file__).parent / "templates" / f"{choice}.jinja").read_text(encoding="utf-8")
-        return ChatTemplate(choice, source, tokens, control, date)
-    name, source = own_template(spec)
-    if choice:
+    elif choice:
         try:
-            name, source = choice, Path(choice).expanduser().read_text(encoding="utf-8-sig")
+            source = Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
-            names = ", ".join(fitting(control))
             rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: give one of {names}, or the path of a file") from e
+            fix = f"give one of {', '.join(fit)}, or the path of a file"
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: {fix}") from e
+    else:
+        name, source = own_template(spec)
     if not source:
-        first, *others = fitting(control)
-        more = f" (or {', '.join(others)}, or a file of your own)" if others else " (or a file of your own)"
+        more = f" (or {', '.join([*fit[1:], 'a file of your own'])})"
         raise TokenizerError(
             f"tokenizer {spec!r}: has no chat template (neither chat_template.jinja nor a `chat_template` in "
-            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={first}{more}"
+            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={fit[0]}{more}"
         )
     return ChatTemplate(name, source, tokens, control, date)
 
@@ -693,15 +614,12 @@ def own_template(spec: str, offline: bool = False) -> tuple[str, str]:
     """
     if spec == "byte":
         return "of the byte tokenizer", BYTE_TEMPLATE
-    name, source = (
-        f"{spec}: tokenizer_config.json",
-        read_json(spec, "tokenizer_config.json", offline).get("chat_template") or "",
-    )
+    name = f"{spec}: tokenizer_config.json"
+    source = read_json(spec, "tokenizer_config.json", offline).get("chat_template") or ""
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), "")
     file = "chat_template.jinja"
-    here = not (offline and spec.startswith("hf:")) or cached_hub_path(spec.removeprefix("hf:"), file)
-    if here and (beside := read_beside(spec, file)) is not None:
+    if (beside := read_beside(spec, file, offline)) is not None:
         try:
             name, source = f"{spec}: {file}", beside.decode()
         except UnicodeDecodeError as e:

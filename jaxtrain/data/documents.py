@@ -9,34 +9,25 @@ import io
 import itertools
 import lzma
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from jaxtrain.config import installed
 from jaxtrain.data.chat_template import Conversation, RowError
-from jaxtrain.data.rows import KNOWN_COLUMNS, PAIR_COLUMNS, Piece, Rows, TextRows, kind_of, load_json, question, unread
+from jaxtrain.data.rows import COLUMNS, Piece, Rows, kind_of, load_json, question
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+NOT_READ = (".csv", ".tsv", ".json", ".arrow", ".zip", ".tar", ".tgz", ".7z")  # suffixes of files that hold no plain text
 PIECE_BYTES = 4 << 20  # longer text files are encoded in pieces, cut after a line
+SHOWN = 20  # bad lines, and notes on what is not used, that are shown one by one; further ones are counted
 MOST_NOTES = 100  # different notes on the rows of a part; rows may have keys that no other row has
 BATCH_ROWS = 1024  # Parquet rows decoded at once
+UNREAD = ...  # the value of a table's column that is not fetched: rows.py notes that it is not read
 DATASET = "hf:"  # begins the name of a data set
 DATASET_FORM = "hf:DATASET[:CONFIG][:SPLIT]; the split is train where none is given, hf:DATASET::SPLIT leaves the config open"
-TO_PARQUET = "import pyarrow.csv as c, pyarrow.parquet as p; p.write_table(c.read_csv('{{0}}'{}), '{{1}}.parquet')"
-TO_LINES = "import json; [print(json.dumps(x)) for x in json.load(open('{0}', 'rb'))]"
-OTHER_FORMATS = {  # suffix of a file that is not read -> remedy; {0} is the file's path, {1} the path without suffix
-    ".csv": f'python -c "{TO_PARQUET.format("")}"',
-    ".tsv": f'python -c "{TO_PARQUET.format(", parse_options=c.ParseOptions(delimiter='\\t')")}"',
-    ".json": "give --format=jsonl if each line is an object; of one list, make such a file: "
-    f'python -c "{TO_LINES}" > {{1}}.jsonl',
-    ".arrow": "write it as Parquet, or give the folder of its data set: --input=hf:FOLDER",
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z"), "unpack it to .txt, .jsonl or .parquet; .gz .bz2 .xz .zst may stay"),
-    ".tok": "choose an --input that leaves it out, it is already a token file",
-}
 
 
 class PrepareError(ValueError):
@@ -47,7 +38,7 @@ class PrepareError(ValueError):
 class Cut:
     """A part of an input for one process, by `kind`.
 
-    text: the complete file. jsonl: the lines that start in bytes begin..end-1. parquet: row groups. dataset: one of its files.
+    text: the complete file. jsonl: bytes begin..end-1, complete lines. parquet: row groups. dataset: one of its files.
     """
 
     path: str
@@ -58,38 +49,26 @@ class Cut:
 
 
 @dataclass
-class Input:
-    """A part that is being read, with counts of the bytes and bad lines so far."""
+class Report:
+    """What was found in the rows of an input.
 
-    cut: Cut
-    rows: Rows
-    report: Callable[[str], None]
-    done: int = 0  # bytes of the part that were read
-    bad: int = 0  # number of bad lines
-    others: tuple[str, ...] = ()  # notes on columns of a table that are not read
-    changed: tuple[str, ...] = ()  # notes on the values of the present row
-    first: int = 0  # the byte of a file of JSON lines at which the part begins
-    notes: collections.Counter[str] = field(default_factory=collections.Counter)  # what is not used -> number of rows
+    Attributes:
+      bad: number of bad lines.
+      lines: (place, line, reason) of the first SHOWN bad lines.
+      notes: what is not used -> number of rows.
+    """
 
-    @property
-    def path(self) -> Path:
-        return Path(self.cut.path)
+    bad: int = 0
+    lines: list[tuple[str, int, str]] = field(default_factory=list)
+    notes: collections.Counter[str] = field(default_factory=collections.Counter)
 
-    @functools.cached_property
-    def lines_before(self) -> int:
-        """Return the number of lines of the file before the part. They are counted when the first bad line is reported."""
-        count, left = 0, self.first
-        with self.path.open("rb") as f:
-            while left > 0 and (data := f.read(min(left, 1 << 22))):
-                count += data.count(b"\n")
-                left -= len(data)
-        return count
-
-    def select(self, names: list[str]) -> list[str]:
-        """Return the columns of a table to read. Raises RowError if there is no document in its columns."""
-        found = self.rows.columns(names)
-        self.others = unread(name for name in names if name not in found)
-        return found
+    def reject(self, cut: Cut, line: int, error: Exception) -> None:
+        """Count a bad line. line: its number in the part."""
+        self.bad += 1
+        if len(self.lines) < SHOWN:
+            place = f"{cut.path} part {cut.begin + 1}" if cut.kind == "dataset" else cut.path
+            before = lines_before(cut.path, cut.begin) if cut.kind == "jsonl" else 0
+            self.lines.append((place, before + line, reason(error)))
 
     def note(self, *notes: str) -> None:
         """Count what is not used of a row."""
@@ -97,42 +76,59 @@ class Input:
             known = note in self.notes or len(self.notes) < MOST_NOTES
             self.notes[note if known else "further keys that are not read"] += 1
 
-    def reject(self, line: int, reason: str) -> None:
-        self.bad += 1
-        if self.first:
-            line += self.lines_before
-        part = f" part {self.cut.begin + 1}" if self.cut.kind == "dataset" else ""
-        self.report(f"{self.cut.path}{part}:{line}: {reason}")
+
+@functools.lru_cache(maxsize=1)
+def lines_before(path: str, end: int) -> int:
+    """Return the number of lines in the first `end` bytes of a file. They are counted only for a bad line behind them."""
+    count = 0
+    with open(path, "rb") as f:
+        while end > 0 and (data := f.read(min(end, 1 << 22))):
+            count += data.count(b"\n")
+            end -= len(data)
+    return count
 
 
-def read(source: Input) -> Iterator[Piece]:
-    """Yield the pieces of all documents in a part of an input. Raises PrepareError if the part cannot be read to its end."""
-    try:
-        if source.cut.kind == "text":
-            yield from read_text(source)
-            return
-        for number, row in ROWS[source.cut.kind](source):
-            try:
-                if isinstance(row, RowError):
-                    raise row
-                piece = source.rows.piece(row)
-            except RowError as e:
-                source.reject(number, str(e))
-            except Exception as e:  # of any library that reads or writes a row: the other rows are read all the same
-                source.reject(number, unreadable(e))
-            else:
-                source.note(*source.others)
-                if piece is None:
-                    source.note("left out, since there is no text")
-                else:
-                    source.note(*source.changed, *piece.notes)
-                    yield piece
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
-        raise PrepareError(f"{source.cut.path}: cannot be read to its end ({e})") from e
-
-
-def unreadable(e: Exception) -> str:
+def reason(e: Exception) -> str:
+    """Return why a row or a file cannot be read, in one line."""
+    match e:
+        case RowError():
+            return str(e)
+        case UnicodeDecodeError():
+            return f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
+        case UnicodeEncodeError():
+            return "half a surrogate pair"
     return f"cannot be read ({type(e).__name__}: {next(iter(str(e).splitlines()), '')})"
+
+
+def read(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
+    """Yield the pieces of all documents in a part of an input. Raises PrepareError if the part cannot be read to its end."""
+    for line, row, changed in rows_of(cut, rows.columns):
+        try:
+            if isinstance(row, Exception):
+                raise row
+            pieces = [row] if isinstance(row, Piece) else rows.pieces(row)
+        except Exception as e:  # of any library that reads or writes a row: the other rows are read all the same
+            report.reject(cut, line, e)
+        else:
+            report.note(*changed, *(pieces[0].notes if pieces else ["left out, since there is no text"]))
+            yield from pieces
+
+
+Columns = Callable[
+    [list[str]], list[str]
+]  # from the columns of a table to those to read; raises RowError if it has no document
+Found = tuple[int, dict[str, Any] | Piece | Exception, tuple[str, ...]]  # line in the part, row or why it is bad, notes
+
+
+def rows_of(cut: Cut, columns: Columns) -> Iterator[Found]:
+    """Yield the rows of a part of an input. Raises PrepareError if it cannot be read to its end."""
+    readers = {"text": read_text, "jsonl": read_jsonl, "parquet": read_parquet, "dataset": read_dataset}
+    try:
+        yield from readers[cut.kind](cut, columns)
+    except PrepareError:
+        raise
+    except Exception as e:  # of the disk, the network, and any library that decompresses or decodes
+        raise PrepareError(f"{cut.path}: {reason(e)}") from e
 
 
 def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
@@ -146,33 +142,20 @@ def read_questions(path: Path) -> Iterator[tuple[int, Conversation, str]]:
     if kind == "text":
         rule = "conversations are rows of JSON lines (.jsonl) or Parquet, and this is a text file"
         raise PrepareError(f"--input = {path}: {rule}. Fix: give --prompt=TEXT for a single question")
-    source = Input(Cut(str(path), kind, path.stat().st_size), _Questions(), print)
-    for number, row in ROWS[kind](source):
+    for line, row, _ in rows_of(Cut(str(path), kind, 0), lambda names: [name for name in names if name in COLUMNS]):
         try:
-            if isinstance(row, RowError):
-                raise row
-            yield number, *question(row)
-        except RowError as e:
-            raise PrepareError(f"{path}:{number}: {e}") from e
+            if not isinstance(row, dict):
+                raise cast(Exception, row)
+            yield line, *question(row)
         except Exception as e:
-            raise PrepareError(f"{path}:{number}: {unreadable(e)}") from e
-
-
-class _Questions(TextRows):
-    """The rows of a table of conversations, with or without answers."""
-
-    def __init__(self):
-        super().__init__([], "")
-
-    def columns(self, names: Iterable[str]) -> list[str]:
-        return [name for name in names if name in (*PAIR_COLUMNS, *KNOWN_COLUMNS)]
+            raise PrepareError(f"{path}:{line}: {reason(e)}") from e
 
 
 # ---- Files
 
 
 def detect_format(path: Path) -> str:
-    """Return text, jsonl or parquet, by the file's suffix. Raises PrepareError for the suffixes in OTHER_FORMATS."""
+    """Return text, jsonl or parquet, by the file's suffix. Raises PrepareError for files that are not read."""
     name = path.name.lower()
     for packed in COMPRESSED:
         name = name.removesuffix(packed)
@@ -183,31 +166,34 @@ def detect_format(path: Path) -> str:
         if name != path.name.lower():
             raise PrepareError(f"{path}: a Parquet file is compressed inside; unpack it first.")
         return "parquet"
-    if fix := OTHER_FORMATS.get(suffix):
-        raise PrepareError(f"{path}: {suffix} files are not read. Fix: {fix.format(path, path.with_suffix(''))}")
+    if suffix == ".tok":
+        raise PrepareError(f"{path}: it is already a token file. Fix: choose an --input that leaves it out")
+    if suffix in NOT_READ:
+        fix = "unpack it or write it as text, JSON lines (.jsonl) or Parquet, or give --format=jsonl if each line is an object"
+        raise PrepareError(f"{path}: {suffix} files are not read. Fix: {fix}")
     return "text"
 
 
-def open_binary(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Return the file `raw`, or a file that decompresses `raw` if the suffix of `path` is in COMPRESSED."""
-    match path.suffix.lower():
+def open_binary(path: str) -> BinaryIO:
+    """Open a file for reading, and decompress it if its suffix is in COMPRESSED."""
+    match Path(path).suffix.lower():
         case ".gz":
-            return cast(BinaryIO, gzip.open(raw))
+            return cast(BinaryIO, gzip.open(path))
         case ".bz2":
-            return cast(BinaryIO, bz2.open(raw))
+            return cast(BinaryIO, bz2.open(path))
         case ".xz":
-            return cast(BinaryIO, lzma.open(raw))
+            return cast(BinaryIO, lzma.open(path))
         case ".zst":
             import pyarrow
 
-            return cast(BinaryIO, io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(raw, "zstd")), 1 << 18))
-    return raw
+            return cast(BinaryIO, io.BufferedReader(cast(Any, pyarrow.CompressedInputStream(path, "zstd")), 1 << 18))
+    return open(path, "rb")
 
 
-def read_text(source: Input) -> Iterator[Piece]:
+def read_text(cut: Cut, _: Columns) -> Iterator[Found]:
     """Yield the file as one document, in pieces of PIECE_BYTES, each extended by the rest of its last line."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a byte order mark is no text
-    with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
+    with open_binary(cut.path) as f:
         line, started = 1, False
         data = f.read(PIECE_BYTES)
         while data:
@@ -216,50 +202,44 @@ def read_text(source: Input) -> Iterator[Piece]:
             try:
                 text = decoder.decode(data, final=not following)
             except UnicodeDecodeError as e:
-                reason = f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
-                source.reject(line + e.object.count(b"\n", 0, e.start), reason)
+                yield line + e.object.count(b"\n", 0, e.start), e, ()
                 if started:  # the earlier text stays if bad lines are skipped
-                    yield Piece("", 0)
+                    yield line, Piece("", 0), ()
                 return
-            yield Piece(text, len(text.encode()), end=not following)
+            yield line, Piece(text, len(text.encode()), end=not following), ()
             started = True
             line += data.count(b"\n")
             data = following
-            source.done = raw.tell()
 
 
-Row = dict[str, Any] | RowError
-
-
-def read_jsonl(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number of the line, row) of each line that is not blank. The first line of the part has the number 1."""
-    begin, end = source.cut.begin, source.cut.end
-    with source.path.open("rb") as raw, open_binary(source.path, raw) as f:
-        if begin:  # skip to the first line that starts in the part: the byte before `begin` ends a line, or is within a line
-            f.seek(begin - 1)
-            begin += len(f.readline()) - 1
-        at = source.first = begin
+def read_jsonl(cut: Cut, _: Columns) -> Iterator[Found]:
+    """Yield each line of the part that is not blank."""
+    with open_binary(cut.path) as f:
+        at = cut.begin
+        if at:
+            f.seek(at)
         for number, line in enumerate(f, 1):
-            if 0 <= end <= at:
-                return
-            at += len(line)
-            source.done = at - begin if f is raw else raw.tell()
             if line.strip():
-                yield number, _row(line)
+                yield number, _row(line), ()
+            at += len(line)
+            if at == cut.end:
+                return
 
 
-def _row(line: bytes) -> Row:
+def _row(line: bytes) -> dict[str, Any] | Exception:
     try:
         record = load_json(line.decode("utf-8-sig"))  # files that were joined may have several byte order marks
     except UnicodeDecodeError as e:
-        return RowError(f"not UTF-8 ({e.reason}, column {e.start + 1})")
+        return e
     except RowError as e:
         return RowError(f"not JSON ({e})")
     return record if isinstance(record, dict) else RowError(f"is {kind_of(record)}, not an object")
 
 
-def plain_row(cells: dict[str, Any], source: Input) -> dict[str, Any]:
-    """Return a row of a table without the nulls in its structs: Arrow adds them, so that all rows have the same fields."""
+def table_row(cells: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a row of a table without the nulls in its structs, and notes on them. Arrow adds such nulls, so that all rows have
+    the same fields.
+    """
     dropped: set[str] = set()
 
     def without(value: Any, within: str) -> Any:
@@ -271,39 +251,29 @@ def plain_row(cells: dict[str, Any], source: Input) -> dict[str, Any]:
         return [without(x, within) for x in value] if isinstance(value, list) else value
 
     row = {name: without(cell, name) for name, cell in cells.items()}
-    source.changed = tuple(f"nulls of {name}, which tables add to rows, read as absent" for name in sorted(dropped))
-    return row
+    return row, tuple(f"nulls of {name}, which tables add to rows, read as absent" for name in sorted(dropped))
 
 
-def read_parquet(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number of the row, row) of each row of the part. The first row of the file has the number 1."""
-    import pyarrow
+def read_parquet(cut: Cut, columns: Columns) -> Iterator[Found]:
+    """Yield each row of the part, with its number in the file."""
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
-            try:
-                columns = source.select(file.schema_arrow.names)
-            except RowError as e:
-                raise PrepareError(f"{source.path}: {e}") from e
-            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-            groups = range(source.cut.begin, len(sizes) if source.cut.end < 0 else source.cut.end)
-            first = number = sum(sizes[: groups.start])
-            rows = max(1, sum(sizes[groups.start : groups.stop]))
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=columns, use_threads=False):
-                for i in range(batch.num_rows):
-                    number += 1
-                    try:
-                        cells = {name: batch.column(name)[i].as_py(maps_as_pydicts="strict") for name in columns}
-                        row: Row = plain_row(cells, source)
-                    except UnicodeDecodeError as e:
-                        row = RowError(f"not UTF-8 ({e.reason})")
-                    except Exception as e:  # such as a date that Python cannot represent
-                        row = RowError(unreadable(e))
-                    yield number, row
-                source.done = source.cut.size * (number - first) // rows
-    except pyarrow.ArrowException as e:
-        raise PrepareError(f"{source.path}: not readable as Parquet ({e})") from e
+    with pyarrow.parquet.ParquetFile(cut.path) as file:
+        names = file.schema_arrow.names
+        chosen = columns(names)
+        others = {name: UNREAD for name in names if name not in chosen}
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        groups = range(len(sizes))[cut.begin : len(sizes) if cut.end < 0 else cut.end]
+        number = sum(sizes[: cut.begin])
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=chosen, use_threads=False):
+            for i in range(batch.num_rows):
+                number += 1
+                try:
+                    row, notes = table_row({name: batch.column(name)[i].as_py(maps_as_pydicts="strict") for name in chosen})
+                except Exception as e:  # such as a date that Python cannot represent
+                    yield number, e, ()
+                else:
+                    yield number, row | others, notes
 
 
 def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
@@ -316,9 +286,7 @@ def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
     if size <= part_bytes or kind == "text" or path.suffix.lower() in COMPRESSED:
         return [Cut(str(path), kind, size)]
     if kind == "jsonl":
-        borders = [*range(0, size, part_bytes), size]
-        return [Cut(str(path), kind, b - a, a, b) for a, b in itertools.pairwise(borders)]
-    import pyarrow
+        return [Cut(str(path), kind, b - a, a, b) for a, b in itertools.pairwise(line_borders(path, size, part_bytes))]
     import pyarrow.parquet
 
     try:
@@ -328,6 +296,17 @@ def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
     parts = max(1, min(groups, -(-size // part_bytes)))
     borders = [groups * i // parts for i in range(parts + 1)]
     return [Cut(str(path), kind, size * (b - a) // max(1, groups), a, b) for a, b in itertools.pairwise(borders)]
+
+
+def line_borders(path: Path, size: int, part_bytes: int) -> list[int]:
+    """Return 0, ends of lines about `part_bytes` apart, and the file's size."""
+    borders = [0]
+    with path.open("rb") as f:
+        while borders[-1] + part_bytes < size:
+            f.seek(borders[-1] + part_bytes - 1)
+            f.readline()
+            borders.append(f.tell())
+    return borders if borders[-1] == size else [*borders, size]
 
 
 # ---- Data sets by name, through the `datasets` package where it is installed
@@ -343,11 +322,8 @@ def dataset_name(spec: str) -> tuple[str, str | None, str]:
     return name, config or None, split or "train"
 
 
-def open_dataset(spec: str, columns: Callable[[list[str]], list[str]]) -> Any:
-    """Open a data set for streaming: a row is fetched when it is read. Raises PrepareError.
-
-    columns: returns the columns to read of all; it raises RowError if there is no document in them.
-    """
+def open_dataset(spec: str) -> Any:
+    """Open a data set for streaming: a row is fetched when it is read. Raises PrepareError."""
     name, config, split = dataset_name(spec)
     try:
         import datasets
@@ -355,43 +331,32 @@ def open_dataset(spec: str, columns: Callable[[list[str]], list[str]]) -> Any:
         rule = "needs the package `datasets`, which is not installed"
         raise PrepareError(f"--input={spec}: {rule}. {installed.remedy('hf-datasets')}") from e
     try:
-        data = datasets.load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as e:  # no network, no such name, config or split, gated: many classes, one remedy
         raise PrepareError(
-            f"--input={spec}: cannot be opened ({_reason(e)}). Check name, config and split (it is written {DATASET_FORM}) "
+            f"--input={spec}: {reason(e)}. Check name, config and split (it is written {DATASET_FORM}) "
             "and the network; or fetch its files with `hf download --repo-type=dataset` elsewhere and give these."
         ) from e
-    try:
-        return data if data.column_names is None else data.select_columns(columns(data.column_names))
-    except RowError as e:
-        raise PrepareError(f"--input={spec}: {e}") from e
 
 
-def _reason(e: Exception) -> str:
-    return f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
-
-
-def cut_dataset(spec: str, rows: Rows) -> tuple[int, str]:
+def cut_dataset(spec: str) -> tuple[int, str]:
     """Return (number of a data set's files, a text that changes with its contents). A part is a file. Raises PrepareError."""
-    count = open_dataset(spec, rows.columns).num_shards
+    data = open_dataset(spec)
     import datasets
 
     name, config, split = dataset_name(spec)
     builder = datasets.load_dataset_builder(name, config)
     files = getattr(builder.config, "data_files", None) or {}
     origin = getattr(files.get(split), "origin_metadata", "") if hasattr(files, "get") else ""
-    return count, repr((builder.config.name, getattr(builder, "hash", ""), origin))
+    return data.num_shards, repr((builder.config.name, getattr(builder, "hash", ""), origin))
 
 
-def read_dataset(source: Input) -> Iterator[tuple[int, Row]]:
-    """Yield (number of the row, row) of each row of a part of a data set. The first row of the part has the number 1."""
-    spec, part = source.cut.path, source.cut.begin
-    data = open_dataset(spec, source.select)
-    try:
-        for number, row in enumerate(data.shard(data.num_shards, part), 1):
-            yield number, plain_row(row, source)
-    except Exception as e:
-        raise PrepareError(f"--input={spec}: part {part + 1} cannot be read to its end ({_reason(e)})") from e
-
-
-ROWS = {"jsonl": read_jsonl, "parquet": read_parquet, "dataset": read_dataset}
+def read_dataset(cut: Cut, columns: Columns) -> Iterator[Found]:
+    """Yield each row of a file of a data set, with its number in the file."""
+    data, others = open_dataset(cut.path), {}
+    if (names := data.column_names) is not None:
+        chosen = columns(names)
+        data, others = data.select_columns(chosen), {name: UNREAD for name in names if name not in chosen}
+    for number, cells in enumerate(data.shard(data.num_shards, cut.begin), 1):
+        row, notes = table_row(cells)
+        yield number, row | others, notes

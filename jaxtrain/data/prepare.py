@@ -4,9 +4,10 @@ The input is divided into parts, and a process turns each part into a small toke
 finished parts, which are joined at the end. The division depends on the input and `--shard-mb` alone, so every number of
 processes gives the same file.
 
-    NAME.tok.partial/DIGEST/000007.tok, 000007.val.tok, 000007.json      a finished part; the JSON is written last
+    NAME.tok.partial/000007.tok, 000007.val.tok      a finished part
 
-DIGEST is a hash of the inputs (path, size, modification time), the options and the tokenizer.
+The header of a part has what was found in its rows, and a hash of the inputs (path, size, modification time), the options and
+the tokenizer. A part with another hash is made again.
 """
 
 import collections
@@ -19,18 +20,17 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,18 +40,15 @@ from jaxtrain.config.durations import duration
 from jaxtrain.data import documents
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import LOSSES, ChatTemplate, load_template
-from jaxtrain.data.documents import Cut, Input, PrepareError
+from jaxtrain.data.documents import Cut, PrepareError, Report
 from jaxtrain.data.rows import ChatRows, PairRows, Piece, Rows, TextRows
 from jaxtrain.data.tokenfile import PAIRS, TokenFile, TokenFileError, TokenWriter, open_locked
 
 SHARD_MB = 64  # MB of input in a part
 BATCH_BYTES = 4 << 20  # text encoded at once
-SHOWN = 20  # bad lines, and notes on what is not used, that are shown one by one; further ones are counted
 LINE_SECONDS = 10.0  # between two lines of progress
-UPDATE_SECONDS = 0.5  # between two checks for finished processes
 Part = tuple[Cut, ...]
 Say = Callable[[str], None]
-Count = Callable[[int, int], None]  # called with bytes of input that were read, and tokens made from them
 
 
 class PrepareFailed(RuntimeError):
@@ -144,7 +141,7 @@ def prepare(
       force: replace existing outputs.
       processes: number of processes; 0: the number of cores.
       shard_mb: MB of input in a part. Finished parts of an interrupted run are reused.
-      say: called with each line of text for the user, except the lines of `Progress`.
+      say: called with each line of text for the user, except those of `progress`.
       options: fields of `Job`.
 
     Raises:
@@ -166,9 +163,9 @@ def prepare(
         if path.exists() and not force:
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
-    if job.tokenizer != "byte" and (lost := tokenizers.named_elsewhere(job.tokenizer)):
-        more = f" and {len(lost) - SHOWN} more" * (len(lost) > SHOWN)
-        say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {', '.join(lost[:SHOWN])}{more}")
+    if lost := tokenizers.named_elsewhere(job.tokenizer):
+        some = ", ".join(lost[: documents.SHOWN]) + f" and {len(lost) - documents.SHOWN} more" * (len(lost) > documents.SHOWN)
+        say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {some}")
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
         say(template.describe(job.loss))
@@ -176,7 +173,7 @@ def prepare(
             text = template.tokens.get(name, "")
             say(f"chat template {template.name}: {name} is {text!r}, which is no control token of the tokenizer")
     part_bytes = max(1, int(shard_mb * 1e6))
-    cuts, state = cut_inputs(inputs, format, part_bytes, job, rows)
+    cuts, state = cut_inputs(inputs, format, part_bytes, job)
     parts = group(cuts, part_bytes)
     sha256 = template.sha256 if template else ""
     dated = template is not None and template.dated
@@ -189,21 +186,25 @@ def prepare(
     made |= {PAIRS: True} if job.preference else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming(output))
-        folder = stack.enter_context(parts_folder(output, [described, state, part_bytes, format], say))
-        bad = make_all(job, folder, parts, processes or len(os.sched_getaffinity(0)), skip_bad_lines, say)
-        if bad:
+        folder = stack.enter_context(parts_folder(output))
+        digest = hashlib.sha256(json.dumps([described, state, part_bytes, format]).encode()).hexdigest()
+        tasks = []
+        for number, part in enumerate(parts):
+            files = [folder / f"{number:06}{ending}" for ending in (".tok", ".val.tok")[: len(outputs)]]
+            tasks.append(Task(job, files, [digest, number], part, skip_bad_lines))
+        if bad := make_all(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
             say(f"{count_lines(bad)} left out")
         info = tokenizers.info(tok)
         writers = [
             stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, made=made))
             for path in outputs
         ]
-        for number in range(len(parts)):
-            for writer, path in zip(writers, names(folder, number, job), strict=True):
+        for task in tasks:
+            for writer, path in zip(writers, task.files, strict=True):
                 try:
                     writer.append(TokenFile.open(path))
                 except TokenFileError as e:
-                    result_file(folder, number).unlink()
+                    path.unlink()
                     again = "It is a part of this run's result: the same command makes that part again."
                     raise TokenFileError(f"{e} {again}") from e
         for writer in writers:
@@ -217,7 +218,8 @@ def prepare(
                     why = f"no token counts in the loss; nothing was written: the chat template {template.name} marks no "
                     why += "answers, or writes none. Fix: give another one with --chat-template=FILE."
             if why:
-                shutil.rmtree(folder)
+                for path in folder.glob("*.tok"):
+                    path.unlink()
                 raise PrepareError(f"{writer.path}: {why}")
         if job.flags and not writers[0].ends():
             say(
@@ -265,43 +267,29 @@ def find_inputs(patterns: list[str]) -> list[Path]:
     return list(found)
 
 
-def find_kinds(patterns: list[str], format: str) -> list[tuple[Path, str]]:
-    """Return (path, format) of the files that match the globs.
+def find_kinds(pattern: str, format: str) -> dict[Path, str]:
+    """Return path -> format of the files that match a glob.
 
     Raises PrepareError, also for a glob that matches rows together with other files than .txt, as the README of a data set.
     """
-    out: dict[Path, str] = {}
-    for pattern in patterns:
-        found = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
-        rows = {ending(path): path for path, kind in found.items() if kind != "text"}
-        others = [path for path, kind in found.items() if kind == "text" and not ending(path).startswith(".txt")]
-        if rows and others:
-            wanted = [path for path, kind in found.items() if kind != "text"]
-            fix = " ".join(f"--input='{name}'" for name in narrower(pattern, wanted))
-            rule = f"{others[0].name} would be a document beside the rows of {next(iter(rows.values())).name}"
-            raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
-        out |= found
-    return list(out.items())
-
-
-def narrower(pattern: str, wanted: list[Path]) -> list[str]:
-    """Return globs for some of the files that `pattern` matches: it with their suffixes, or the names of the files."""
-    if not pattern.endswith(("/*", "/**")) and pattern not in ("*", "**"):
-        return [str(path) for path in wanted]
-    folders = "/*" * pattern.endswith("**")
-    globs = [f"{pattern}{folders}{suffix}" for suffix in dict.fromkeys(ending(path) for path in wanted)]
-    try:
-        return globs if {*find_inputs(globs)} == {*wanted} else [str(path) for path in wanted]
-    except PrepareError:  # such as a suffix in other letters
-        return [str(path) for path in wanted]
+    found = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
+    rows = [path for path, kind in found.items() if kind != "text"]
+    others = [path for path, kind in found.items() if kind == "text" and not ending(path).lower().startswith(".txt")]
+    if rows and others:
+        globs = list(dict.fromkeys(f"{glob.escape(str(path.parent))}/*{ending(path)}" for path in rows))
+        names = globs if {*find_inputs(globs)} == {*rows} else rows
+        fix = " ".join(f"--input='{name}'" for name in names)
+        rule = f"{others[0].name} would be a document beside the rows of {rows[0].name}"
+        raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
+    return found
 
 
 def ending(path: Path) -> str:
     """Return the suffix of a file, with that of its compression, as .jsonl.gz."""
-    return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:]).lower()
+    return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:])
 
 
-def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows: Rows) -> tuple[list[Cut], list[list[Any]]]:
+def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
     The state of a file is [path, bytes, modification time in ns]. For a data set: [name, number of parts, description of the
@@ -310,7 +298,8 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
     cuts: list[Cut] = []
     state: list[list[Any]] = []
     by_name = [p for p in patterns if p.startswith(documents.DATASET)]
-    for path, kind in find_kinds([p for p in patterns if p not in by_name], format):
+    kinds = {path: kind for p in patterns if p not in by_name for path, kind in find_kinds(p, format).items()}
+    for path, kind in kinds.items():
         if kind == "text" and job.flags:
             option = "--preference" if job.preference else "--chat"
             rule = f"{option} reads rows of JSON lines, Parquet or a data set, and this is a text file"
@@ -319,7 +308,7 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job, rows
         state.append([str(path), found.st_size, found.st_mtime_ns])
         cuts += documents.cut_file(path, kind, part_bytes)
     for name in by_name:
-        count, content = documents.cut_dataset(name, rows)
+        count, content = documents.cut_dataset(name)
         state.append([name, count, content])
         cuts += [Cut(name, "dataset", 0, i, i + 1) for i in range(count)]
     return cuts, state
@@ -338,55 +327,59 @@ def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
     return [tuple(part) for part in parts]
 
 
-@contextlib.contextmanager
-def parts_folder(output: Path, described: Any, say: Say) -> Iterator[Path]:
-    """Yield the folder for the finished parts of a command, locked for this process. The parts are kept after an error.
+# ---- Finished parts
 
-    Args:
-      described: the inputs and options of the command. Finished parts of other inputs or options are deleted.
+
+@contextlib.contextmanager
+def parts_folder(output: Path) -> Iterator[Path]:
+    """Yield the folder for the finished parts of an output, locked for this process. After an error the parts are kept.
 
     Raises TokenFileError if another process writes the parts.
     """
-    path = output.with_name(output.name + ".partial")
-    folder = path / hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-    path.mkdir(parents=True, exist_ok=True)
-    lock = open_locked(path / "lock")
+    folder = output.with_name(output.name + ".partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open_locked(folder / "lock")
     try:
-        for old in (p for p in path.iterdir() if p.is_dir() and p != folder):
-            say(f"{path} was left by a run with other inputs or options; starting again")
-            shutil.rmtree(old)
-        folder.mkdir(exist_ok=True)
-        for old in folder.iterdir():
-            if old.suffix not in (".tok", ".json"):  # a temporary file of an unfinished part
-                old.unlink()
         yield folder
-        shutil.rmtree(path)
+        shutil.rmtree(folder)
     except BaseException:
-        if not any(folder.glob("*.json")):
-            shutil.rmtree(path, ignore_errors=True)
+        if not any(folder.glob("*.tok")):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         lock.close()
 
 
-def names(folder: Path, number: int, job: Job) -> list[Path]:
-    """Return the paths of a part's token files."""
-    return [folder / f"{number:06}.tok", folder / f"{number:06}.val.tok"][: 2 if job.validation else 1]
+class Task(NamedTuple):
+    """A part to make.
 
+    Attributes:
+      files: its token files. The first one is written last.
+      identity: a hash of the command and the number of the part, which the files record.
+    """
 
-def result_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:06}.json"
+    job: Job
+    files: list[Path]
+    identity: list[Any]
+    part: Part
+    skip_bad_lines: bool
 
+    @property
+    def size(self) -> int:
+        return sum(cut.size for cut in self.part)
 
-def finished(folder: Path, number: int, job: Job, skip_bad_lines: bool) -> dict[str, Any] | None:
-    """Return the result of an earlier run for a part; None: the part is missing or changed, or has bad lines to report."""
-    try:
-        found = json.loads(result_file(folder, number).read_text(encoding="utf-8"))
-        files = [TokenFile.open(path).check() for path in names(folder, number, job)]
-        same = files == found["files"] and "notes" in found
-    except (OSError, ValueError, KeyError):
-        return None
-    return found if same and (skip_bad_lines or not found["bad"]) else None
+    def finished(self) -> Report | None:
+        """Return what an earlier run has found in the part; None: it is missing or changed, or has bad lines."""
+        try:
+            files = [TokenFile.open(path) for path in self.files]
+            made = [file.header["made"] for file in files]
+            for file in files:
+                file.check()
+        except (OSError, TokenFileError):
+            return None
+        if any(each.get("part") != self.identity for each in made) or (made[0]["bad"] and not self.skip_bad_lines):
+            return None
+        return Report(made[0]["bad"], made[0]["lines"], collections.Counter(made[0]["notes"]))
 
 
 # ---- One part
@@ -402,13 +395,12 @@ def in_validation(piece: Piece, fraction: float) -> bool:
 
 
 def batches_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces in lists of about BATCH_BYTES. The rejected member of a pair follows the chosen member in the same list."""
+    """Yield pieces in lists of about BATCH_BYTES."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
-        members = [piece] if piece.rejected is None else [piece, piece.rejected]
-        batch += members
-        size += sum(member.num_bytes for member in members)
+        batch.append(piece)
+        size += piece.num_bytes
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -447,195 +439,170 @@ def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     return find
 
 
-def turns_of(piece: Piece, where: str) -> set[int]:
-    """Return the control tokens that count in the loss, and are the end of an assistant's turn or inside of one.
+def make_part(task: Task, made: Any) -> Report:
+    """Write the token files of a part, with what was found in their headers. Return what was found.
 
-    where: end | inside.
+    If there are bad lines that are not to be skipped, no file is written. made: bytes read and tokens made so far, by all
+    parts; this part is added.
     """
-    return {part.control for part in piece.parts or () if part.turn == where and part.loss}
-
-
-def end_counts(piece: Piece, loss: str) -> bool:
-    """Return whether the end-of-text token of a document with loss flags counts in the loss.
-
-    It counts if the last part of the document counts and is text: then no control token has ended the turn. With loss "all"
-    it also counts if the last part is a control token that counts.
-    """
-    return bool(piece.parts) and piece.parts[-1].loss and (loss == "all" or piece.parts[-1].control < 0)
-
-
-def make_part(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool, count: Count) -> dict[str, Any]:
-    """Write the token files and the JSON file of a part, and return the contents of the JSON file.
-
-    The keys are `files` (hashes), `bad` (the number of bad lines), `lines` (the first bad lines, with reasons), and `notes`
-    (what is not used -> number of rows). If there are bad lines and `skip_bad_lines` is False, no file is written.
-    """
+    job = task.job
     tok, rows = job.load()
-    lines: list[str] = []
-    notes: collections.Counter[str] = collections.Counter()
     control = control_finder(tok)
-    bad = 0
-    own = f".{os.getpid()}"  # no other process writes under this name
+    report = Report()
     with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(TokenWriter(path, tokenizers.info(tok), suffix=own, loss=job.flags))
-            for path in names(folder, number, job)
-        ]
-        for cut in part:
-            source = Input(cut, rows, lambda line: lines.append(line) if len(lines) < SHOWN else None)
+        own = f".{os.getpid()}"  # no other process writes under this name
+        info = tokenizers.info(tok)
+        writers = [stack.enter_context(TokenWriter(path, info, suffix=own, loss=job.flags)) for path in task.files]
+        for cut in task.part:
             writer = None  # of the document that is being written
-            read = 0
-            for batch in batches_of(documents.read(source)):
+            for batch in batches_of(documents.read(cut, rows, report)):
                 before = sum(w.tokens for w in writers)
                 for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
                     for text in control(piece):
-                        notes[f"text read as characters, not as a control token: {text}"] += 1
+                        report.notes[f"text read as characters, not as a control token: {text}"] += 1
                     if writer is None:
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
                         if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
                     writer.write(ids, piece.num_bytes, flags, counted)
-                    writer.turn_ends |= turns_of(piece, "end")
-                    writer.in_turns |= turns_of(piece, "inside")
+                    counts = [part for part in piece.parts or () if part.loss]
+                    writer.turn_ends |= {part.control for part in counts if part.turn == "end"}
+                    writer.in_turns |= {part.control for part in counts if part.turn == "inside"}
                     if piece.end:
-                        # The template of a conversation may have written end-of-text already.
-                        writer.end_document(loss=job.flags and end_counts(piece, job.loss), once=job.flags)
+                        # End-of-text counts if it ends a turn that no control token has ended. The template of a conversation
+                        # may have written it already.
+                        ended = piece.parts and piece.parts[-1].control >= 0 and job.loss != "all"
+                        counts_too = bool(piece.parts) and piece.parts[-1].loss and not ended
+                        writer.end_document(loss=counts_too, once=job.flags)
                         writer = None
-                count(min(source.done, cut.size) - read, sum(w.tokens for w in writers) - before)
-                read = min(source.done, cut.size)
-            count(cut.size - read, 0)
-            bad += source.bad
-            notes += source.notes
-        result: dict[str, Any] = {"bad": bad, "lines": lines, "notes": notes, "files": []}
-        if bad and not skip_bad_lines:
+                add(made, 0, sum(w.tokens for w in writers) - before)
+            add(made, cut.size, 0)
+        if report.bad and not task.skip_bad_lines:
             for writer in writers:
                 writer.abort()
-            return result
-        result["files"] = [writer.close()["content_sha256"] for writer in writers]
-    unfinished = folder / f"{number:06}.json{own}"
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
-    unfinished.replace(result_file(folder, number))
-    return result
+            return report
+        for writer in reversed(writers):  # the first file makes the part a finished one
+            writer.made = {"part": task.identity, **vars(report)}
+            writer.close()
+    return report
 
 
 # ---- All parts
 
 
-class Progress:
-    """The progress of `prepare`. Every LINE_SECONDS it prints a line with bytes read and tokens made."""
-
-    def __init__(self, total: int, done: int):
-        """Start the clock. total: bytes of the input, 0 if unknown. done: bytes that an earlier run has read."""
-        self.total, self.before = total, done
-        self.done = self.tokens = 0  # of this run
-        self.started = self.last = time.monotonic()
-
-    def add(self, done: int, tokens: int) -> None:
-        self.show(self.done + done, self.tokens + tokens)
-
-    def show(self, done: int, tokens: int) -> None:
-        """Print a line if LINE_SECONDS have passed since the last one. done, tokens: bytes read and tokens made in this run."""
-        self.done, self.tokens = done, tokens
-        now = time.monotonic()
-        if now - self.last < LINE_SECONDS:
-            return
-        self.last, seconds = now, now - self.started
-        read, of, left = self.before + done, "", ""
-        if self.total:
-            of = f" of {self.total / 1e6:,.0f}"
-        if self.total and done:
-            left = f", {duration((self.total - read) * seconds / done)} left"
-        made = f"{short_count(tokens)} tokens, {short_count(tokens / seconds)} tokens/s"
-        print(f"prepare: {read / 1e6:,.0f}{of} MB, {made}{left}", file=sys.stderr, flush=True)
+def add(made: Any, size: int, tokens: int) -> None:
+    with made.get_lock():
+        made[0] += size
+        made[1] += tokens
 
 
-def make_all(job: Job, folder: Path, parts: list[Part], processes: int, skip_bad_lines: bool, say: Say) -> int:
-    """Make the parts that an earlier run did not finish. Return the number of bad lines.
+@contextlib.contextmanager
+def progress(made: Any, total: int, before: int) -> Iterator[None]:
+    """Print a line every LINE_SECONDS with bytes read and tokens made.
+
+    Args:
+      made: bytes read and tokens made in this run, which change.
+      total: bytes of the input, 0 if unknown.
+      before: bytes that an earlier run has read.
+    """
+    over, started = threading.Event(), time.monotonic()
+
+    def follow() -> None:
+        while not over.wait(LINE_SECONDS):
+            (done, tokens), seconds = made, time.monotonic() - started
+            of = f" of {total / 1e6:,.0f}" if total else ""
+            left = f", {duration((total - before - done) * seconds / done)} left" if total and done else ""
+            rate = f"{short_count(tokens)} tokens, {short_count(tokens / seconds)} tokens/s"
+            print(f"prepare: {(before + done) / 1e6:,.0f}{of} MB, {rate}{left}", file=sys.stderr, flush=True)
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
+    """Make the parts that an earlier run did not finish, and delete files of other runs. Return the number of bad lines.
 
     Calls `say` with the first SHOWN bad lines, and with what of the rows is not used. Raises PrepareError after the first part
-    with bad lines if `skip_bad_lines` is False.
+    with bad lines that are not to be skipped.
     """
-    results = [finished(folder, number, job, skip_bad_lines) for number in range(len(parts))]
-    missing = {number: part for number, part in enumerate(parts) if results[number] is None}
-    if len(missing) < len(parts):
-        say(f"{folder.parent}: {len(parts) - len(missing)} of {len(parts)} parts are finished; continuing")
-    sizes = [sum(cut.size for cut in part) for part in parts]
-    done = sum(sizes) - sum(sizes[number] for number in missing)
-    progress = Progress(sum(sizes), done)
-    bad = shown = 0
-    notes: collections.Counter[str] = collections.Counter()
+    results = [task.finished() for task in tasks]
+    missing = [task for task, result in zip(tasks, results, strict=True) if result is None]
+    kept = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
+    others = [path for path in folder.iterdir() if path not in kept and path.name != "lock"]
+    for path in others:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if kept:
+        say(f"{folder}: {len(tasks) - len(missing)} of {len(tasks)} parts are finished; continuing")
+    elif any(path.suffix == ".tok" for path in others):
+        say(f"{folder} was left by a run with other inputs or options; starting again")
+    made = SPAWN.Array("q", 2)
+    total_size = sum(task.size for task in tasks)
+    total = Report()
     try:
-        with contextlib.closing(make_parts(job, folder, missing, processes, skip_bad_lines, progress)) as made:
+        with (
+            progress(made, total_size, total_size - sum(task.size for task in missing)),
+            contextlib.closing(make_parts(missing, processes, made)) as new,
+        ):
             for before in results:
-                result = before or next(made)
-                bad += result["bad"]
-                notes.update(result["notes"])
-                for line in described_lines(result["lines"][: SHOWN - shown]):
+                result = before or next(new)
+                total.bad += result.bad
+                total.notes.update(result.notes)
+                shown = result.lines[: documents.SHOWN - len(total.lines)]
+                total.lines += shown
+                for line in described_lines(shown):
                     say(line)
-                shown = min(SHOWN, shown + len(result["lines"]))
-                if bad and not skip_bad_lines:
-                    more = f" (the first {SHOWN} are shown)" if bad > SHOWN else ""
+                if total.bad and not tasks[0].skip_bad_lines:
+                    more = f" (the first {documents.SHOWN} are shown)" if total.bad > documents.SHOWN else ""
                     fix = "Repair the file, or leave such lines out with --skip-bad-lines."
-                    raise PrepareError(f"{count_lines(bad)} in this part of the input{more}; nothing was written. {fix}")
+                    raise PrepareError(f"{count_lines(total.bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
-        if kept := len(list(folder.glob("*.json"))):
-            where = f"{kept} of {len(parts)} parts are finished and kept in {folder.parent}"
+        if count := sum(task.files[0].exists() for task in tasks):
+            where = f"{count} of {len(tasks)} parts are finished and kept in {folder}"
             say(f"{where}; the same command goes on from there")
         raise
-    for line in described_notes(notes):
+    for line in described_notes(total.notes):
         say(line)
-    return bad
+    return total.bad
 
 
-def described_lines(lines: Sequence[str]) -> list[str]:
-    """Return bad lines, "PLACE:NUMBER: REASON", with their reasons. Lines of one place with the same reason are one entry."""
+def described_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
+    """Return bad lines with their reasons. Lines of one place with the same reason are one entry."""
     numbers: dict[tuple[str, str], list[str]] = {}
-    for line in lines:
-        place, number, reason = re.split(r":(\d+): ", line, maxsplit=1)
-        numbers.setdefault((place, reason), []).append(number)
+    for place, number, reason in lines:
+        numbers.setdefault((place, reason), []).append(str(number))
     return [f"{place}:{', '.join(found)}: {reason}" for (place, reason), found in numbers.items()]
 
 
 def described_notes(notes: collections.Counter[str]) -> list[str]:
-    """Return lines with the numbers of rows and what of them is not used. Notes "HOW: WHAT" of equal numbers share a line."""
-    lines: dict[tuple[int, str], list[str]] = {}
-    for note, count in notes.most_common(SHOWN):
-        how, _, what = note.partition(": ")
-        lines.setdefault((count, how), []).append(what)
-    more = [f"... and {len(notes) - SHOWN} more notes on rows"] if len(notes) > SHOWN else []
-    out = []
-    for (count, how), what in lines.items():
-        rows = f"{count:,} row{'' if count == 1 else 's'}{' each' if len(what) > 1 else ''}"
-        out.append(": ".join(filter(None, (rows, how, ", ".join(what)))))
-    return out + more
+    """Return lines with the numbers of rows and what of them is not used."""
+    lines = [f"{count:,} row{'s' * (count > 1)}: {note}" for note, count in notes.most_common(documents.SHOWN)]
+    more = len(notes) - documents.SHOWN
+    return lines + [f"... and {more} more notes on rows"] * (more > 0)
 
 
 def count_lines(bad: int) -> str:
     return f"{bad} bad line{'s' if bad > 1 else ''}"
 
 
-def make_parts(
-    job: Job, folder: Path, parts: dict[int, Part], processes: int, skip_bad_lines: bool, progress: Progress
-) -> Generator[dict[str, Any]]:
-    """Yield the results of `make_part` in the order of the parts. Up to `processes` parts are made at a time.
+SPAWN = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
+
+
+def make_parts(tasks: list[Task], processes: int, made: Any) -> Generator[Report]:
+    """Yield the results of `make_part` in the order of the tasks. Up to `processes` parts are made at a time.
 
     The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
     """
-    if processes == 1 or len(parts) == 1:
-        for number, part in parts.items():
-            yield make_part(job, folder, number, part, skip_bad_lines, progress.add)
+    if processes == 1 or len(tasks) == 1:
+        for task in tasks:
+            yield make_part(task, made)
         return
-    context = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
-    made = context.Array("q", 2)  # bytes read and tokens made by all processes
-    others = multiprocessing.active_children()
-    workers: list[Any] = []
-    pool = ProcessPoolExecutor(min(processes, len(parts)), context, _begin_worker, (made,))
+    closed, open_end = SPAWN.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(max(1, min(processes, len(tasks))), SPAWN, _begin_worker, (made, closed))
     try:
-        futures = [pool.submit(_work, job, folder, n, part, skip_bad_lines) for n, part in parts.items()]
-        workers = [child for child in multiprocessing.active_children() if child not in others]
-        for future in futures:
-            while not wait([future], UPDATE_SECONDS).done:
-                progress.show(*made)
+        for future in [pool.submit(_work, task) for task in tasks]:
             yield future.result()
     except BrokenProcessPool as e:
         raise PrepareFailed(
@@ -643,35 +610,27 @@ def make_parts(
             "command continues from the finished parts."
         ) from e
     finally:
-        for worker in workers:
-            worker.kill()
+        open_end.close()
         pool.shutdown(cancel_futures=True)
 
 
 _made: Any = None  # in a worker: bytes read and tokens made by all processes, shared with the parent
 
 
-def _begin_worker(made: Any) -> None:
-    """Set up a worker: it shares the counters `made`, ignores Ctrl-C, uses one core, and ends when its parent ends."""
+def _begin_worker(made: Any, closed: Any) -> None:
+    """Set up a worker: it shares `made`, ignores Ctrl-C, uses one core, and ends when its parent ends or closes the pipe."""
     global _made
     _made = made
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers use the cores
-    parent: Any = multiprocessing.parent_process()
 
     def follow() -> None:
-        parent.join()
-        os._exit(1)  # otherwise a worker would continue after its parent was killed
+        with contextlib.suppress(EOFError):
+            closed.recv()
+        os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _work(job: Job, folder: Path, number: int, part: Part, skip_bad_lines: bool) -> dict[str, Any]:
-    """Call `make_part` in a worker, and add its counts to those shared with the parent."""
-
-    def count(done: int, tokens: int) -> None:
-        with _made.get_lock():
-            _made[0] += done
-            _made[1] += tokens
-
-    return make_part(job, folder, number, part, skip_bad_lines, count)
+def _work(task: Task) -> Report:
+    return make_part(task, _made)

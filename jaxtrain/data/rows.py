@@ -5,7 +5,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +14,12 @@ from jaxtrain.data.chat_template import THOUGHTS, ChatTemplate, Conversation, Pa
 # Name of a role in data sets -> its name in templates. Other names are errors: a template may write the role between `<|` and
 # `|>`, so an arbitrary role could name any control token.
 ROLES = {
-    name: role
-    for role, names in {
-        "system": ("system",),
-        "developer": ("developer",),
-        "user": ("user", "human"),
-        "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"),
-        "tool": ("tool",),
-        "function": ("function",),
-        "ipython": ("ipython",),
-        "environment": ("environment",),
-    }.items()
-    for name in names
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
 }
 SYSTEM = ("system", "system_prompt", "system_message")  # columns with the text of a first message
 TEMPLATE_COLUMNS = (*SYSTEM, "tools", "chat_template_kwargs")
-CHAT_COLUMNS = (
-    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
-    *TEMPLATE_COLUMNS,
-)
-PAIR_COLUMNS = (*CHAT_COLUMNS, "chosen", "rejected")
 # Keys of rows and of messages that other trainers read and jaxtrain does not -> what to do. Without these keys the model would
 # learn something else, so they are errors unless they are empty.
 TEXT_ALONE = "the models here read text alone. Fix: leave the row out"
@@ -53,7 +39,12 @@ COUNTS = {
 # Keys of a row for the loss of all its messages, of which none are read.
 ROW_COUNTS = COUNTS | {"weights": 1, "masks": 0}
 LABELS = ("label", "kto_tag")  # whether the answer is a good one
-KNOWN_COLUMNS = (*NOT_READ, *ROW_COUNTS, *LABELS, "query", "question", "context")
+# Columns of a table that are fetched: those of conversations and pairs, and those that a row may be refused for.
+COLUMNS = {
+    *("messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output", "history"),
+    *("chosen", "rejected", "query", "question", "context"),
+    *(*TEMPLATE_COLUMNS, *NOT_READ, *ROW_COUNTS, *LABELS),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,6 @@ class Piece:
       num_bytes: UTF-8 bytes of the text, without control tokens and without the other member of a pair.
       end: whether the document ends with this piece.
       parts: the parts of a conversation or of a member of a pair, each encoded by itself; None: `text` is encoded.
-      rejected: for the chosen member of a pair, the rejected member, which is the next document.
       notes: what of the row is not used, though the model learns nothing else without it.
     """
 
@@ -73,15 +63,14 @@ class Piece:
     num_bytes: int
     end: bool = True
     parts: tuple[Part, ...] | None = None
-    rejected: "Piece | None" = None
     notes: tuple[str, ...] = ()
 
 
 class TextRows:
     """Rows of text, in one column, or in several columns. `separator` joins the columns that are not empty.
 
-    `columns` returns the columns to read from a table, and raises RowError if a column is missing. `piece` returns the
-    document of a row, or None if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
+    `columns` returns the columns to read from a table, and raises RowError if a column is missing. `pieces` returns the
+    documents of a row, none if the row has no text, and raises RowError for a bad row. ChatRows and PairRows have the same
     methods.
     """
 
@@ -89,22 +78,20 @@ class TextRows:
         self.keys = keys
         self.separator = separator
 
-    def columns(self, names: Iterable[str]) -> list[str]:
-        names = list(names)
+    def columns(self, names: list[str]) -> list[str]:
         if missing := [key for key in self.keys if key not in names]:
             raise RowError(f"no column {missing[0]!r}; it has {', '.join(names)}. Name one with --text-key=NAME.")
         return self.keys
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
         texts = []
         for key in self.keys:
             if key not in row:
                 hint = ". A conversation is read with --chat" if form(row) else ""
-                raise RowError(f"no key {key!r} (has: {', '.join(map(repr, list(row)[:8]))}){hint}")
+                raise RowError(f"no key {key!r} (has: {shown_keys(row)}){hint}")
             texts.append(_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
-        notes = unread(key for key, value in row.items() if key not in self.keys and not is_empty(value))
-        return Piece(text, len(text.encode()), notes=notes) if text else None
+        return [Piece(text, len(text.encode()), notes=unread(row, self.keys))] if text else []
 
 
 class ChatRows:
@@ -114,18 +101,16 @@ class ChatRows:
         self.template = template
         self.loss = loss
 
-    def columns(self, names: Iterable[str]) -> list[str]:
-        names = list(names)
+    def columns(self, names: list[str]) -> list[str]:
         if form(names) is None:
             raise RowError(f"no conversation in its columns {', '.join(names)}. {FORMS}")
-        return [name for name in names if name in (*CHAT_COLUMNS, *KNOWN_COLUMNS)]
+        return [name for name in names if name in COLUMNS]
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
         talk = conversation(row)
         notes = (*talk.notes, *self.template.check(talk))
         text, parts = self.template.parts(talk, self.loss)
-        size = sum(len(part.text.encode()) for part in parts if part.control < 0)
-        return Piece(text, size, parts=tuple(parts), notes=notes)
+        return [_of_parts(text, parts, notes)]
 
 
 class PairRows:
@@ -142,42 +127,41 @@ class PairRows:
         self.template = template
         self.bos = bos
 
-    def columns(self, names: Iterable[str]) -> list[str]:
-        names = list(names)
-        if not {"chosen", "rejected"} <= {*names}:
+    def columns(self, names: list[str]) -> list[str]:
+        if not {*PAIR} <= {*names}:
             raise RowError(f"no pair in its columns {', '.join(names)}. {PAIRS}")
-        return [name for name in names if name in (*PAIR_COLUMNS, *KNOWN_COLUMNS)]
+        return [name for name in names if name in COLUMNS]
 
-    def piece(self, row: dict[str, Any]) -> Piece | None:
-        left = Fields(row)
-        if "chosen" not in left or "rejected" not in left:
+    def pieces(self, row: dict[str, Any]) -> list[Piece]:
+        if any(row.get(key) is None for key in PAIR):
             raise RowError(f"not a pair (has: {shown_keys(row)}). {PAIRS}")
-        texts = self._texts(left) if self.template is None else self._conversations(left, self.template)
-        (chosen, rejected), notes = texts
+        if self.template is None:
+            (chosen, rejected), notes = self._texts(row)
+        else:
+            talks = pair(row)
+            notes = (*talks[0].notes, *(note for talk in talks for note in self.template.check(talk)))
+            chosen, rejected = (self.template.parts(talk, "assistant") for talk in talks)
         if chosen[0] == rejected[0]:
             raise RowError("'chosen' and 'rejected' are the same")
         text = f"{chosen[0]}\0{rejected[0]}"
-        members = []
-        for _, parts in (chosen, rejected):
-            size = sum(len(part.text.encode()) for part in parts if part.control < 0)
-            members.append(Piece(text, size, parts=tuple(parts)))
-        return dataclasses.replace(members[0], rejected=members[1], notes=notes)
+        return [_of_parts(text, chosen[1], tuple(dict.fromkeys(notes))), _of_parts(text, rejected[1])]
 
-    def _texts(self, left: "Fields") -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
-        written = [*ASKING, "history", *TEMPLATE_COLUMNS]
-        lists = [name for name in ("prompt", "chosen", "rejected") if isinstance(left.get(name), list | dict)]
-        if found := [name for name in (*lists, *written) if left.get(name)]:
+    def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
+        """Return (text, parts) of both members of a pair of texts, and notes."""
+        left = fields(row)
+        lists = [name for name in ("prompt", *PAIR) if isinstance(left.get(name), list | dict)]
+        if found := [name for name in (*lists, *ASKING[1:], "history", *TEMPLATE_COLUMNS) if left.get(name)]:
             raise RowError(f"the row has {found[0]!r}, which a chat template writes. Fix: give --chat too")
-        chosen, rejected = (_text(left.take(name), repr(name)) for name in ("chosen", "rejected"))
-        prompt = given = _text(left.take("prompt", ""), "'prompt'")
-        _refuse_other_questions(left, [_message("user", given)] if given else [])
+        chosen, rejected = (_text(left.pop(name), repr(name)) for name in PAIR)
+        prompt = given = _text(left.pop("prompt", ""), "'prompt'")
+        _refuse_other_questions(left, [_say("user", given)] if given else [])
         if not prompt:
             prompt = _shared_beginning(chosen, rejected)
-        repeated = bool(prompt) and chosen.startswith(prompt) and rejected.startswith(prompt)
-        if repeated:
+        notes = ()
+        if prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        notes = ("the completions repeat the prompt, which is written once",) * (repeated and bool(given))
-        if given and not repeated and (chosen.startswith(given) or rejected.startswith(given)):
+            notes = ("the completions repeat the prompt, which is written once",) * bool(given)
+        elif given and (chosen.startswith(given) or rejected.startswith(given)):
             notes = (REPEATED,)
         if not (prompt or self.bos):
             raise RowError("the prompt is empty, and the first token of a text has nothing that predicts it")
@@ -186,25 +170,30 @@ class PairRows:
         begin = [*(Part("", control=token) for token in self.bos), Part(prompt)]
         place = "inner" if prompt else "start"
         members = [(prompt + text, [*begin, Part(text, loss=True, place=place)]) for text in (chosen, rejected)]
-        return members, (*notes, *left.rest())
+        return members, (*notes, *_rest(left))
 
-    def _conversations(self, left: "Fields", template: ChatTemplate) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
-        prompt, chosen, rejected, notes = _pair_of_messages(left)
-        prompt, more = _with_system(left, prompt)
-        tools, variables, more_notes = _template_columns(left)
-        _refuse_empty(chosen, "'chosen'")
-        talks = [Conversation(prompt + completion, tools, variables, len(prompt)) for completion in (chosen, rejected)]
-        unwritten = dict.fromkeys(note for talk in talks for note in template.check(talk))
-        members = [template.parts(talk, "assistant") for talk in talks]
-        said = dict.fromkeys((*_notes_on(prompt + chosen), *_notes_on(prompt + rejected)))
-        return members, (*notes, *more, *more_notes, *said, *left.rest(), *unwritten)
+
+def _of_parts(text: str, parts: Sequence[Part], notes: tuple[str, ...] = ()) -> Piece:
+    return Piece(text, sum(len(part.text.encode()) for part in parts if part.control < 0), parts=tuple(parts), notes=notes)
 
 
 Rows = TextRows | ChatRows | PairRows
+PAIR = ("chosen", "rejected")
 PAIRS = (
     "A pair is `prompt`, `chosen` and `rejected`, texts or lists of messages; or `chosen` and `rejected` alone, which then "
     "begin with the same prompt"
 )
+FORMS = (
+    "A conversation is `messages` (role, content), `conversations` (from, value), `prompt` with `completion` or `response`, or "
+    "`instruction` (with `input`) and `output`"
+)
+ANSWERS = {"completion": "prompt", "response": "prompt", "output": "instruction"}  # key of an answer -> that of its question
+ASKING = ("prompt", "messages", "conversations", "instruction")  # keys with the question of a pair
+# Keys with the question of a row that has none under the keys of its form, or with more of it.
+QUESTIONS = ("question", "query", "input", "context", "instruction")
+REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
+Message = dict[str, Any]
+PART = {"type", "text"}  # keys of a part of a text
 
 
 # Characters of scripts without spaces between words, and their punctuation: text may be cut after any of them.
@@ -232,66 +221,115 @@ def _shared_beginning(chosen: str, rejected: str) -> str:
     return chosen[:size].removesuffix(" ")  # tokens of words begin with their space
 
 
-# Keys with the question of a row that has none under the keys of its form, or with more of it.
-QUESTIONS = ("question", "query", "input", "context", "instruction")
-ASKING = ("messages", "conversations", "instruction")  # keys with the question of a pair that has no `prompt`
-REPEATED = "the answers begin with the text of the prompt, and are learnt as they stand"
+# ---- Conversations: messages of a prompt, and one completion or two
 
 
-def _refuse_other_questions(left: "Fields", messages: list[dict[str, Any]]) -> None:
+def form(names: Container[str]) -> str | None:
+    """Return the key that decides how a row's conversation is read; None if the keys `names` have no form of FORMS."""
+    whole = [key for key in ("messages", "conversations") if key in names]
+    asked = [answer for answer, question in ANSWERS.items() if question in names and answer in names]
+    return next(iter([*whole, *asked]), None)
+
+
+def conversation(row: Mapping[str, Any]) -> Conversation:
+    """Return the conversation of a row in any form of FORMS. Raises RowError.
+
+    If prompt and completion are both lists of messages, only the completion counts in the loss.
+    """
+    left, prompt, notes = fields(row), [], ()
+    kind = form(left)
+    if kind is None:
+        raise RowError(f"not a conversation (has: {shown_keys(row)}). {FORMS}")
+    alone = kind in ANSWERS and isinstance(left.get("prompt"), list) and isinstance(left[kind], list)
+    if kind == "completion":  # with one answer, a number is a label too
+        left |= {key: bool(left[key]) for key in LABELS if left.get(key) in (0, 1)}
+    if kind in ANSWERS:
+        prompt, (completion,), notes = _answered(left, ANSWERS[kind], {kind: _turns(left.pop(kind), kind, "assistant")})
+    else:
+        completion = _messages(left.pop(kind), kind)
+    if not prompt and not completion:
+        raise RowError(f"{kind!r} is empty")
+    _refuse_empty(prompt + completion, kind)
+    (talk,) = _conversations(left, prompt, [completion], notes)
+    return talk if alone else dataclasses.replace(talk, prompt=0)
+
+
+def pair(row: Mapping[str, Any]) -> list[Conversation]:
+    """Return the conversations of a row with `chosen` and `rejected`. Raises RowError."""
+    left = fields(row)
+    given, asking = left.get("prompt"), next((key for key in ASKING if key in left), None)
+    answers = {key: _turns(left.pop(key, None), key, "assistant") for key in PAIR}
+    if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(given, list):
+        prompt, *completions = _shared_messages(*answers.values())
+        if isinstance(given, str) and not any(message["content"].strip() == given.strip() for message in prompt):
+            rule = "'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it"
+            raise RowError(f"{rule}. Fix: give the text of the message, or leave 'prompt' out")
+        if not prompt:
+            raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
+        left.pop("prompt", None)
+        notes = ()
+    elif asking:
+        prompt, completions, notes = _answered(left, asking, answers)
+    else:
+        _refuse_other_questions(left, [])
+        raise RowError(f"the pair has no prompt. {PAIRS}")
+    _refuse_empty(completions[0], "chosen")
+    return _conversations(left, prompt, completions, notes)
+
+
+def _conversations(
+    left: dict[str, Any], prompt: list[Message], completions: list[list[Message]], notes: tuple[str, ...]
+) -> list[Conversation]:
+    """Return the prompt with each completion, the system's column, tools and variables, and notes on the rest of the row."""
+    texts = {key: text for key in SYSTEM if (text := _content(left.pop(key, ""), repr(key)))}
+    if len({*texts.values()}) > 1:
+        raise RowError(f"{' and '.join(map(repr, texts))} are different texts. Fix: leave one of them out")
+    system = [_say("system", text) for text in texts.values()][:1]
+    if system and (prompt + completions[0])[:1] == system:
+        system, notes = [], (*notes, "the system column repeats the first message, and is written once")
+    tools, variables, said = _template_columns(left)
+    talks = [[*system, *prompt, *completion] for completion in completions]
+    notes = (*notes, *said, *(note for talk in talks for note in _notes_on(talk)), *_rest(left))
+    return [Conversation(talk, tools, variables, len(system) + len(prompt), tuple(dict.fromkeys(notes))) for talk in talks]
+
+
+def _answered(
+    left: dict[str, Any], asking: str, answers: Mapping[str, list[Message]]
+) -> tuple[list[Message], list[list[Message]], tuple[str, ...]]:
+    """Return (messages of the question under the key `asking`, those of each answer, notes). Raises RowError.
+
+    answers: key -> messages, which may repeat the question.
+    """
+    if asking in ("messages", "conversations"):
+        prompt = _messages(left.pop(asking), asking)
+    else:
+        history, given = _history(left), left.pop(asking)
+        if asking == "instruction":
+            asked, more = _content(given, "'instruction'"), _content(left.pop("input", ""), "'input'")
+            given = f"{asked}\n\n{more}" if more else asked
+        prompt = history + _turns(given, asking, "user")
+    if len(answers) > 1 and asking != "prompt" and prompt and prompt[-1]["role"] == "assistant":
+        if all(_said(prompt[-1:]) != _said(completion) for completion in answers.values()):
+            raise RowError(
+                f"{asking!r} ends with an answer, which is neither 'chosen' nor 'rejected'. Fix: leave the answer out"
+            )
+        prompt = prompt[:-1]
+    _refuse_other_questions(left, prompt)
+    prompts, completions = zip(*(_after(prompt, completion, key) for key, completion in answers.items()), strict=True)
+    if _said(prompts[0]) != _said(prompts[-1]):
+        raise RowError("'chosen' and 'rejected' begin with different messages before the prompt. Fix: give both the same")
+    asked = prompts[0][-1]["content"].strip() if prompts[0] else ""
+    echoes = [bool(asked and completion) and completion[0]["content"].startswith(asked) for completion in completions]
+    return prompts[-1], [*completions], (REPEATED,) * any(echoes)
+
+
+def _refuse_other_questions(left: Mapping[str, Any], messages: list[Message]) -> None:
     """Raise RowError for a text under QUESTIONS that is in none of the messages."""
     for key in QUESTIONS:
         text = left.get(key)
         if isinstance(text, str) and text.strip() and not any(text.strip() in message["content"] for message in messages):
             fix = "put it into 'prompt' or the messages" if messages else "rename it to 'prompt'"
             raise RowError(f"the row has {key!r}, which is not read. Fix: {fix}")
-
-
-def _pair_of_messages(
-    left: "Fields",
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]], tuple[str, ...]]:
-    """Return (messages of the prompt, of the chosen and of the rejected completion, notes). Raises RowError."""
-    given = left.take("prompt")
-    chosen, rejected = (_turns(left.take(name), name, "assistant") for name in ("chosen", "rejected"))
-    complete = all(messages and messages[0]["role"] != "assistant" for messages in (chosen, rejected))
-    if complete and not isinstance(given, list):
-        prompt, chosen, rejected = _shared_messages(chosen, rejected)
-        if isinstance(given, str) and not any(message["content"].strip() == given.strip() for message in prompt):
-            rule = "'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it"
-            raise RowError(f"{rule}. Fix: give the text of the message, or leave 'prompt' out")
-        if not prompt:
-            raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
-        return prompt, chosen, rejected, ()
-    asking = next((key for key in ASKING if key in left), None)
-    if given is not None:
-        prompt = _history(left) + _turns(given, "prompt", "user")
-    elif asking:
-        prompt = _without_answer(_asked(left, asking), asking, chosen, rejected)
-    else:
-        _refuse_other_questions(left, [])
-        raise RowError(f"the pair has no prompt. {PAIRS}")
-    _refuse_other_questions(left, prompt)
-    (before, chosen), (prompt, rejected) = _after(prompt, chosen, "chosen"), _after(prompt, rejected, "rejected")
-    if _said(before) != _said(prompt):
-        raise RowError("'chosen' and 'rejected' begin with different messages before the prompt. Fix: give both the same")
-    return prompt, chosen, rejected, (REPEATED,) * (_echoes(prompt, chosen) or _echoes(prompt, rejected))
-
-
-def _without_answer(
-    messages: list[dict[str, Any]], key: str, chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the messages under `key` as a prompt: without the answer at their end, which is one of the completions."""
-    if not messages or messages[-1]["role"] != "assistant":
-        return messages
-    if _said(messages[-1:]) not in (_said(chosen), _said(rejected)):
-        raise RowError(f"{key!r} ends with an answer, which is neither 'chosen' nor 'rejected'. Fix: leave the answer out")
-    return messages[:-1]
-
-
-def _echoes(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> bool:
-    """Return whether a completion begins with the text of the last message of the prompt."""
-    asked = prompt[-1]["content"].strip() if prompt else ""
-    return bool(asked and completion) and completion[0]["content"].startswith(asked)
 
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -303,9 +341,7 @@ def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any],
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def _after(
-    prompt: list[dict[str, Any]], completion: list[dict[str, Any]], key: str
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _after(prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], list[Message]]:
     """Return (prompt, completion) without the messages that the completion repeats at its beginning.
 
     A completion may repeat the whole prompt or its end, and it may have a system message before the prompt. Raises RowError if
@@ -324,173 +360,22 @@ def _after(
     return prompt, completion
 
 
-def _said(messages: list[dict[str, Any]]) -> list[Any]:
+def _said(messages: list[Message]) -> list[Any]:
     """Return what messages say, without their ids and other keys, so that equal messages are found."""
     calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
     return [[(m["role"], m["content"], m.get(THOUGHTS[0])) for m in messages], calls]
 
 
-FORMS = (
-    "A conversation is `messages` (role, content), `conversations` (from, value), `prompt` with `completion` or `response`, or "
-    "`instruction` (with `input`) and `output`"
-)
-
-
-def form(names: Iterable[str]) -> str | None:
-    """Return the key that decides how a row's conversation is read; None if the keys `names` have no form of FORMS."""
-    names = set(names)
-    for key in ("messages", "conversations"):
-        if key in names:
-            return key
-    for key in ("completion", "response"):
-        if {"prompt", key} <= names:
-            return key
-    return "output" if {"instruction", "output"} <= names else None
-
-
-class Fields:
-    """A row during reading. Values that are read are removed, so that those remain that are not read. Null is no value."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._left = {key: value for key, value in values.items() if value is not None}
-        self.taken: set[str] = set()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._left
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._left)
-
-    def get(self, key: str) -> Any:
-        return self._left.get(key)
-
-    def take(self, key: str, default: Any = None) -> Any:
-        self.taken.add(key)
-        return self._left.pop(key, default)
-
-    def rest(self) -> tuple[str, ...]:
-        """Return a note on each value that was not read. Raises RowError for a value that changes what is learnt."""
-        for key, value in self._left.items():
-            _refuse_unread(key, value, "the row")
-            _refuse_flag(key, value)
-            if key in LABELS and (value is False or (value == 0 and "completion" in self.taken)):
-                raise RowError(f"the row has {key!r} = {value!r}, so its answer is a bad one. Fix: leave the row out")
-        return unread(key for key, value in self._left.items() if not is_empty(value))
-
-
-def _refuse_flag(key: str, value: Any) -> None:
-    """Raise RowError for a key that says that messages of the row do not count in the loss."""
-    if key not in ROW_COUNTS or is_empty(value) or value == ROW_COUNTS[key]:
-        return
-    if key == "mask" and value in ("User", "user", "human"):  # NeMo's, for what holds here anyway
-        return
-    if isinstance(value, bool | list | str) or value in (0, 1) or key.startswith("weight"):
-        fix = "Fix: give each message of the assistant 'train' true or false"
-        raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
-
-
-def is_empty(value: Any) -> bool:
-    """Return whether a value of a row says nothing: null, "", {}, [] or a list of such."""
-    if isinstance(value, list):
-        return all(is_empty(x) for x in value)
-    return value is None or value in ("", {})
-
-
-def unread(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the notes on keys of rows that are not read."""
-    return tuple(f"not read: {key!r}" for key in keys)
-
-
-def shown_keys(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, list(row)[:8]))
-
-
-def conversation(row: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a row in any form of FORMS. Raises RowError.
-
-    If prompt and completion are both lists of messages, only the completion counts in the loss.
-    """
-    left, prompt = Fields(row), 0
-    kind, notes = form(left), ()
-    if kind is None:
-        raise RowError(f"not a conversation (has: {shown_keys(row)}). {FORMS}")
-    given = left.get(kind)
-    if kind in ("messages", "conversations"):
-        messages = _asked(left, kind)
-    elif kind == "output":
-        messages = _asked(left, "instruction")
-        _refuse_other_questions(left, messages)
-        messages.append(_message("assistant", _content(left.take("output"), "'output'")))
-    else:
-        asked = left.take("prompt")
-        messages = _history(left) + _turns(asked, "prompt", "user")
-        _refuse_other_questions(left, messages)
-        messages, completion = _after(messages, _turns(left.take(kind), kind, "assistant"), kind)
-        if isinstance(asked, list) and isinstance(given, list):
-            prompt = len(messages)
-        notes = (REPEATED,) * _echoes(messages, completion)
-        messages = messages + completion
-    count = len(messages)
-    messages, repeated = _with_system(left, messages)
-    prompt += (len(messages) - count) * (prompt > 0)
-    if not messages:
-        raise RowError(f"{kind!r} is empty")
-    _refuse_empty(messages, "" if isinstance(given, list) else repr(kind))
-    tools, variables, more = _template_columns(left)
-    return Conversation(messages, tools, variables, prompt, (*notes, *repeated, *more, *_notes_on(messages), *left.rest()))
-
-
-def _asked(left: Fields, kind: str) -> list[dict[str, Any]]:
-    """Return the messages under a key, or for `instruction` those of history, instruction and input."""
-    if kind != "instruction":
-        return _messages(left.take(kind), kind)
-    asked, given = (_content(left.take(key, ""), repr(key)) for key in ("instruction", "input"))
-    return [*_history(left), _message("user", f"{asked}\n\n{given}" if given else asked)]
-
-
-def _history(left: Fields) -> list[dict[str, Any]]:
-    """Return the messages of `history`: a list of [question, answer], or of messages."""
-    history = left.take("history", [])
-    if isinstance(history, list) and all(isinstance(item, dict) for item in history):
-        return _messages(history, "history")
-    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
-        raise RowError("'history' is no list of [question, answer]")
-    return [
-        _message(role, _content(text, f"{role} {i} of 'history'"))
-        for i, item in enumerate(history, 1)
-        for role, text in zip(("user", "assistant"), item, strict=True)
-    ]
-
-
-def _turns(value: Any, key: str, role: str) -> list[dict[str, Any]]:
-    """Return the messages of a value: a text of `role`, a message, or a list of messages."""
-    if isinstance(value, dict):
-        value = [value]
-    return _messages(value, key) if isinstance(value, list) else [_message(role, _text(value, repr(key)))]
-
-
-def _with_system(left: Fields, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return (the messages with the text of a column of SYSTEM as the first message, notes)."""
-    texts = {key: text for key in SYSTEM if (text := _content(left.take(key, ""), repr(key)))}
-    if len(set(texts.values())) > 1:
-        raise RowError(f"{' and '.join(map(repr, texts))} are different texts. Fix: leave one of them out")
-    first = [_message("system", text) for text in texts.values()][:1]
-    if first and messages[:1] == first:
-        return messages, ("the system column repeats the first message, and is written once",)
-    return [*first, *messages], ()
-
-
-def _refuse_empty(messages: list[dict[str, Any]], key: str) -> None:
-    """Raise RowError for an empty answer. key: the row's key with the last answer; "": it is one of several messages."""
+def _refuse_empty(messages: list[Message], key: str) -> None:
+    """Raise RowError for an empty answer. key: the row's key with the last answer."""
     for i, message in enumerate(messages, 1):
         said = message["content"].strip() or "tool_calls" in message or message.get("train") is False
         if message["role"] == "assistant" and not said:
-            what = f"the assistant's message, number {i} of {len(messages)},"
-            what = key if key and i == len(messages) else what
+            what = f"{key!r}: the assistant's message, number {i} of {len(messages)},"
             raise RowError(f"{what} is empty, and the model would learn to answer nothing. Fix: leave the row out")
 
 
-def _notes_on(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+def _notes_on(messages: list[Message]) -> tuple[str, ...]:
     """Return notes on messages that ask for a loss they cannot have, and on null arguments of calls."""
     roles = {message["role"] for message in messages if message["role"] != "assistant" and message.get("train")}
     notes = [f"messages of the role {role} do not count in the loss, whatever `train` says" for role in sorted(roles)]
@@ -506,13 +391,12 @@ def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     A row may also have a `prompt` alone, as text or messages, or be a pair: then the chosen answer is the reference. Raises
     RowError.
     """
-    if {"chosen", "rejected"} <= row.keys():
-        left = Fields(row)
-        prompt, chosen, _, _ = _pair_of_messages(left)
-        row = {key: left.get(key) for key in left} | {"messages": prompt + chosen}
-    if form(row) is None and row.get("prompt"):
-        row = {**row, "messages": _turns(row["prompt"], "prompt", "user")}
-    talk = conversation(row)
+    if {*PAIR} <= row.keys():
+        talk = pair(row)[0]
+    elif form(row) is None and row.get("prompt"):
+        talk = conversation({**row, "messages": _turns(row["prompt"], "prompt", "user")})
+    else:
+        talk = conversation(row)
     last = talk.messages[-1]
     if last["role"] != "assistant":
         return talk, ""
@@ -522,9 +406,75 @@ def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     return talk.first(len(talk.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
 
 
-def _template_columns(left: Fields) -> tuple[list[Any] | None, dict[str, Any], tuple[str, ...]]:
+# ---- The values of a row
+
+
+def fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row that are not null. Those that are read are removed, and `_rest` notes the others."""
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _rest(left: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on each value that was not read. Raises RowError for a value that changes what is learnt."""
+    for key, value in left.items():
+        _refuse_unread(key, value, "the row")
+        if key in ROW_COUNTS and not is_empty(value) and value != ROW_COUNTS[key]:
+            of_users = key == "mask" and value in ("User", "user", "human")  # NeMo's, for what holds here anyway
+            flag = isinstance(value, bool | list | str) or value in (0, 1) or key.startswith("weight")  # not a measured loss
+            if flag and not of_users:
+                fix = "Fix: give each message of the assistant 'train' true or false"
+                raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
+        if key in LABELS and value is False:
+            raise RowError(f"the row has {key!r} = {value!r}, so its answer is a bad one. Fix: leave the row out")
+    return unread(left)
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value of a row says nothing: null, "", {}, [] or a list of such."""
+    if isinstance(value, list):
+        return all(is_empty(x) for x in value)
+    return value is None or value in ("", {})
+
+
+def unread(values: Mapping[str, Any], read: Container[str] = ()) -> tuple[str, ...]:
+    """Return a note on each value that says something, and whose key is not read."""
+    return tuple([f"not read: {key!r}" for key, value in values.items() if key not in read and not is_empty(value)])
+
+
+def shown_keys(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, list(row)[:8]))
+
+
+def _refuse_unread(key: str, value: Any, what: str) -> None:
+    if key in NOT_READ and value and not is_empty(value):
+        raise RowError(f"{what} has {key!r}, which is not read: {NOT_READ[key]}")
+
+
+def _history(left: dict[str, Any]) -> list[Message]:
+    """Return the messages of `history`: a list of [question, answer], or of messages."""
+    history = left.pop("history", [])
+    if isinstance(history, list) and all(isinstance(item, dict) for item in history):
+        return _messages(history, "history")
+    if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
+        raise RowError("'history' is no list of [question, answer]")
+    return [
+        _say(role, _content(text, f"{role} {i} of 'history'"))
+        for i, item in enumerate(history, 1)
+        for role, text in zip(("user", "assistant"), item, strict=True)
+    ]
+
+
+def _turns(value: Any, key: str, role: str) -> list[Message]:
+    """Return the messages of a value: a text of `role`, a message, or a list of messages or of parts of a text."""
+    if isinstance(value, dict):
+        value = [value]
+    parts = isinstance(value, list) and value and all(isinstance(x, dict) and {"text"} <= x.keys() <= PART for x in value)
+    return _messages(value, key) if isinstance(value, list) and not parts else [_say(role, _content(value, repr(key)))]
+
+
+def _template_columns(left: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any], tuple[str, ...]]:
     """Return (`tools`, `chat_template_kwargs`, notes) of a row. Each may be JSON text in the row. Raises RowError."""
-    tools, variables = (_json(left.take(key) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
+    tools, variables = (_json(left.pop(key, None) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
     if not isinstance(tools, list | None):
         raise RowError(f"'tools' is {kind_of(tools)}, not a list of functions")
     for i, tool in enumerate(tools or (), 1):
@@ -568,65 +518,58 @@ def load_json(text: str) -> Any:
 
 
 def _json(value: Any, what: str) -> Any:
-    """Return the value of a JSON text, or any other value unchanged. Raises RowError for bad JSON or a lone surrogate."""
-    if isinstance(value, str):
-        try:
-            value = load_json(value)
-        except RowError as e:
-            raise RowError(f"{what} is text, but not JSON ({e})") from e
-    _text(json.dumps(value, ensure_ascii=False, default=str), what)
-    return value
+    """Return the value of a JSON text, or any other value unchanged. Raises RowError for bad JSON."""
+    try:
+        return load_json(value) if isinstance(value, str) else value
+    except RowError as e:
+        raise RowError(f"{what} is text, but not JSON ({e})") from e
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def _say(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+def _messages(value: Any, key: str) -> list[Message]:
     if not isinstance(value, list):
         raise RowError(f"{key!r} is {kind_of(value)}, not a list of messages")
-    messages = []
-    for i, item in enumerate(value, 1):
-        what = f"message {i} of {key!r}"
-        if not isinstance(item, dict):
-            raise RowError(f"{what} is {kind_of(item)}, not an object")
-        nulls = [k for k, v in item.items() if v is None]
-        item = {k: v for k, v in item.items() if v is not None}
-        for k, v in item.items():
-            _refuse_unread(k, v, what)
-        role, content = ("role", "content") if "role" in item else ("from", "value")
-        calls = item.pop("tool_calls", None)
-        if missing := [k for k in ((role,) if calls else (role, content)) if k not in item]:
-            has = f"'{missing[0]}' is null" if missing[0] in nulls else f"has: {shown_keys(item)}"
-            raise RowError(f"{what} has no {missing[0]!r} ({has})")
-        name = item.pop(role)
-        if not isinstance(name, str) or name not in ROLES:
-            raise RowError(f"{what} has the role {name!r}; known are {', '.join(ROLES)}")
-        # OpenAI writes null, or nothing, beside calls of tools.
-        message = _message(ROLES[name], _content(item.pop(content, ""), f"{content!r} of {what}"))
-        if thoughts := [item.pop(k) for k in THOUGHTS if k in item]:
-            texts = [_content(x, f"the thoughts of {what}") for x in thoughts]
-            if len(set(texts)) > 1:
-                raise RowError(f"{what} has several thoughts under {', '.join(THOUGHTS)}. Fix: leave all but one out")
-            message |= dict.fromkeys(THOUGHTS[:2], texts[0])
-        if calls:
-            if not isinstance(calls, list):
-                raise RowError(f"'tool_calls' of {what} is {kind_of(calls)}, not a list of calls")
-            message["tool_calls"] = [_tool_call(call, what) for call in calls]
-        if (counts := _counts(item, what)) is not None:
-            message["train"] = counts
-        for k in ("name", "tool_call_id"):
-            if k in item:
-                _text(item[k], f"{k!r} of {what}")
-        message |= {k: _json_value(v, f"{k!r} of {what}") for k, v in item.items() if k not in COUNTS}
-        messages.append(message)
-    return messages
+    return [_message(item, f"message {i} of {key!r}") for i, item in enumerate(value, 1)]
 
 
-def _json_value(value: Any, what: str) -> Any:
-    """Return a value of a row that the template may read. Raises RowError for half a surrogate pair."""
-    _text(json.dumps(value, ensure_ascii=False, default=str), what)
-    return value
+def _message(given: Any, what: str) -> Message:
+    """Return a message in the form of templates. Raises RowError."""
+    if not isinstance(given, dict):
+        raise RowError(f"{what} is {kind_of(given)}, not an object")
+    item = fields(given)
+    for key, value in item.items():
+        _refuse_unread(key, value, what)
+    role, content = ("role", "content") if "role" in item else ("from", "value")
+    calls = item.pop("tool_calls", None)
+    if missing := [key for key in ((role,) if calls else (role, content)) if key not in item]:
+        has = f"'{missing[0]}' is null" if missing[0] in given else f"has: {shown_keys(item)}"
+        raise RowError(f"{what} has no {missing[0]!r} ({has})")
+    name = item.pop(role)
+    if not isinstance(name, str) or name not in ROLES:
+        raise RowError(f"{what} has the role {name!r}; known are {', '.join(ROLES)}")
+    # OpenAI writes null, or nothing, beside calls of tools.
+    message = _say(ROLES[name], _content(item.pop(content, ""), f"{content!r} of {what}"))
+    thoughts = {_content(item.pop(key), f"the thoughts of {what}") for key in THOUGHTS if key in item}
+    if len(thoughts) > 1:
+        raise RowError(f"{what} has several thoughts under {', '.join(THOUGHTS)}. Fix: leave all but one out")
+    message |= {key: text for text in thoughts for key in THOUGHTS[:2]}
+    if calls:
+        if not isinstance(calls, list):
+            raise RowError(f"'tool_calls' of {what} is {kind_of(calls)}, not a list of calls")
+        message["tool_calls"] = [_tool_call(call, what) for call in calls]
+    counts = {key: item.pop(key) for key in COUNTS if key in item}
+    for key, value in counts.items():
+        if value not in (0, 1):
+            raise RowError(f"{key!r} of {what} is {value!r}: must be 0 or 1, false or true")
+    if counts:
+        message["train"] = all(value == COUNTS[key] for key, value in counts.items())
+    for key in ("name", "tool_call_id"):
+        if key in item:
+            _text(item[key], f"{key!r} of {what}")
+    return message | item
 
 
 def _content(value: Any, what: str) -> str:
@@ -635,8 +578,8 @@ def _content(value: Any, what: str) -> str:
         return _text(value, what)
     texts = []
     for i, part in enumerate(value, 1):
-        part = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - {"type", "text"}:
+        part = fields(part) if isinstance(part, dict) else part
+        if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - PART:
             has = f"{kind_of(part)}, not an object"
             if isinstance(part, dict):
                 has = f"of the type {part.get('type', 'text')!r} with {', '.join(map(repr, part)) or 'nothing'}"
@@ -644,16 +587,6 @@ def _content(value: Any, what: str) -> str:
             raise RowError(f"part {i} of {what} is {has}, and only objects of the type text are read. {fix}")
         texts.append(_text(part.get("text"), f"part {i} of {what}"))
     return "".join(texts)
-
-
-def _counts(item: dict[str, Any], what: str) -> bool | None:
-    """Return whether a message counts in the loss by its keys in COUNTS; None without such keys. Raises RowError."""
-    found = []
-    for key in COUNTS.keys() & item.keys():
-        if item[key] not in (0, 1):
-            raise RowError(f"{key!r} of {what} is {item[key]!r}: must be 0 or 1, false or true")
-        found.append(item[key] == COUNTS[key])
-    return all(found) if found else None
 
 
 def _tool_call(call: Any, what: str) -> dict[str, Any]:
@@ -666,16 +599,10 @@ def _tool_call(call: Any, what: str) -> dict[str, Any]:
     arguments = _json(function["arguments"] or {}, f"the arguments of a tool call of {what}")
     if not isinstance(arguments, dict):
         raise RowError(f"the arguments of a tool call of {what} are {kind_of(arguments)}, not an object")
-    _json_value(call, f"a tool call of {what}")
-    others = {key: x for key, x in call.items() if x is not None} if function is not call else {}
-    own = {key: x for key, x in function.items() if x is not None and key not in ("id", "type")}
+    others = fields(call) if function is not call else {}
+    own = {key: x for key, x in fields(function).items() if key not in ("id", "type")}
     ids = {key: _text(call[key], f"{key!r} of a tool call of {what}") for key in ("id", "type") if call.get(key) is not None}
     return {"type": "function", **others, **ids, "function": {**own, "arguments": arguments}}
-
-
-def _refuse_unread(key: str, value: Any, what: str) -> None:
-    if key in NOT_READ and value and not is_empty(value):
-        raise RowError(f"{what} has {key!r}, which is not read: {NOT_READ[key]}")
 
 
 def kind_of(value: Any) -> str:

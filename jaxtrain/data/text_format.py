@@ -134,33 +134,30 @@ class TextFormat:
         return [*ids, *more] if len(ids) + len(more) > 1 else more[0]
 
 
-def of_files(spec: str, folder: str = "") -> TextFormat:
+def of_files(spec: str) -> TextFormat:
     """Return the text format of a tokenizer's files, and of config.json and generation_config.json beside them.
 
-    Reads only files on this machine.
+    Of a folder without a tokenizer.json only the ids are read. Reads only files on this machine. Raises TokenizerError if a
+    file cannot be read.
 
-    Args:
-      spec: the tokenizer, as data.tokenizer.
-      folder: the model's folder, if it has no tokenizer.json: then only its ids are read.
-
-    Raises:
-      TokenizerError: a file cannot be read.
+    spec: the tokenizer, as data.tokenizer.
     """
-    if folder:
-        tokenizer, sha256, eot, name, source, tokens = None, "", None, "", "", {}
-    else:
-        tokenizer = tokenizers.load_tokenizer(spec)
-        sha256, eot = tokenizer.sha256, tokenizer.eot
-        name, source = own_template(spec, offline=True)
-        byte = {"eos_token": "<|endoftext|>", "bos_token": ""}
-        tokens = byte if spec == "byte" else special_tokens(spec, offline=True)
-    beside = folder or spec
-    settings = {} if beside == "byte" else read_json(beside, "config.json", offline=True)
-    generation = {} if beside == "byte" else read_json(beside, GENERATION, offline=True)
-    eos = model_eos(beside, tokenizer.id_of if tokenizer else lambda text: None, offline=True)
+    settings, generation = (read_json(spec, file, offline=True) for file in ("config.json", GENERATION))
     special = {key: settings.get(key) for key in SPECIAL} if "model_type" in settings else {}
-    made = TextFormat(sha256, eot, (), tuple(eos), special, generation or None, source, name if source else "", tokens)
-    return made.named(tokenizer) if tokenizer else made
+    made = TextFormat(special=special, generation=generation or None)
+    if tokenizers.is_bare(spec):
+        return dataclasses.replace(made, eos=tuple(model_eos(spec, lambda text: None, offline=True)))
+    tokenizer = tokenizers.load_tokenizer(spec)
+    name, source = own_template(spec, offline=True)
+    return dataclasses.replace(
+        made,
+        tokenizer_sha256=tokenizer.sha256,
+        eot=tokenizer.eot,
+        eos=tuple(model_eos(spec, tokenizer.id_of, offline=True)),
+        template=source,
+        template_name=name if source else "",
+        tokens=special_tokens(spec, offline=True),
+    ).named(tokenizer)
 
 
 def of_token_files(headers: Sequence[Mapping[str, Any]]) -> TextFormat:
@@ -210,9 +207,7 @@ def _union(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
 
 def is_here(spec: str) -> bool:
     """Return whether a tokenizer's definition is on this machine."""
-    if spec.startswith("hf:"):
-        return tokenizers.cached_hub_path(spec.removeprefix("hf:")) is not None
-    return spec == "byte" or tokenizers.local_path(spec).is_file()
+    return spec == "byte" or tokenizers.find_file(spec, offline=True) is not None
 
 
 def load(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:

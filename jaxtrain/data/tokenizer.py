@@ -277,46 +277,48 @@ def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def local_path(spec: str, file: str = "") -> Path:
-    """Return the path of the tokenizer.json of a local `spec`, or of `file` in the same folder. Raises OSError."""
-    path = Path(spec).expanduser()
-    if file or path.is_dir():
-        path = (path if path.is_dir() else path.parent) / (file or DEFINITION)
-    return path
+def find_file(spec: str, file: str = "", offline: bool = False) -> Path | None:
+    """Return the path of the tokenizer.json of `spec`, or of another file of its folder; None if there is no such file.
 
-
-def read_beside(spec: str, file: str = "") -> bytes | None:
-    """Return the bytes of the tokenizer.json of `spec`, local or from the hub. file: another file of the same folder.
-
-    Return None if there is no such file. Raises TokenizerError if the hub fails, or if the file cannot be read.
+    A file of the hub is fetched unless it is on this machine or `offline`. Raises TokenizerError if it cannot be fetched, and
+    OSError for a path that cannot be.
     """
+    if spec == "byte":
+        return None
     if not spec.startswith("hf:"):
-        try:
-            path = local_path(spec, file)
-            return path.read_bytes() if path.is_file() else None
-        except OSError as e:
-            raise TokenizerError(f"tokenizer {spec!r}: cannot read {e.filename}: {e.strerror}. {KNOWN}") from e
+        path = Path(spec).expanduser()
+        if file or path.is_dir():
+            path = (path if path.is_dir() else path.parent) / (file or DEFINITION)
+        return path if path.is_file() else None
+    name, file = spec.removeprefix("hf:"), file or DEFINITION
+    cached = cached_hub_path(name, file)
+    if cached or offline:
+        return cached
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
 
-    name, file = spec.removeprefix("hf:"), file or DEFINITION
-    path = cached_hub_path(name, file)
-    if path is None:
-        try:
-            path = Path(huggingface_hub.hf_hub_download(name, file))
-        except EntryNotFoundError:  # no such file on the hub; or, by a subclass, no network and no local copy
-            return None
-        except Exception as e:  # no network, no such name, gated: many classes
-            raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e
-    return path.read_bytes()
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file))
+    except EntryNotFoundError:  # no such file on the hub; or, by a subclass, no network and no local copy
+        return None
+    except Exception as e:  # no network, no such name, gated: many classes
+        raise TokenizerError(f"tokenizer {spec!r}: {file} {NOT_FETCHED} ({type(e).__name__}: {e})") from e
+
+
+def read_beside(spec: str, file: str = "", offline: bool = False) -> bytes | None:
+    """Return the bytes of the file that `find_file` finds; None if there is none. Raises TokenizerError."""
+    try:
+        path = find_file(spec, file, offline)
+        return path.read_bytes() if path else None
+    except OSError as e:
+        raise TokenizerError(f"tokenizer {spec!r}: cannot read {e.filename}: {e.strerror}. {KNOWN}") from e
 
 
 def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
     """Return the contents of a JSON file beside the tokenizer.json of `spec`; {} if there is none. Raises TokenizerError."""
-    if offline and spec.startswith("hf:") and cached_hub_path(spec.removeprefix("hf:"), file) is None:
-        return {}
     try:
-        found = json.loads(b"{}" if (content := read_beside(spec, file)) is None else content)
+        content = read_beside(spec, file, offline)
+        found = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
         raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e}). Fetch it again") from e
     if not isinstance(found, dict):
@@ -338,10 +340,10 @@ def special_tokens(spec: str, offline: bool = False) -> dict[str, str]:
 
     special_tokens_map.json goes before tokenizer_config.json, and is not read if that file has `added_tokens_decoder`.
 
-    Args:
-      spec: a tokenizer of Hugging Face.
-      offline: read only files on this machine.
+    offline: read only files on this machine.
     """
+    if spec == "byte":
+        return {"eos_token": "<|endoftext|>", "bos_token": ""}
     settings = read_json(spec, "tokenizer_config.json", offline)
     out: dict[str, Any] = dict(CLASSES.get(str(settings.get("tokenizer_class")).removesuffix("Fast"), {})) | settings
     if "added_tokens_decoder" not in settings:
@@ -391,26 +393,23 @@ def model_eos(spec: str, id_of: Callable[[str], int | None], offline: bool = Fal
 
 def read_definition(spec: str) -> bytes:
     """Return the bytes of the tokenizer.json of `spec`. Raises TokenizerError if it cannot be read."""
-    found = read_beside(spec)
-    if found is None and spec.startswith("hf:"):
-        raise TokenizerError(f"tokenizer {spec!r}: {DEFINITION} {NOT_FETCHED}")
-    if found is None:
-        raise TokenizerError(f"tokenizer {spec!r}: {_without_definition(local_path(spec))}")
-    return found
+    if (found := read_beside(spec)) is not None:
+        return found
+    path = Path(spec).expanduser() / DEFINITION if is_bare(spec) else Path(spec).expanduser()
+    others = [name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()]
+    if spec.startswith("hf:"):
+        why = f"{DEFINITION} {NOT_FETCHED}"
+    elif others:
+        why = f"there is {others[0]} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
+    else:
+        why = f"cannot read {path}: no such file. {KNOWN}"
+    raise TokenizerError(f"tokenizer {spec!r}: {why}")
 
 
 def is_bare(spec: str) -> bool:
     """Return whether `spec` is a folder without a tokenizer.json, as some models are published."""
     folder = os.path.expanduser(spec)
     return os.path.isdir(folder) and not os.path.isfile(os.path.join(folder, DEFINITION))
-
-
-def _without_definition(path: Path) -> str:
-    """Return rule and remedy for a tokenizer.json that does not exist."""
-    other = next((name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()), "")
-    if not other:
-        return f"cannot read {path}: no such file. {KNOWN}"
-    return f"there is {other} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
 
 
 def saved_again(folder: Path) -> str:

@@ -137,8 +137,7 @@ def origin_of(folder: Folder) -> Origin:
 
 def folder_text(folder: Folder) -> TextFormat:
     """Return the text format of a Hugging Face folder (data/text_format.py). Raises TokenizerError."""
-    path = str(folder.path)
-    made = text_format.of_files(path) if (folder.path / "tokenizer.json").is_file() else text_format.of_files("", path)
+    made = text_format.of_files(str(folder.path))
     special = {key: folder.settings.get(key) for key in text_format.SPECIAL}
     return dataclasses.replace(made, special=special, eos=tuple(dict.fromkeys([*made.eos, *ids_in(special["eos_token_id"])])))
 

@@ -32,7 +32,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 def writing(folder: Path) -> list[int]:
     """Return the ids of the processes that are writing a part of a.tok."""
-    return [int(path.suffix[1:]) for path in (folder / "a.tok.partial").glob("*/*.tok.*")]
+    return [int(path.suffix[1:]) for path in (folder / "a.tok.partial").glob("*.tok.*")]
 
 
 def children(pid: int) -> list[int]:

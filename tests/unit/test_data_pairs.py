@@ -43,9 +43,9 @@ HELLO, YES, NO = "### user\nHi\n\n### assistant\n", "Yes<|endoftext|>", "No<|end
 )
 def test_rows(row, template, want):
     prompt, *completions = want
-    piece = PairRows(template, ()).piece(row)
-    assert piece.text == piece.rejected.text
-    for each, completion in zip((piece, piece.rejected), completions, strict=True):
+    members = PairRows(template, ()).pieces(row)
+    assert members[0].text == members[1].text
+    for each, completion in zip(members, completions, strict=True):
         counts = [part.loss for part in each.parts]
         assert counts == sorted(counts), "the completion is the end"
         found = ["".join(part.text for part in each.parts if part.loss == loss) for loss in (False, True)]
@@ -53,7 +53,7 @@ def test_rows(row, template, want):
 
 
 def test_a_token_that_begins_a_text_is_of_the_prompt():
-    piece = PairRows(None, (7,)).piece({"prompt": "", "chosen": "a", "rejected": "b"})
+    piece, _ = PairRows(None, (7,)).pieces({"prompt": "", "chosen": "a", "rejected": "b"})
     assert [(part.control, part.loss) for part in piece.parts] == [(7, False), (-1, False), (-1, True)]
 
 
@@ -61,8 +61,8 @@ def test_turns_of_the_prompt_do_not_count():
     """A user's turn within a completion does not count either."""
     before = [user("a"), assistant("b"), user("c")]
     row = {"chosen": [*before, assistant("d"), user("e"), assistant("f")], "rejected": [*before, assistant("g")]}
-    piece = PairRows(TEMPLATE, ()).piece(row)
-    counted = ["".join(p.text for p in each.parts if p.loss and p.control < 0) for each in (piece, piece.rejected)]
+    members = PairRows(TEMPLATE, ()).pieces(row)
+    counted = ["".join(p.text for p in each.parts if p.loss and p.control < 0) for each in members]
     assert counted == ["df", "g"]
 
 
@@ -83,7 +83,7 @@ def test_turns_of_the_prompt_do_not_count():
 )
 def test_rows_that_are_refused(row, template):
     with pytest.raises(RowError):
-        PairRows(template, ()).piece(row)
+        PairRows(template, ()).pieces(row)
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,9 @@ def test_bad_lines_with_one_reason_are_told_once(tmp_path):
     told = re.findall(r"a.jsonl:([\d, ]+): ", out)
     assert code == 2 and [[int(n) for n in lines.split(", ")] for lines in told] == [[1, 2, 3, *range(5, 21)], [4]]
     assert out.count("--chat") == 1 and "34" in out.splitlines()[-1]
+    for shard in ("--shard-mb=1", "--shard-mb=0.0005"):  # in one part, and in many
+        _, out = command(tmp_path, "prepare", "--input=a.jsonl", "--output=a.tok", "--skip-bad-lines", shard)
+        assert sum(len(lines.split(", ")) for lines in re.findall(r"a.jsonl:([\d, ]+): ", out)) == 20
 
 
 def test_bad_lines_are_named_counted_and_stop(tmp_path):
@@ -128,7 +131,7 @@ def test_verify_and_show_commands(tmp_path):
 
 def test_two_writers_of_one_output_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with prepare.parts_folder(tmp_path / "a.tok", {}, print):
+    with prepare.parts_folder(tmp_path / "a.tok"):
         assert command(tmp_path, "prepare", "--input=a.txt", "--output=a.tok")[0] == 2
     info = text_tokenizers.info(BYTE)
     with TokenWriter(tmp_path / "a.tok", info), pytest.raises(tokenfile.TokenFileError):
@@ -161,24 +164,24 @@ def test_parts_of_a_file_are_its_lines_once_each_with_their_numbers(tmp_path_fac
     path.write_text("\n".join(lines))
     said, parts = [], []
     for size in (1 << 30, part_bytes):
-        named, pieces = [], []
+        report, pieces = documents.Report(), []
         for cut in documents.cut_file(path, "jsonl", size):
-            pieces += [p.text for p in documents.read(documents.Input(cut, TextRows(["text"], ""), named.append))]
-        said.append(named)
+            pieces += [p.text for p in documents.read(cut, TextRows(["text"], ""), report)]
+        said.append(report.lines)
         parts.append(pieces)
     assert parts[0] == parts[1] == [json.loads(line)["text"] for line in lines if line.startswith('{"')]
     assert said[0] == said[1]
-    assert [s.split(":")[1] for s in said[0]] == [str(i) for i, line in enumerate(lines, 1) if line and '"' not in line]
+    assert [number for _, number, _ in said[0]] == [i for i, line in enumerate(lines, 1) if line and '"' not in line]
 
 
 def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkeypatch):
     """The command is interrupted after three parts, as by Ctrl-C, and repeated."""
     source, made = write_lines(tmp_path / "a.jsonl", 300), prepare.make_part
 
-    def stop(job, where, number, *rest):
-        if number == 3:
+    def stop(task, *rest):
+        if task.files[0].stem == "000003":
             raise KeyboardInterrupt
-        return made(job, where, number, *rest)
+        return made(task, *rest)
 
     def run(**options) -> list[str]:
         said = []
@@ -195,7 +198,7 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
             run()
         assert [f.stem for f in finished(tmp_path)] == ["000000", "000001", "000002"]
         if damage:
-            damage(finished(tmp_path)[1].with_suffix(".tok"))
+            damage(finished(tmp_path)[1])
         if age:
             os.utime(source, (1, 1))
         said = run(**options)
@@ -208,7 +211,7 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
     assert kept(age=True) == "" and texts(tmp_path / "a.tok") == want
     # a part that has changed is prepared again
     cut, flipped = (lambda p: p.write_bytes(p.read_bytes()[:-1])), (lambda p: poke(p, 70, p.read_bytes()[70] ^ 1))
-    for damage in (lambda p: p.with_suffix(".json").unlink(), cut, flipped, Path.unlink, swap):
+    for damage in (cut, flipped, Path.unlink, swap):
         assert kept(damage) == "2" and texts(tmp_path / "a.tok") == want
 
 
