@@ -26,10 +26,11 @@ Read = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray |
 class FileWindows:
     """The windows of a token file without loss bits. `rows` raises TokenFileError."""
 
-    def __init__(self, file: TokenFile, seq_len: int):
+    def __init__(self, file: TokenFile, seq_len: int, max_segments: int | None):
+        """Args: max_segments: documents in a window after which it is masked (`make_batch`); None: it never is."""
         self.name = str(file.path)
         self.file = file
-        self.seq_len = seq_len
+        self.seq_len, self.max_segments = seq_len, max_segments
         self.windows = count_windows(file.header["tokens"], seq_len)
         self._starts = file.doc_offsets
 
@@ -49,18 +50,28 @@ class FileWindows:
         return tokens_RS, row, self._starts[nth] - begin_R[row], None, None
 
     def spans(self, number: int) -> list[tuple[int, int]]:
-        """Return (first, last) of the inputs of each document in a window, as positions in the file."""
-        begin, end = number * self.seq_len, (number + 1) * self.seq_len
+        """Return (first, last) of the inputs of each document in a window that is not masked, as positions in the file."""
+        begin, end = number * self.seq_len, int(self._ends(np.asarray([number]))[0])
         low, high = np.searchsorted(self._starts, (begin, end - 1), "right")
         return list(itertools.pairwise([begin, *self._starts[low:high].tolist(), end]))
 
     def numbers_of(self, first: int, last: int) -> np.ndarray:
-        """Return the windows with an input among tokens first..last-1 of the file."""
-        return np.arange(first // self.seq_len, min((last - 1) // self.seq_len + 1, self.windows))
+        """Return the windows in which any of the tokens first..last-1 of the file is an input that is not masked."""
+        number_N = np.arange(first // self.seq_len, min((last - 1) // self.seq_len + 1, self.windows))
+        return number_N[self._ends(number_N) > first]
 
     def ranges(self, number_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first, last) of the tokens of windows, (N,) each, with the last target."""
-        return number_N * self.seq_len, (number_N + 1) * self.seq_len + 1
+        """Return (first, last) of the tokens of windows that are not masked, (N,) each, with the last target."""
+        end_N = self._ends(number_N)
+        return number_N * self.seq_len, end_N + (end_N == (number_N + 1) * self.seq_len)
+
+    def _ends(self, number_N: np.ndarray) -> np.ndarray:
+        """Return the ends of the inputs of windows that are not masked, as positions in the file, (N,)."""
+        begin_N = number_N * self.seq_len
+        if self.max_segments is None:
+            return begin_N + self.seq_len
+        masked_N = np.searchsorted(self._starts, begin_N, "right") + self.max_segments - 1  # the first document that is masked
+        return np.minimum(begin_N + self.seq_len, self._starts[np.minimum(masked_N, len(self._starts) - 1)])
 
     def borders(self, max_segments: int) -> tuple[int, int]:
         """Return (largest number of documents in a window, tokens that `max_segments` masks), by `windows.borders`."""
@@ -195,7 +206,7 @@ def open_windows(
     A file with loss bits has rows of whole conversations or whole pairs for every `packing`.
     """
     if file.loss_bits is None and packing != "best_fit":
-        return FileWindows(file, seq_len)
+        return FileWindows(file, seq_len, max_segments)
     return (PairRows if file.pairs else PackedRows)(file, seq_len, max_segments, seed)
 
 
