@@ -12,7 +12,7 @@ If a run has several sources, its mixture assigns each global index to a row of 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,6 +80,7 @@ class Batches:
         synthetic: bool = False,
     ):
         """Args: densities: of each source, bytes of text and targets that count, per token of its rows; () if unknown."""
+        load_shuffle()  # not with the first batch
         self.global_batch = global_batch
         self.seq_len = seq_len
         self.seed = seed
@@ -219,13 +220,20 @@ class Batches:
         return batch
 
 
+@functools.cache
+def load_shuffle() -> Callable[[int, int, int, int], int]:
+    """Return grain's permutation of indices. The first call imports jax, which takes seconds."""
+    from grain.experimental import index_shuffle
+
+    return index_shuffle
+
+
 def window_numbers(seed: int, source: int, windows: int, index_R: np.ndarray) -> np.ndarray:
     """Return the number of the window, of `windows`, at each row index of source number `source`, int64 (R,).
 
     Each epoch has another permutation of all windows.
     """
-    from grain.experimental import index_shuffle  # imports jax, which takes seconds
-
+    index_shuffle = load_shuffle()
     numbers = [index_shuffle(i % windows, windows - 1, _epoch_seed(seed, source, i // windows), 4) for i in index_R.tolist()]
     return np.asarray(numbers, np.int64)
 
