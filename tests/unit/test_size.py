@@ -11,7 +11,7 @@ BUDGETS = {
     "config": 4070,
     "runtime": 3060,
     "metrics": 3120,
-    "data": 5650,
+    "data": 5670,
     "kernels": 4310,
     "checkpoint": 1670,
     "models": 3940,
