@@ -34,6 +34,11 @@ class Ramp:
         """Return the sequences of optimizer step `step` + 1."""
         return next((size for size, until in self.parts if step < until), self.full)
 
+    def sizes(self, first: int, last: int) -> list[int]:
+        """Return the sequences of the steps after step `first` up to step `last`, each number once, ascending."""
+        borders = [first, *(until for _, until in self.parts if first < until < last)]
+        return list(dict.fromkeys(self.size(step) for step in borders))
+
     def until(self, step: int) -> int | None:
         """Return the number of steps after which the size of step `step` + 1 changes; None if it is the full one."""
         return next((until for _, until in self.parts if step < until), None)

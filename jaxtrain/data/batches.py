@@ -258,9 +258,7 @@ class OwnSource:
         self._limits = {"tokens": vocab_size, "targets": vocab_size} if vocab_size else {}
         if missing := [name for name in needed if not hasattr(made, name)]:
             rule = f"returns {type(made).__name__} without {', '.join(missing)}"
-            raise own_parts.WrongPart(
-                key, value, rule, "Return an object with the interface of jaxtrain.data.pipeline.Batches."
-            )
+            raise own_parts.WrongPart(key, value, rule, "Return an object with the interface of jaxtrain.data.batches.Batches.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked for by copy and pickle

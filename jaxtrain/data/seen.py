@@ -6,7 +6,6 @@ a source's sequences and documents as in training, not with its tokens.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from jaxtrain.config.schema import Data
 from jaxtrain.data.batches import window_numbers
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.synthetic import mix
-from jaxtrain.data.tokenfile import TokenFile
+from jaxtrain.data.tokenfile import CHECKED_BYTES, TokenFile
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.windows import FileWindows, PackedRows, open_windows
 
@@ -24,7 +23,7 @@ CHUNK = 1 << 24  # tokens of a file that are in memory at a time
 ROWS = 1 << 20  # rows of a source whose sequences are computed at a time
 NGRAM = 13  # tokens of an n-gram, as in Brown et al. 2020 (arXiv:2005.14165), appendix C
 MOST = 0.8  # fraction of a document's n-grams from which on most of the document counts as seen
-EDGE = 4  # tokens decoded around the inner tokens of a text
+EDGE = 4  # tokens around the inner tokens of a text that may belong to it
 PLACES = 1000  # places of a text that are looked up
 BITS = 24  # of the filter before the search for an n-gram
 LOW = np.uint64((1 << BITS) - 1)
@@ -74,6 +73,16 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Skipped:
+    """Rows that steps first..last read before a rollback to step `back_to`, and that the run passes over since then."""
+
+    first: int
+    last: int
+    back_to: int
+    rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Reading:
     """A step that reads a sequence, `row` of its batch, in the source's epoch `epoch`, from 1."""
 
@@ -87,11 +96,12 @@ class History:
 
     Attributes:
       done: number of steps that were done.
+      skipped: the data that was skipped after divergences.
       sources: the sources of the run's mixtures, by number: `name`, `path`, `content_sha256`.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], mixture: Mixture, done: int):
-        self.stretches, self.done = stretches, done
+    def __init__(self, stretches: Sequence[Stretch], mixture: Mixture, done: int, skipped: Sequence[Skipped] = ()):
+        self.stretches, self.done, self.skipped = stretches, done, skipped
         self._mixture = mixture
         self.sources = mixture.sources
         self._files: dict[int, TokenFile] = {}
@@ -114,6 +124,8 @@ class History:
                 raise SeenError(f"{path}: no such file, and the run has read it. Fix: put it back there") from e
             if file.header["content_sha256"] != content:
                 raise SeenError(f"{path}: is another file than the run has read. Fix: put the former one back there")
+            if file.opened.size < CHECKED_BYTES:
+                file.check()
             self._files[source] = file
         return self._files[source]
 
@@ -121,10 +133,11 @@ class History:
         """Return the number of the source with this path or name. Raises SeenError if there is none."""
         place = str(Path(path).expanduser().resolve())
         found = [k for k, each in enumerate(self.sources) if place == each["path"]]
-        found = found or [k for k, each in enumerate(self.sources) if path == each["name"]]
-        if not found:
-            there = ", ".join(self.label(k) for k in range(len(self.sources)))
-            raise SeenError(f"{path}: the run does not read it. It reads {there}")
+        if not found and not Path(path).expanduser().exists():
+            found = [k for k, each in enumerate(self.sources) if path == each["name"]]
+        if len(found) != 1:
+            rule = "are several files of the run" if found else "is no file of the run"
+            raise SeenError(f"{path}: {rule}. Fix: name one of {', '.join(each['path'] for each in self.sources)}")
         return found[0]
 
     def _open(self, source: int, data: Data) -> FileWindows | PackedRows:
@@ -141,10 +154,19 @@ class History:
 
     def step(self, step: int) -> list[Row]:
         """Return the rows of a step's batch. Raises SeenError if the run has no such step, or a file is gone."""
+        stretch = self.stretch_of(step)
+        return self.rows(stretch, stretch.rows(step))
+
+    def stretch_of(self, step: int) -> Stretch:
+        """Return the stretch of a step. Raises SeenError if the run has no such step."""
         stretch = next((each for each in self.stretches if each.first <= step <= each.last), None)
         if stretch is None:
-            raise SeenError(f"step {step}: the run has steps 1 to {self.stretches[-1].last}")
-        source_R, within_R = self._mixture_of(stretch).sources_of(stretch.rows(step))
+            raise SeenError(f"--step = {step}: the run has steps 1 to {self.stretches[-1].last}")
+        return stretch
+
+    def rows(self, stretch: Stretch, index_R: np.ndarray) -> list[Row]:
+        """Return the rows with these global indices, of the length that rows have in a stretch."""
+        source_R, within_R = self._mixture_of(stretch).sources_of(index_R)
         rows = []
         for row, (source, within) in enumerate(zip(source_R.tolist(), within_R.tolist(), strict=True)):
             windows = self._open(source, stretch.data)
@@ -190,7 +212,7 @@ class History:
         A place is read with any of its tokens first..last-1.
         """
         readings: list[list[Reading]] = [[] for _ in places]
-        for stretch in self.stretches:
+        for stretch in self.stretches if places else ():
             windows, mixture = self._open(source, stretch.data), self._mixture_of(stretch)
             wanted = [set(windows.numbers_of(*place).tolist()) for place in places]
             every = np.asarray(sorted(set().union(*wanted)), np.int64)
@@ -211,9 +233,14 @@ class History:
         begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for stretch in self.stretches:
             windows = self._open(source, stretch.data)
-            read = np.zeros(windows.windows, bool)
-            for _, number in self._numbers(stretch, source, until, progress):
-                read[number] = True
+            read, n = np.zeros(windows.windows, bool), windows.windows
+            indices = self._read(stretch, source, until)
+            if indices.stop // n > -(-indices.start // n) and not stretch.skipped:  # a whole epoch
+                read[:] = True
+                progress(len(indices))
+            else:
+                for _, number in self._numbers(stretch, source, until, progress):
+                    read[number] = True
             first, last = windows.ranges(np.flatnonzero(read))
             begins.append(first)
             ends.append(last)
@@ -225,7 +252,7 @@ class History:
 
 
 def places(file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress = lambda n: None) -> list[tuple[int, int]]:
-    """Return (first, last) of the tokens of each place of a text in a file, the first PLACES of them.
+    """Return (first, last) of the tokens of each place of a text in a file, the first PLACES of them. Places do not overlap.
 
     A place is found by its inner tokens: those at the ends of the text may be part of tokens that go beyond it. A text of few
     tokens is found only where it has the tokens that the text has by itself, or after a space.
@@ -234,25 +261,31 @@ def places(file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress 
     for way in dict.fromkeys((text, " " + text, text.strip())):
         ids = np.asarray(tokenizer.encode(way))
         inner.append(ids if len(ids) < 4 else ids[1:-1])
-    found: dict[int, int] = {}
-    size = max(map(len, inner))
-    for first in range(0, file.header["tokens"], CHUNK):
-        part = file.tokens[first : first + CHUNK + size]
-        for ids in {tuple(ids.tolist()): ids for ids in inner if len(ids)}.values():
+    found: list[tuple[int, int]] = []
+    size, end = max(map(len, inner)) + EDGE, 0
+    for start in range(0, file.header["tokens"], CHUNK):
+        origin = max(0, start - EDGE)
+        part = file.tokens[origin : start + CHUNK + size]
+        candidates: dict[int, int] = {}
+        for ids in (ids for ids in inner if len(ids)):
             at = np.flatnonzero(part[: len(part) - len(ids) + 1] == ids[0])
             for i in range(1, len(ids)):
                 at = at[part[at + i] == ids[i]]
-            for begin in at.tolist():
-                around = part[max(0, begin - EDGE) : begin + len(ids) + EDGE]
-                if text in tokenizer.decode(around):
-                    found.setdefault(first + begin, first + begin + len(ids))
-        progress(len(part))
-        if len(found) >= PLACES:
-            break
-    apart = [
-        (first, last) for (_, before), (first, last) in itertools.pairwise([(0, 0), *sorted(found.items())]) if first >= before
-    ]
-    return apart[:PLACES]
+            candidates |= dict.fromkeys(at.tolist(), len(ids))
+        for begin, length in sorted(candidates.items()):
+            low, high = max(0, begin - EDGE, end - origin), begin + length + EDGE
+            if begin < low or text not in tokenizer.decode(part[low:high]):
+                continue
+            while text in tokenizer.decode(part[low : high - 1]):
+                high -= 1
+            while text in tokenizer.decode(part[low + 1 : high]):
+                low += 1
+            end = origin + min(high, len(part))
+            found.append((origin + low, end))
+            if len(found) == PLACES:
+                return found
+        progress(min(CHUNK, file.header["tokens"] - start))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,11 +315,13 @@ def overlap(history: History, held_out: TokenFile, until: int, n: int = NGRAM, p
         if history.file(k).header["tokenizer"]["sha256"] != held_out.header["tokenizer"]["sha256"]:
             rule = f"{held_out.path}: has another tokenizer than {history.label(k)}, so their tokens cannot be compared"
             raise SeenError(f"{rule}. Fix: prepare it again with --tokenizer={history.file(k).header['tokenizer']['name']}")
+    held_out.check()
     tokens, offsets = held_out.tokens[:], held_out.doc_offsets[:]
     sizes = np.diff(offsets)
     document = np.repeat(np.arange(len(sizes)), sizes)  # of each token
     exact, _ = _document_hashes(tokens, offsets)
-    grams, inside = _ngram_hashes(tokens, n), np.flatnonzero(document[: len(tokens) - n + 1] == document[n - 1 :])
+    grams = _ngram_hashes(tokens, n)
+    inside = np.flatnonzero(document[: len(grams)] == document[n - 1 :])
     known, wanted = np.unique(grams[inside]), np.unique(exact)
     likely = np.zeros(1 << BITS, bool)  # by the low bits of a hash: whether a known n-gram has these
     likely[known & LOW] = True

@@ -292,6 +292,8 @@ class OpenFile:
 
     def __init__(self, path: Path):
         self.path = path
+        if path.is_dir():
+            raise TokenFileError(f"{path}: is a folder, and no token file")
         self.fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.fd).atexit = False  # a thread may still be reading
         was = os.fstat(self.fd)

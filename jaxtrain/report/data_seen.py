@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data import seen
-from jaxtrain.data.seen import History, SeenError
+from jaxtrain.data.seen import History, Row, SeenError
 from jaxtrain.data.show import counted, tokenizer_of, written
 from jaxtrain.data.tokenfile import TokenFile
 
@@ -29,8 +29,17 @@ def progress(total: int) -> Iterator[Callable[[int], None]]:
 
 def print_step(history: History, step: int, texts: bool) -> None:
     """Print the documents of a step, a line each; with `texts`, also their tokens as text."""
-    rows = history.step(step)
+    rows, stretch = history.step(step), history.stretch_of(step)
     print(f"step {step}: {counted(len(rows), 'sequence')}, {'read' if step <= history.done else 'not read yet'}")
+    _print_rows(history, rows, texts)
+    for skipped in history.skipped:
+        if skipped.first <= step <= skipped.last:
+            steps = f"steps {skipped.first} to {skipped.last} before the rollback to step {skipped.back_to}"
+            print(f"{steps}: {counted(len(skipped.rows), 'sequence')}, skipped since then")
+            _print_rows(history, history.rows(stretch, skipped.rows), texts)
+
+
+def _print_rows(history: History, rows: list[Row], texts: bool) -> None:
     print("sequence  epoch  document  tokens of the document       file")
     for row in rows:
         file, label = history.file(row.source), history.label(row.source)
@@ -77,7 +86,7 @@ def print_document(history: History, named: str) -> None:
 
 def print_text(history: History, text: str) -> None:
     """Print when the documents with a text are read, for each place of the text. Raises SeenError."""
-    found = 0
+    found, full = 0, False
     for source in range(len(history.sources)):
         file, label = history.file(source), history.label(source)
         tokenizer, note = tokenizer_of(file)
@@ -87,19 +96,24 @@ def print_text(history: History, text: str) -> None:
             places = seen.places(file, tokenizer, text, advance)
         print_readings(history, source, places[: max(0, SHOWN - found)])
         found += len(places)
+        full |= len(places) == seen.PLACES
     limit = f"; the first {SHOWN} are listed" if found > SHOWN else ""
-    print(f"{counted(found, 'place')} with this text in {counted(len(history.sources), 'file')}{limit}")
+    more = " or more" if full else ""
+    print(f"{counted(found, 'place')}{more} with this text in {counted(len(history.sources), 'file')}{limit}")
 
 
 def print_overlap(history: History, path: Path, until: int, n: int) -> None:
     """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams."""
-    held_out = TokenFile.open(path)
+    held_out, last = TokenFile.open(path), history.stretches[-1].last
+    if until > last:
+        raise SeenError(f"--step = {until}: the run has steps 1 to {last}")
     sources = range(len(history.sources))
     work = sum(history.work(k, until) + history.file(k).header["tokens"] for k in sources)
     with progress(work) as advance:
         found = seen.overlap(history, held_out, until, n, advance)
     share_D = np.nan_to_num(found.ngrams_D)
-    print(f"{path}: {counted(len(share_D), 'document')}, compared with what steps 1 to {until} read")
+    tense = "read" if until <= history.done else "will have read"
+    print(f"{path}: {counted(len(share_D), 'document')}, compared with what steps 1 to {until} {tense}")
     print(f"  equal to a document that was read: {found.exact_D.sum():,}")
     print(f"  with an n-gram of {n} tokens that was read: {(share_D > 0).sum():,}")
     print(f"  with {seen.MOST:.0%} of their n-grams or more: {(share_D >= seen.MOST).sum():,}")

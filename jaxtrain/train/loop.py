@@ -44,7 +44,7 @@ class Loop:
     def __init__(
         self,
         setup: Setup,
-        compiled: Compiled,
+        sizes: dict[int, Compiled],
         restored: Restored,
         services: Services,
         saver: Saver,
@@ -52,9 +52,14 @@ class Loop:
         start_times: StartTimes,
         restore: Callable[[], Restored],
     ):
-        """Args: restore: returns the state of the newest checkpoint that is not damaged, for a rollback."""
+        """Make the loop of an attempt.
+
+        Args:
+          sizes: the compiled steps, by the sequences of a step.
+          restore: returns the state of the newest checkpoint that is not damaged, for a rollback.
+        """
         self.setup, self.services, self.saver, self.log = setup, services, saver, log
-        self.compiled, self._sizes = compiled, {compiled.size: compiled}
+        self.compiled, self._sizes = sizes[setup.run.ramp.size(restored.start.step)], sizes
         self.run, self.program, self.data = setup.run, setup.program, setup.data
         self.current: Any = restored.state
         self.start, self.base = restored.start, restored.base
@@ -71,7 +76,7 @@ class Loop:
             services.console.say,
             process_index=services.peers.process_index,
             asked=lambda: services.stop.traces,
-            program=compiled.train,
+            program=self.compiled.train,
             graphs=jax.local_devices()[0].platform == "gpu" and setup.options.options.get(compiler.GRAPHS) != "",
         )
         self._verifier = Verifier(self.program.state, self.program.placement.mesh, services.console.say)
@@ -93,7 +98,7 @@ class Loop:
     def _begin_size(self) -> None:
         """Begin the steps after step `done` that have the same number of sequences, and start to read their batches.
 
-        The train step of this size is compiled, unless this attempt has compiled it before.
+        After a rollback to before the first step of this attempt, the train step of this size may have to be compiled.
         """
         services, ramp = self.services, self.run.ramp
         size, until = ramp.size(self.done), ramp.until(self.done)
@@ -105,8 +110,8 @@ class Loop:
             with services.phase("compile", "compile"):
                 self._sizes[size] = resized(self.setup, self.compiled, size, services)
                 services.peers.gather("compiled", "", AGREE_S)  # no process may wait for another one within a step
-                if self.log.watch is None:
-                    self.log.compare(expected_times(self.setup, self._sizes[size], services))
+        if self.log.watch is None:
+            self.log.compare(expected_times(self.setup, self._sizes[size], services))
         if size != self.compiled.size:
             self.compiled, self._slow_steps, self._times = self._sizes[size], SlowSteps(), StepTimes()
             self._tracer.use(self.compiled.train)

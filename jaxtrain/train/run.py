@@ -63,7 +63,7 @@ from jaxtrain.train.loop import Loop
 from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
-from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints
+from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints, resized
 from jaxtrain.train.step_log import StepLog
 from jaxtrain.train.summary import print_summary
 from jaxtrain.train.timing import StartTimes, process_age_s
@@ -622,6 +622,9 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
     with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
         setup, compiled = compile_steps(setup, services)
         watch = expected_times(setup, compiled, services)
+        sizes = {compiled.size: compiled}
+        for each in setup.run.ramp.sizes(setup.start.step, setup.run.train.steps)[1:]:
+            sizes[each] = resized(setup, compiled, each, services)  # a step that does not fit ends the run here
     start_times.end("compile")
 
     with out_of_memory_explained(setup.run, compiled.memory):
@@ -643,7 +646,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
         pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
         with Monitor(pools, process=services.peers.process_index) as monitor:
             log = StepLog(setup.program, setup.data, services, monitor, watch)
-            loop = Loop(setup, compiled, restored, services, saver, log, start_times, restore_newest)
+            loop = Loop(setup, sizes, restored, services, saver, log, start_times, restore_newest)
             del restored  # its state is donated to the first step
             ending.facts = loop.facts
             try:

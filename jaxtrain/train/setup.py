@@ -162,7 +162,7 @@ def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, sta
 def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     """Compile the first train step and the evaluation step, and report the train step's memory by class.
 
-    With train.batch_ramp, steps of other sizes are compiled when the run reaches them (`resized`).
+    With train.batch_ramp, `resized` compiles the steps of other sizes.
 
     Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the choice of saved activations that fits.
     Raises OutOfMemory if the train step does not fit.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import runs
 from faults import same
+from token_files import open_batches
 
 from jaxtrain import main
 from jaxtrain.checkpoint import files
@@ -21,6 +22,7 @@ from jaxtrain.data.tokenfile import TokenWriter
 from jaxtrain.step import state
 from jaxtrain.step.batch import place_batch
 from jaxtrain.train import replay
+from jaxtrain.train.history import open_history
 
 TOKENS = 8 * 32  # tokens of a step
 ROLLBACK = {"train__on_divergence": "rollback", "train__max_skipped_steps": 3}
@@ -164,6 +166,16 @@ def test_a_rollback_passes_over_the_data(tmp_path: Path, monkeypatch: pytest.Mon
         assert [line["tokens"] for line in lines] == [TOKENS * batches for batches in read]
         [passed] = json.loads((workdir / "checkpoints/skipped_data.json").read_text())["skipped"]
         assert passed["tokens"] == [4 * TOKENS, 7 * TOKENS] and passed["back_to"] == 3
+        history = open_history(workdir)
+        batches = open_batches(source, seq_len=32, global_batch=8, max_segments=4)
+        want = [np.concatenate([batch(batches, k)["tokens"] for k in numbers]) for numbers in ([3], [7], [4, 5, 6])]
+        [skipped] = history.skipped
+        passed_over = history.rows(history.stretch_of(5), skipped.rows)
+        for rows, tokens_RT in zip((history.step(4), history.step(5), passed_over), want, strict=True):
+            for row, tokens_T in zip(rows, tokens_RT, strict=True):
+                parts = [history.file(row.source).tokens[first:last] for _, first, last in row.spans]
+                assert np.concatenate(parts).tolist() == tokens_T.tolist()
+        assert (skipped.first, skipped.last, skipped.back_to) == (5, 7, 3)
     assert same(runs.tensors(tmp_path / "resumed", 11), runs.tensors(tmp_path / "whole", 11))
     data, other = (json.loads((tmp_path / n / "checkpoints/11/meta.json").read_text())["data"] for n in ("whole", "resumed"))
     assert data["mixture"] == other["mixture"]

@@ -156,6 +156,33 @@ def test_places_of_a_text(tmp_path, monkeypatch):
         assert seen.places(file, BYTE, "jaxtrain") == []
 
 
+def test_repeated_text_and_the_edges_of_a_text(tmp_path):
+    path = write_file(tmp_path / "a.tok", [[ord("=")] * 100, list(b"0123 WXYZ 56")])
+    file = TokenFile.open(path)
+    assert seen.places(file, BYTE, "=======") == [(k * 7, k * 7 + 7) for k in range(14)]
+    assert seen.places(file, BYTE, "WXYZ") == [(106, 110)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 11, 12])
+def test_held_out_documents_shorter_than_an_n_gram(folder, tmp_path, size):
+    history, _ = run(folder, chat=False)
+    path = write_file(tmp_path / "held.tok", [list(range(size))], vocab_size=1 << 20)
+    result = seen.overlap(history, TokenFile.open(path), 24, n=13)
+    assert np.isnan(result.ngrams_D).tolist() == [size < 12] and not result.exact_D.any()
+
+
+def test_a_name_of_several_files_is_refused(folder, tmp_path, monkeypatch):
+    history, _ = run(folder, chat=False)
+    write_file(tmp_path / "c.tok", [[1]])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SeenError):
+        history.source_of("c.tok")  # another file than the run's
+    history.sources[1] = {**history.sources[1], "name": "a.tok"}
+    with pytest.raises(SeenError):
+        history.source_of("a.tok")
+    assert history.source_of(f"{folder}/a.tok") == 0
+
+
 def test_a_file_that_is_gone_or_another_is_named(folder, tmp_path):
     history, _ = run(folder, chat=False)
     source = history.source_of("b.tok")
