@@ -120,12 +120,14 @@ def _traced(talk: Conversation, chosen: Container[int]) -> tuple[Conversation, l
     def described(value: Any, what: str) -> Any:
         if isinstance(value, list | tuple):
             return [described(x, what) for x in value]
+        if what == TOOLS and isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+            return {**value, "function": described(value["function"], TOOLS)}
         made = dict(value) if isinstance(value, Mapping) else {}
         for key, x in made.items():
             if isinstance(x, str) and key in ("description", "name")[: 2 if what == TOOLS else 1]:
                 made[key] = put(x, -1, what)
             elif key not in ("default", "enum", "const", "examples"):
-                made[key] = described(x, what if key == "function" else DETAIL)
+                made[key] = described(x, DETAIL)
         return made if isinstance(value, Mapping) else value
 
     messages = []
@@ -143,7 +145,8 @@ def _traced(talk: Conversation, chosen: Container[int]) -> tuple[Conversation, l
 
 def _without_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a function without its parameters."""
-    made = {**tool, "function": _without_parameters(tool["function"])} if "function" in tool else dict(tool)
+    function = tool.get("function")
+    made = {**tool, "function": _without_parameters(function)} if isinstance(function, Mapping) else dict(tool)
     return made | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
 
 
@@ -242,7 +245,9 @@ class ChatTemplate:
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
         self._control = _pattern(control)
         texts = [token.text for token in control]
-        self._starts = re.compile(f"(?s)(?={'|'.join(map(re.escape, texts))})(.)" if texts else r"(?!)")
+        first = re.escape("".join(sorted({text[0] for text in texts})))  # a quick test, for tokenizers of many control tokens
+        first = re.escape("".join(sorted({text[0] for text in texts})))  # tested before all tokens, of which there may be many
+        self._starts = re.compile(f"(?s)(?=[{first}])(?={'|'.join(map(re.escape, texts))})." if texts else r"(?!)")
         self._beginnings = tuple({text[:n] for text in texts for n in range(1, len(text))})
         self._endings = tuple({text[n:] for text in texts for n in range(1, len(text))})
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
@@ -265,7 +270,7 @@ class ChatTemplate:
             raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD4, which are used as marks here")
         if found := [token.text for token in self.control if len(token.text) == 1 and token.text in text]:
             raise RowError(f"a message holds {found[0]!r}, a control token of one character, which cannot be told from text")
-        core, guarded = text.strip(), self._starts.sub(rf"\1{MARK}", text)
+        core, guarded = text.strip(), self._starts.sub(rf"\g<0>{MARK}", text)
         if joins and core and (core in self._insides or core.endswith(self._beginnings) or core.startswith(self._endings)):
             inner = guarded.strip()
             guarded = f"{MARK}{inner}{MARK}".join(guarded.split(inner, 1))
@@ -417,11 +422,11 @@ class ChatTemplate:
         plain = _unmarked(whole)
         skipped = [not message.get("train", True) for message in talk.messages if message["role"] == "assistant"]
         try:
-            spans, before = self._turns(guarded, whole)
+            spans = self._turns(guarded, whole)
         except RowError:
             if loss != "all" or any(skipped):
                 raise
-            spans, before = [], 0  # they are sought only for the tokens that end them
+            spans = []  # they are sought only for the tokens that end them
         whole = whole.replace(OPEN, "").replace(CLOSE, "")
         if any(skipped) and len(spans) != len(skipped):
             raise RowError(
@@ -433,7 +438,7 @@ class ChatTemplate:
         if loss == "all":
             borders = [0, *(border for span in without for border in span), len(whole)]
             return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)), spans)
-        counted = spans[before:]
+        counted = spans[self._turns_of_prompt(guarded) :]
         if not counted:
             raise RowError("no assistant's turn, so nothing counts in the loss (--loss=all counts all of it)")
         counted = [span for span in (counted[-1:] if loss == "last" else counted) if span not in without]
@@ -441,14 +446,16 @@ class ChatTemplate:
             raise RowError("no turn counts in the loss: `train` is false, or `weight` 0. Fix: leave the row out")
         return plain, self._cut(whole, counted, spans)
 
-    def _turns(self, talk: Conversation, whole: str) -> tuple[list[tuple[int, int]], int]:
-        """Return (begin, end) of each assistant turn in the text, and the number of turns of the prompt.
-
-        Raises RowError if the turns are not found.
-        """
+    def _turns_of_prompt(self, talk: Conversation) -> int:
+        """Return the number of assistant turns in the prompt. Raises RowError."""
         if self.marks_turns:
-            before = _marked_spans(self.render(talk.first(talk.prompt))) if talk.prompt else []
-            return _marked_spans(whole), len(before)
+            return len(_marked_spans(self.render(talk.first(talk.prompt)))) if talk.prompt else 0
+        return sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
+
+    def _turns(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
+        """Return (begin, end) of each assistant turn in the text. Raises RowError if the turns are not found."""
+        if self.marks_turns:
+            return _marked_spans(whole)
         spans = []
         turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
         for i in turns:
@@ -469,7 +476,7 @@ class ChatTemplate:
                 if not whole[token.end() : end].strip():
                     end = token.end()
             spans.append((begin, end))
-        return spans, sum(i < talk.prompt for i in turns)
+        return spans
 
     def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
         """Return (begin, end) of each assistant turn in the text: from a generation prompt to the token that ends the answer.

@@ -222,7 +222,7 @@ def read_jsonl(cut: Cut, _: Columns) -> Iterator[Found]:
             if line.strip():
                 yield number, _row(line), ()
             at += len(line)
-            if at == cut.end:
+            if 0 <= cut.end <= at:
                 return
 
 

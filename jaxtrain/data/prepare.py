@@ -194,6 +194,8 @@ def prepare(
             tasks.append(Task(job, files, [digest, number], part, skip_bad_lines))
         if bad := make_all(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
             say(f"{count_lines(bad)} left out")
+        if changed := [path for path, size, time_ns in state if os.path.isfile(path) and time_ns != os.stat(path).st_mtime_ns]:
+            raise PrepareError(f"--input={changed[0]}: has changed while it was read. Fix: give the same command again")
         info = tokenizers.info(tok)
         writers = [
             stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, made=made))
@@ -277,7 +279,8 @@ def find_kinds(pattern: str, format: str) -> dict[Path, str]:
     others = [path for path, kind in found.items() if kind == "text" and not ending(path).lower().startswith(".txt")]
     if rows and others:
         globs = list(dict.fromkeys(f"{glob.escape(str(path.parent))}/*{ending(path)}" for path in rows))
-        names = globs if {*find_inputs(globs)} == {*rows} else rows
+        matched = {Path(path) for each in globs for path in glob.glob(each)}  # no name that begins with a dot
+        names = globs if matched == {*rows} else rows
         fix = " ".join(f"--input='{name}'" for name in names)
         rule = f"{others[0].name} would be a document beside the rows of {rows[0].name}"
         raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
@@ -369,7 +372,7 @@ class Task(NamedTuple):
         return sum(cut.size for cut in self.part)
 
     def finished(self) -> Report | None:
-        """Return what an earlier run has found in the part; None: it is missing or changed, or has bad lines."""
+        """Return what an earlier run has found in the part; None: it is missing or changed."""
         try:
             files = [TokenFile.open(path) for path in self.files]
             made = [file.header["made"] for file in files]
@@ -377,7 +380,7 @@ class Task(NamedTuple):
                 file.check()
         except (OSError, TokenFileError):
             return None
-        if any(each.get("part") != self.identity for each in made) or (made[0]["bad"] and not self.skip_bad_lines):
+        if any(each.get("part") != self.identity for each in made):
             return None
         return Report(made[0]["bad"], made[0]["lines"], collections.Counter(made[0]["notes"]))
 
@@ -491,7 +494,7 @@ def make_part(task: Task, made: Any) -> Report:
 
 
 def add(made: Any, size: int, tokens: int) -> None:
-    with made.get_lock():
+    with contextlib.nullcontext() if isinstance(made, list) else made.get_lock():
         made[0] += size
         made[1] += tokens
 
@@ -537,8 +540,9 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
     if kept:
         say(f"{folder}: {len(tasks) - len(missing)} of {len(tasks)} parts are finished; continuing")
     elif any(path.suffix == ".tok" for path in others):
-        say(f"{folder} was left by a run with other inputs or options; starting again")
-    made = SPAWN.Array("q", 2)
+        say(f"{folder} has no intact part of these inputs and options; starting again")
+    processes = min(processes, len(missing))
+    made = SPAWN.Array("q", 2) if processes > 1 else [0, 0]
     total_size = sum(task.size for task in tasks)
     total = Report()
     try:
@@ -595,14 +599,20 @@ def make_parts(tasks: list[Task], processes: int, made: Any) -> Generator[Report
 
     The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
     """
-    if processes == 1 or len(tasks) == 1:
+    if processes <= 1:
         for task in tasks:
             yield make_part(task, made)
         return
     closed, open_end = SPAWN.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(max(1, min(processes, len(tasks))), SPAWN, _begin_worker, (made, closed))
+    pool = ProcessPoolExecutor(processes, SPAWN, _begin_worker, (made, closed))
     try:
-        for future in [pool.submit(_work, task) for task in tasks]:
+        # Ctrl-C is for this process alone: workers inherit the mask, and end when the pipe is closed.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(_work, task) for task in tasks]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for future in futures:
             yield future.result()
     except BrokenProcessPool as e:
         raise PrepareFailed(
@@ -618,10 +628,9 @@ _made: Any = None  # in a worker: bytes read and tokens made by all processes, s
 
 
 def _begin_worker(made: Any, closed: Any) -> None:
-    """Set up a worker: it shares `made`, ignores Ctrl-C, uses one core, and ends when its parent ends or closes the pipe."""
+    """Set up a worker: it shares `made`, uses one core, and ends when its parent ends or closes the pipe."""
     global _made
     _made = made
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers use the cores
 
     def follow() -> None:

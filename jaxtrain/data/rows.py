@@ -247,7 +247,7 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
         prompt, (completion,), notes = _answered(left, ANSWERS[kind], {kind: _turns(left.pop(kind), kind, "assistant")})
     else:
         completion = _messages(left.pop(kind), kind)
-    if not prompt and not completion:
+    if not completion:
         raise RowError(f"{kind!r} is empty")
     _refuse_empty(prompt + completion, kind)
     (talk,) = _conversations(left, prompt, [completion], notes)

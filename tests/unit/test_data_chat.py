@@ -519,3 +519,43 @@ def test_conversations_beside_text(tmp_path):
         index, _ = mixture.interleave(np.arange(step * 8, step * 8 + 8), both.mixture.phases[0].weights)
         assert all(np.array_equal(batch[k][index == 0], alone[k]) for k in batch)
         assert (batch["segments"][index == 0] > 0).all()
+
+
+def test_a_tokenizer_without_control_tokens():
+    made = chat_template.ChatTemplate("t", "{{ messages[0]['content'] }}", {}, (), "2026-11-22")
+    assert made.guard("a <s> b") == "a <s> b" and made.turn_ends() == set()
+
+
+WHOLE_TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+FUNCTIONS = "{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "tool"),
+    [
+        (WHOLE_TOOLS, {"name": "f", "description": "d", "parameters": {"type": "object"}, "function": None}),
+        (WHOLE_TOOLS, {"name": "f", "description": "d", "function": "f"}),
+        (FUNCTIONS, {"type": "function", "description": "outer", "function": {"name": "f", "description": "d"}}),
+    ],
+)
+def test_tools_in_odd_forms_are_written(source, tool):
+    made = chat_template.ChatTemplate("t", source, {}, (), "2026-11-22")
+    assert made.check(Conversation([{"role": "user", "content": "q"}], tools=[tool])) == ()
+
+
+def test_the_end_of_a_turn_is_known_if_every_token_counts_and_the_prompt_cannot_be_written_alone():
+    source = (
+        "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    made = chat_template.ChatTemplate("t", source, {}, (text_tokenizers.ControlToken("<e>", 7),), "2026-11-22")
+    roles = ("system", "user", "assistant")
+    talk = Conversation([{"role": role, "content": role} for role in roles], prompt=1)
+    assert [part.control for part in made.parts(talk, "all")[1] if part.turn == "end"] == [7]
+
+
+def test_an_answer_without_messages_is_refused():
+    for row in ({"instruction": "hi", "output": []}, {"instruction": "hi", "output": [], "history": [["a", "b"]]}):
+        with pytest.raises(chat_template.RowError):
+            rows.conversation(row)

@@ -215,6 +215,49 @@ def test_finished_parts_are_kept_and_what_differs_starts_afresh(tmp_path, monkey
         assert kept(damage) == "2" and texts(tmp_path / "a.tok") == want
 
 
+@pytest.mark.parametrize("more", [1, 40])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, more):
+    source, output, make = write_lines(tmp_path / "in.jsonl", 300), tmp_path / "a.tok", prepare.make_part
+
+    def change(*args):
+        report = make(*args)
+        if not changed:
+            changed.append(source.write_text(f'{{"text":{" " * more}' + before.removeprefix('{"text":')))
+            os.utime(source, (1, 1))
+        return report
+
+    changed: list[int] = []
+    before = source.read_text()
+    monkeypatch.setattr(prepare, "make_part", change)
+    with pytest.raises(prepare.PrepareError, match="in.jsonl"):
+        prepare.prepare([str(source)], output, processes=1, shard_mb=0.005, skip_bad_lines=True)
+    assert not output.exists()
+    prepare.prepare([str(source)], output, processes=1, shard_mb=0.005)
+    assert texts(output) == [json.loads(line)["text"] for line in before.splitlines()]
+
+
+def test_parts_with_bad_lines_are_kept_by_a_command_that_refuses_them(tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "in.jsonl", 100)
+    source.write_text(source.read_text() + "bad\n")
+
+    def run(skip):
+        prepare.prepare([str(source)], tmp_path / "a.tok", processes=1, shard_mb=0.005, skip_bad_lines=skip)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(TokenWriter, "append", stop_now)
+        run(skip=True)
+    before = [(path, path.stat().st_mtime_ns) for path in finished(tmp_path)]
+    with pytest.raises(prepare.PrepareError):
+        run(skip=False)
+    assert [(path, path.stat().st_mtime_ns) for path in finished(tmp_path)] == before and len(before) > 2
+    run(skip=True)
+    assert len(texts(tmp_path / "a.tok")) == 100
+
+
+def stop_now(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 PACK = {
     "gz": gzip.compress,
     "bz2": bz2.compress,
