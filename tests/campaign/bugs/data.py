@@ -230,8 +230,8 @@ BUGS = (
     Bug(
         "data: a part goes on to the end of the file",
         "jaxtrain/data/documents.py",
-        "if at == cut.end:",
-        "if at == cut.end + 1:",
+        "if 0 <= cut.end <= at:",
+        "if 0 <= cut.end < at:",
         "unit/test_data_prepare.py -k once_each",
     ),
     Bug(
@@ -272,7 +272,7 @@ BUGS = (
     Bug(
         "chat: answers in a prompt count",
         "jaxtrain/data/chat_template.py",
-        "counted = spans[before:]",
+        "counted = spans[self._turns_of_prompt(guarded) :]",
         "counted = spans[:]",
         "unit/test_data_chat.py -k completion_counts",
     ),
