@@ -1,6 +1,7 @@
 """The data of all steps of a run, from its folder: config.json, the newest checkpoint, and the data that was skipped."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints
+from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config.schema import ConfigError, Data, RunConfig, from_dict
 from jaxtrain.data.batches import open_source
 from jaxtrain.data.mixture import Mixture
@@ -68,14 +69,15 @@ def _config(workdir: Path) -> RunConfig:
 
 
 def _newest(checkpoints: Checkpoints) -> tuple[int, dict[str, Any]]:
-    """Return (step, meta.json) of the newest checkpoint whose meta.json can be read; (0, {}) without checkpoints."""
+    """Return (step, meta.json) of the newest checkpoint whose meta.json can be read; (0, {}) without checkpoints.
+
+    Raises CheckpointError if there are checkpoints, and none can be read.
+    """
     damaged: dict[int, str] = {}
-    while (step := checkpoints.latest(damaged)) is not None:
-        try:
-            return step, checkpoints.meta(step)
-        except CheckpointError as error:
-            damaged[step] = str(error)
-    return 0, {}
+    step = checkpoints.latest(damaged)
+    for at in damaged:
+        print(f"note: the checkpoint of step {at} cannot be read; the answer follows from that of step {step}", file=sys.stderr)
+    return (0, {}) if step is None else (step, checkpoints.meta(step))
 
 
 def _mixture(run: RunConfig, workdir: Path, step: int, meta: Mapping[str, Any], place: position.Position) -> Mixture:
