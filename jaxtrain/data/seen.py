@@ -142,7 +142,7 @@ class History:
 
     def _open(self, source: int, data: Data) -> FileWindows | PackedRows:
         if (source, data) not in self._windows:
-            most = data.max_segments if data.masks_documents else None
+            most = data.most_documents if data.masks_documents else None
             self._windows[source, data] = open_windows(self.file(source), data.seq_len, most, data.seed, data.packing)
         return self._windows[source, data]
 
