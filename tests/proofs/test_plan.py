@@ -150,7 +150,8 @@ def test_a_step_that_cannot_be_planned_is_trained(monkeypatch):
     warnings: list[str] = []
     services: Any = SimpleNamespace(console=SimpleNamespace(warn=warnings.append))
     made: Any = SimpleNamespace(run=run, program=step.program)
-    no_text: Any = SimpleNamespace(train=SimpleNamespace(as_text=lambda: "HloModule of another form"))
+    text = SimpleNamespace(as_text=lambda: "HloModule of another form")
+    no_text: Any = SimpleNamespace(train=text, program=step.program, size=run.train.global_batch)
     assert setup.expected_times(made, no_text, services) is None
     assert len(warnings) == 1
 
