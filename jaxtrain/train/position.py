@@ -120,17 +120,9 @@ def record(position: Position, train: Train, data: Data) -> dict[str, Any]:
 
 
 def position_of(entry: Mapping[str, Any]) -> Position:
-    """Return the position of the steps after entry["step"], from an entry of `record`."""
+    """Return the position of the steps after entry["step"], up to that of the next entry. entry: the result of `record`."""
     ramp = parse_ramp(entry["ramp"], entry["global_batch"])[0]
     return Position(entry["step"], entry["begin"], tuple((first, last) for first, last in entry["skipped"]), ramp)
-
-
-def entry_at(entries: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
-    """Return the entry that holds for optimizer step `step` + 1; None if no entry is as old.
-
-    entries: `positions` of a checkpoint at a later step. `position_of(entry).batches(step)` are then the batches of that step.
-    """
-    return next((entry for entry in reversed(entries) if entry["step"] <= step), None)
 
 
 def extended(entries: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:

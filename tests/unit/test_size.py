@@ -19,7 +19,7 @@ BUDGETS = {
     "step": 4340,
     "hf": 2380,
     "plan": 5610,
-    "train": 6030,
+    "train": 6020,
     "report": 4950,
     "node": 4380,
     "commands": 2330,
