@@ -205,6 +205,7 @@ class Ledger:
         self._since = self._line = began  # when the present cause began; when the last line was written
         self._stack = ["startup"]
         self._spent: dict[str, float] = {}  # since the last line
+        self._total: dict[str, float] = {}  # of this attempt
         self._step: int | None = None  # unknown before there is a state
         self._lock = threading.RLock()
         self._over = threading.Event()
@@ -248,6 +249,17 @@ class Ledger:
                 if cause != "data":
                     self._write()
 
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of this attempt so far by cause, on any process."""
+        with self._lock:
+            self._account()
+            return dict(self._total)
+
+    @property
+    def step(self) -> int | None:
+        """Return the number of steps done; None before there is a state."""
+        return self._step
+
     def stepped(self, step: int) -> None:
         """Record that `step` steps are done."""
         with self._lock:
@@ -288,7 +300,8 @@ class Ledger:
 
     def _account(self) -> None:
         now, cause = time.monotonic() + self._offset, self._stack[-1]
-        self._spent[cause] = self._spent.get(cause, 0.0) + now - self._since
+        for seconds in (self._spent, self._total):
+            seconds[cause] = seconds.get(cause, 0.0) + now - self._since
         self._since = now
 
     def _write(self) -> None:

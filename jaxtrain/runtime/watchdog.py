@@ -144,14 +144,15 @@ class Watchdog:
         budgets: Mapping[str, float],
         workdir: Path,
         *,
-        facts: Callable[[], dict[str, Any]],
         ended: Callable[[str], None],
         process_index: int = 0,
     ):
         self.process_index = process_index
         self._budgets = {name: budgets.get(name, 0.0) for name in BUDGETS}
         self._workdir = Path(workdir).absolute()
-        self._facts, self._ended = facts, ended
+        self._ended = ended
+        self.facts: Callable[[], dict[str, Any]] = dict
+        self.peers: Any = None
         on = [seconds for seconds in self._budgets.values() if seconds]
         self._interval = min(POLL_S, min(on, default=0.0) / 20)
         self._lock = threading.Lock()
@@ -196,7 +197,7 @@ class Watchdog:
         """Return the seconds of a budget; 0: not watched."""
         return self._budgets[name]
 
-    def beat(self) -> None:
+    def beat(self, step: int | None = None) -> None:
         """Reset the budget of the innermost phase, which made progress."""
         with self._lock:
             if self._phases:
@@ -272,7 +273,7 @@ class Watchdog:
                 if fault is None:
                     break
                 faults.append(f"{folder} could not be written: {fault}")
-            facts, fault = _within(FACTS_S, lambda: _plain(self._facts()))
+            facts, fault = _within(FACTS_S, lambda: _plain(self.facts()))
             report["facts"] = {"error": fault} if fault is not None else facts
             path = folder / _name("report", "json", self.process_index)
             _, fault = _within(REPORT_S, lambda: path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8"))

@@ -1,6 +1,7 @@
 """Save a run's state: begin between two steps, write while the next steps run, and report the end."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import os
@@ -9,12 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint import CheckpointError, Checkpoints, Failed, NotFinite, Saved
+from jaxtrain.checkpoint import CheckpointError, Failed, NotFinite, Saved
 from jaxtrain.config import installed
-from jaxtrain.step.program import Program
+from jaxtrain.config.schema import to_dict
+from jaxtrain.metrics.files import NotWritten
 from jaxtrain.step.state import TrainState
 from jaxtrain.train.divergence import Diverged, explain
 from jaxtrain.train.services import Services
+from jaxtrain.train.setup import Setup
 from jaxtrain.train.snapshot import Snapshots
 
 MOST_FAILURES = 3  # in a row end a run: it would continue without a checkpoint
@@ -25,12 +28,15 @@ PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint")  # their versions decide
 class Saver:
     """Saves the states of one run, and counts failed saves in a row."""
 
-    def __init__(self, config: Mapping[str, Any], program: Program, checkpoints: Checkpoints, services: Services):
-        """Args: config: as the user gave it; it is written to checkpoints."""
-        self.checkpoints, self._services, self._saved_part = checkpoints, services, program.saved
+    def __init__(self, setup: Setup, services: Services):
+        """Args: setup: of the attempt. Its config, text format and longest sequence are stored in every checkpoint."""
+        program = setup.program
+        self.checkpoints, self._services, self._saved_part = setup.checkpoints, services, program.saved
         self.snapshots = Snapshots(program.saved(program.state))
         self._meta = {
-            "config": config,
+            "config": to_dict(setup.asked),
+            "text": setup.text.record(),
+            "positions": setup.positions,
             "mesh": dict(program.placement.mesh.shape),
             "receipt": services.receipt.id,
             "versions": installed.versions(PACKAGES),
@@ -39,8 +45,19 @@ class Saver:
         self.failures = 0  # in a row
         self.not_finite = ""  # why the last save was refused, if its weights are infinite or NaN
         self._host_memory = HostMemory()
-        self.blocked_s = 0.0  # seconds the loop waited for saves, since the loop set it to 0
         self.longest_s = 0.0  # of all saves
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """After an exception, wait for the running save, whose end must be in the log."""
+        if isinstance(error, NotWritten):
+            with contextlib.suppress(NotWritten):  # the receipt is on the same disk
+                self.finish()
+            self._services.console.say(self.newest_in_words)
+        elif error is not None:
+            self.finish()
 
     @property
     def newest_in_words(self) -> str:
@@ -86,7 +103,6 @@ class Saver:
             if self.checkpoints.save(done, taken.tensors, everything, taken.sums, ended, began, taken.began) is None:
                 ended()  # another attempt saved this step
                 self.newest, self.failures = done, 0
-        self.blocked_s += time.perf_counter() - began
 
     def poll(self) -> None:
         """Report the saves that have ended since the last report. Does not wait for a running save."""

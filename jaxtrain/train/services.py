@@ -2,15 +2,62 @@
 
 import contextlib
 import dataclasses
+import os
+import threading
 from collections.abc import Iterator
+from typing import Any
 
-from jaxtrain.metrics.files import Writers
+from jaxtrain.metrics.files import NotWritten, Writers
 from jaxtrain.metrics.goodput import Ledger
 from jaxtrain.metrics.progress import Console
 from jaxtrain.metrics.receipt import Receipt
 from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.watchdog import Watchdog
+
+
+class Record:
+    """The receipt and the ledger of an attempt. Every thread may finish them, and the first one does."""
+
+    def __init__(self):
+        self.receipt: Receipt | None = None  # None before the run's folder is locked
+        self.ledger: Ledger | None = None
+        self.facts: dict[str, Any] = {}  # further fields of the finished receipt
+        self._lock = threading.RLock()
+        self._code: int | None = None
+
+    def finish(self, code: int, reason: str) -> int:
+        """Write the end of the attempt to ledger and receipt, unless this was done before. Return the first call's `code`.
+
+        Raises NotWritten if the receipt cannot be written.
+        """
+        with self._lock:
+            if self._code is None:
+                self._code = code
+                if self.ledger is not None:
+                    self.ledger.end(code, reason)
+                if self.receipt is not None:
+                    self.receipt.finish(code, reason, self.facts)
+            return self._code
+
+    def leave(self, code: int, reason: str) -> None:
+        """End this process at once, from any thread, with the exit code of `finish`."""
+        try:
+            code = self.finish(code, reason)
+        except NotWritten as error:
+            os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
+        finally:
+            os._exit(code)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """What may end an attempt from another thread, and the record of its end."""
+
+    own_process: bool  # the process exists for this run alone, and may be ended at once
+    record: Record
+    watchdog: Watchdog
+    peers: Peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +86,8 @@ class Services:
     def may_start(self, step: int) -> bool:
         """Return whether the step with this number may start. After a request to stop, all processes agree on the last step."""
         return not self.stop_requested if self.peers.count == 1 else self.peers.may_start(step)
+
+    def ask_to_stop(self, why: str) -> None:
+        """Make all processes stop after the same step; before the first step, end this process."""
+        self.stop.asked_elsewhere(why)
+        self.peers.ask_to_stop(why)

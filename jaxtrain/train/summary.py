@@ -7,34 +7,27 @@ from typing import Any
 import jax
 
 from jaxtrain.config.counts import short_count
+from jaxtrain.config.durations import duration
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.data import text_format
 from jaxtrain.data.opening import epochs_in_words
+from jaxtrain.metrics import samples
 from jaxtrain.metrics.progress import Console
 from jaxtrain.models import flops
 from jaxtrain.models.module import part
 from jaxtrain.sharding import large_replicated_arrays
 from jaxtrain.step import state
-from jaxtrain.step.program import Program
 from jaxtrain.step.stages import IDLE, schedule_of
-from jaxtrain.train.initial_state import Start
+from jaxtrain.train.setup import Setup
 
 MANY = 5  # epochs of conversations or pairs; above them the run warns
 LOST = 0.05  # fraction of the tokens of conversations: if more are lost, the run warns
 
 
-def print_summary(
-    program: Program,
-    start: Start,
-    data: Any,
-    held_out: Mapping[str, Any],
-    directory: Any,
-    console: Console,
-) -> None:
-    """Write batch, model, mesh, data and the checkpoint to resume from to the log and the terminal.
-
-    Args:
-      held_out: held-out data by name.
-      directory: the folder of the checkpoints.
-    """
+def print_summary(setup: Setup, console: Console) -> None:
+    """Write batch, model, mesh, data and the checkpoint to resume from to the log and the terminal."""
+    program, start, data, held_out = setup.program, setup.start, setup.data, setup.held_out
+    directory = setup.checkpoints.directory
     run = program.run
     mesh, say = program.placement.mesh, console.say
     shards = program.placement.size(program.placement.mesh_axes("batch"))
@@ -119,6 +112,14 @@ def print_summary(
         console.warn(
             f"the data is not what the checkpoint was trained on so far: other contents or rows in {', '.join(renewed)}"
         )
+    if not setup.asked.data.max_segments and run.data.masks_documents:
+        say(f"data: up to {run.data.max_segments} documents in a sequence")
+    for prompt in samples.prompts(run.sample.prompt) if setup.tokenizer else ():
+        if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
+            console.warn(note)
+    if others := getattr(data, "templates", ()):
+        named = " and ".join([setup.text.template_name, *others])
+        console.warn(f"data: written with several chat templates, {named}. Samples and exports have the first")
 
 
 def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -135,3 +136,23 @@ def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun, in the plural unless it is 1: '1 device', '8 devices', '64 microbatches'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def slow_start(run: RunConfig, done: int, evaluates: bool, seconds: float, limit_s: float) -> str:
+    """Return a line on a run whose first step is not done after so many seconds, with the settings that would change it.
+
+    Args:
+      done: steps before it. evaluates: whether an evaluation precedes it.
+      limit_s: the watchdog's budget for the step; 0: none.
+    """
+    devices, size = jax.devices(), run.ramp.size(done)
+    text = f"step {done + 1} is not done after {duration(seconds)}: {size * run.data.seq_len:,} tokens on {len(devices)} x "
+    text += devices[0].device_kind + (", and an evaluation before it" if evaluates else "")
+    if devices[0].platform == "cpu":
+        batch = "train.batch_ramp" if run.ramp.parts else "train.global_batch"
+        lower = [f"data.seq_len ({run.data.seq_len})", f"{batch} ({size})"]
+        lower += [f"eval.sequences ({run.eval.sequences})"] if evaluates else []
+        text += f". Lower values of {', '.join(lower)} take less time"
+    if limit_s:
+        text += f". After {duration(limit_s)} the watchdog takes it for a hang, and never with --config.train.timeouts=step=0"
+    return text

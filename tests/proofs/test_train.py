@@ -21,9 +21,8 @@ from jaxtrain.checkpoint import Checkpoints, arrays
 from jaxtrain.hf import exporting
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.metrics import files as metrics
-from jaxtrain.train import initial_state, saver, setup
+from jaxtrain.train import folder, initial_state, loop, saver, setup
 from jaxtrain.train import run as train
-from jaxtrain.train.timing import Patience
 
 
 def run(workdir: Path, **overrides: Any) -> int:
@@ -75,26 +74,24 @@ def test_the_findings_of_preflight_are_kept(tmp_path: Path, monkeypatch: pytest.
     checks = [{"name": "driver", "state": "ok", "seen": "580"}, {"name": "disk", "state": "note", "seen": "nearly full"}]
     found = {"verdict": "fit", "nodes": [{"host": "a", "checks": checks, "measured": {"h2d_gb_s": [55.0]}}]}
     (tmp_path / "found.json").write_text(json.dumps(found))
-    assert train.keep_preflight(tmp_path) is None
+    assert folder.keep_preflight(tmp_path) is None
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "found.json"))
-    assert train.keep_preflight(tmp_path) == {"verdict": "fit", "checks": [{"host": "a", **checks[1]}]}
+    assert folder.keep_preflight(tmp_path) == {"verdict": "fit", "checks": [{"host": "a", **checks[1]}]}
     assert json.loads((tmp_path / "preflight.json").read_text()) == found
     monkeypatch.setenv("JAXTRAIN_PREFLIGHT", str(tmp_path / "gone.json"))
-    assert "gone.json" in train.keep_preflight(tmp_path)["error"]
+    assert "gone.json" in folder.keep_preflight(tmp_path)["error"]
 
 
 def test_a_slow_first_step_says_what_would_make_it_faster(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does a slow evaluation before it. Each line has the tokens and the settings to lower, of this run on CPUs."""
-    monkeypatch.setattr(Patience, "FIRST_S", 0.0)
+    """The line has the tokens and the settings to lower, those of the evaluation before the first step too, on CPUs."""
+    monkeypatch.setattr(loop, "SLOW_START_S", 0.0)
     assert run(tmp_path / "run", train__steps=2) == 0
     quick, slow = ((folder / "log.txt").read_text().splitlines() for folder in (plain.workdir, tmp_path / "run"))
-    for setting in ("train.global_batch (", "eval.sequences ("):
-        assert not [line for line in quick if setting in line]
-        (told,) = [line for line in slow if setting in line]
-        assert "data.seq_len (" in told and " tokens on 8 x cpu" in told
-    assert [line for line in slow if "step 1 " in line and "train.global_batch (" in line]
+    settings = ("data.seq_len (32)", "train.global_batch (8)", "eval.sequences (")
+    told = [[line for line in lines if all(each in line for each in settings)] for lines in (quick, slow)]
+    assert not told[0] and len(told[1]) == 1 and "step 1 " in told[1][0] and " 256 tokens on 8 x cpu" in told[1][0]
 
 
 def test_checkpoints_tell_what_they_hold(plain: Plain) -> None:
@@ -152,7 +149,7 @@ def test_a_run_that_overfits_keeps_its_best(tmp_path: Path) -> None:
     assert runs.steps(workdir) == [40, 80]
     metas = {step: Checkpoints(workdir / "checkpoints").meta(step) for step in (40, 80)}
     assert {step: meta["held_out_loss"] for step, meta in metas.items()} == {step: losses[step] for step in metas}
-    assert "evaluation" in runs.receipt(workdir)["start_s"] and runs.receipt(workdir)["held_out"][0]["step"] == 80
+    assert runs.receipt(workdir)["start_s"]["eval"] > 0 and runs.receipt(workdir)["held_out"][0]["step"] == 80
     said: list[str] = []
     exporting.export(str(workdir), tmp_path / "out", say=said.append)
     exported = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
@@ -247,7 +244,7 @@ def test_a_signal_while_compiling_ends_the_run_before_its_first_step(tmp_path: P
 def test_a_folder_holds_one_run_at_a_time(plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
     workdir.mkdir()
-    held = train.lock(workdir)
+    held = folder.lock(workdir)
     assert held is not None and held >= 0
     assert run(workdir) == 2
     assert "--workdir" in capsys.readouterr().err

@@ -17,10 +17,8 @@ ARGV = ("--config=configs/tiny.py", "--config.sample.prompt=a 'b' c", "--workdir
 
 def last_line(code: int, step: int = 5, count: int = 1, own: bool = True, error: Any = None) -> str:
     setup: Any = SimpleNamespace(launch=Launch("configs/tiny.py", "", (), ARGV), workdir=Path("runs/my run"))
-    ending = run.Ending()
-    ending.code, ending.step, ending.error = code, step, error
-    ending.peers = SimpleNamespace(count=count)  # pyright: ignore[reportAttributeAccessIssue]
-    return run.next_command(setup, ending, own)
+    peers: Any = SimpleNamespace(count=count)
+    return run.next_command(setup, peers, code, error, step, own)
 
 
 @pytest.mark.parametrize("prefix", ["", "./run.sh"])

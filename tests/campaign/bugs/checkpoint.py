@@ -110,7 +110,7 @@ BUGS = (
     ),
     Bug(
         "checkpoint: the room for one is not asked for",
-        "jaxtrain/train/run.py",
+        "jaxtrain/train/folder.py",
         "if room is not None and room < size:",
         "if room is not None and room < 0:",
         "proofs/test_resume.py -k must_fit",

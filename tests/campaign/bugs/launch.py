@@ -507,8 +507,8 @@ BUGS = (
     Bug(
         "slow steps: a step with evaluation is usual",
         "jaxtrain/train/timing.py",
-        "if eval_s > 0:",
-        "if eval_s < 0:",
+        'if seconds.get("eval"):',
+        'if seconds.get("eval", 0.0) < 0:',
         "unit/test_timing.py",
     ),
     Bug(
@@ -519,10 +519,10 @@ BUGS = (
         "unit/test_timing.py",
     ),
     Bug(
-        "slow steps: the collector runs in every step but one",
-        "jaxtrain/train/timing.py",
-        "if done % self.EVERY:",
-        "if not done % self.EVERY:",
+        "hooks: each is due after every step but one",
+        "jaxtrain/train/loop.py",
+        "done % steps == 0, work, settled",
+        "done % steps != 0, work, settled",
         "unit/test_timing.py",
     ),
     Bug(

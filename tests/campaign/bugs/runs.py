@@ -6,16 +6,9 @@ BUGS = (
     Bug(
         "start: a slow first step is silent",
         "jaxtrain/train/loop.py",
-        "            self._first_step.begin()",
-        "            pass",
+        "                self._slow_start.start()",
+        "                pass",
         "proofs/test_train.py -k slow_first",
-    ),
-    Bug(
-        "start: a slow start is told once",
-        "jaxtrain/train/timing.py",
-        "            pause = self.AGAIN_S",
-        "            pause = 1e4 * self.AGAIN_S",
-        "unit/test_timing.py -k slow_start",
     ),
     Bug(
         "resume: a lower learning rate of the next step is not told",
@@ -27,8 +20,8 @@ BUGS = (
     Bug(
         "end of a run: one that is done names its own command",
         "jaxtrain/train/run.py",
-        "    if stopped and own_process and ending.peers.count == 1:",
-        "    if own_process and ending.peers.count == 1:",
+        "    if stopped and own_process and peers.count == 1:",
+        "    if own_process and peers.count == 1:",
         "unit/test_next_command.py",
     ),
     Bug(
@@ -41,8 +34,8 @@ BUGS = (
     Bug(
         "end of a run: one without a step does not say how to go on",
         "jaxtrain/train/run.py",
-        "                stop.at_once = asked_early",
-        "                stop.at_once = ending.asked_early",
+        "            if line := next_command(setup, peers, code, None, 0, own_process):",
+        "            if line := next_command(setup, peers, FAILED, None, 0, own_process):",
         "proofs/test_resume_line.py",
     ),
     Bug(
@@ -180,23 +173,23 @@ BUGS = (
     ),
     Bug(
         "rollback: passes over the first skipped batch alone",
-        "jaxtrain/train/loop.py",
-        "(row[0].tokens[0], row[-1].tokens[1])",
-        "(row[0].tokens[0], row[0].tokens[1])",
+        "jaxtrain/train/skipped.py",
+        "(skipped[0].tokens[0], skipped[-1].tokens[1])",
+        "(skipped[0].tokens[0], skipped[0].tokens[1])",
         "proofs/test_divergence.py -k rollback_passes",
     ),
     Bug(
         "rollback: one more than is promised",
-        "jaxtrain/train/loop.py",
+        "jaxtrain/train/skipped.py",
         "if times >= ROLLBACKS:",
         "if times > ROLLBACKS:",
         "proofs/test_divergence.py -k do_not_help",
     ),
     Bug(
         "loop: the tokens of a bad step are those of the next one",
-        "jaxtrain/train/loop.py",
-        "self.start.position.batches(found.step - 1)",
-        "self.start.position.batches(found.step)",
+        "jaxtrain/train/skipped.py",
+        "place.batches(found.step - 1)",
+        "place.batches(found.step)",
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
     Bug(
@@ -271,7 +264,7 @@ BUGS = (
     ),
     Bug(
         "train: two runs may share a folder",
-        "jaxtrain/train/run.py",
+        "jaxtrain/train/folder.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         "proofs/test_train.py -k holds_one_run",
