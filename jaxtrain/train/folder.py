@@ -33,6 +33,7 @@ from jaxtrain.train.services import Guards, Services
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.timing import process_age_s
 
+REFUSED = 2  # exit code
 AGREE_S = 600.0  # timeout of processes that wait for each other at the start
 
 
@@ -192,26 +193,26 @@ def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any], guards: Guards) -> Services:
     """Open the files of an attempt, and handle signals, until `opened` is closed. `Record.finish` and `Writers.close` stay.
 
-    env: the entry `env` of the receipt. Raises ConfigError if a tracker or the receipt cannot be written.
+    env: the entry `env` of the receipt. Raises ConfigError if a tracker cannot be opened, and NotWritten for the other files.
     """
-    workdir, process, record, peers = setup.workdir, jax.process_index(), guards.record, guards.peers
+    workdir, process, peers = setup.workdir, jax.process_index(), guards.peers
     try:
         given = to_dict(setup.asked)
         trackers = open_trackers(workdir, setup.run.log, given, resumed=setup.start.resumed, process_index=process)
     except TrackerError as error:
         raise ConfigError([Problem(error.key, setup.run.flat[error.key], error.reason, error.remedy)]) from error
     writers, receipt = Writers(workdir, trackers.all, process_index=process), Receipt(workdir, process_index=process)
+    born = time.time() - (process_age_s() if guards.own_process else 0.0)
     try:
         preflight = keep_preflight(workdir) if process == 0 else None
         note = receipt.start(first_facts(setup) | trackers.facts | {"env": env, "preflight": preflight})
-    except NotWritten as error:
-        writers.close(1)
-        raise ConfigError([Problem("cannot start", None, str(error).rstrip("."), "")]) from error
-    born = time.time() - (process_age_s() if guards.own_process else 0.0)
-    record.receipt, record.ledger = receipt, Ledger(workdir / goodput.FILE, born, active=process == 0)
-    # The log is closed last: all else may have something to tell.
-    console = opened.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
-    ledger = opened.enter_context(record.ledger)
+        # The log is closed last: all else may have something to tell.
+        console = opened.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
+        ledger = opened.enter_context(Ledger(workdir / goodput.FILE, born, active=process == 0))
+    except NotWritten:
+        writers.close(REFUSED)
+        raise
+    guards.record.receipt, guards.record.ledger = receipt, ledger
     stop = opened.enter_context(Stop(peers.ask_to_stop))
     if note:
         console.warn(note)

@@ -251,7 +251,7 @@ def test_a_folder_holds_one_run_at_a_time(plain: Plain, tmp_path: Path, capsys: 
     assert list(workdir.iterdir()) == []
     os.close(held)
     for free in (workdir, plain.workdir):
-        held = train.lock(free)
+        held = folder.lock(free)
         assert held is not None and held >= 0, "the lock is given back"
         os.close(held)
 
