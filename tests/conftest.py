@@ -217,7 +217,6 @@ LONG = (
     "test_plan",
     "test_zero",
     "test_plan_memory",
-    "test_known_issues",
     "test_stage_states",
 )
 DEADLINE, COMMIT = pytest.StashKey[float](), pytest.StashKey[str]()

@@ -8,9 +8,8 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import FAILED, Args, Parser, make_console, output_file, whole
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.files import write_output
-from jaxtrain.train import parity_known_issues
 from jaxtrain.train import parity_layouts as named
-from jaxtrain.train.parity_runs import FirstLayoutFailed, Runs, compare_layouts, devices_text, start_devices
+from jaxtrain.train.parity_runs import FirstLayoutFailed, Runs, compare_layouts, start_devices
 
 DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
 
@@ -21,14 +20,12 @@ def parser() -> Parser:
         "parity",
         "Train the same few steps on several layouts, from the same seed and data, and compare them.",
         config=True,
-        modes=("known-issues",),
         examples=(
             "--config=configs/tiny.py --meshes=one,fsdp8,fsdp4xtensor2",
             "--config=configs/llama3_8b.py --config.model.num_layers=2 --config.model.d_model=512 --config.model.d_ff=1024 "
             "--config.model.vocab_size=4096 --config.data.source=synthetic --config.data.seq_len=256 "
             "--config.train.grad_accum=1 "
             "--meshes=one,fsdp8,fsdp4xtensor2/sharding.zero=1 --dtype=bf16",
-            "--known-issues",
         ),
         notes="Uses the GPUs of this node if there are enough for the largest layout, else CPU devices. On a CPU "
         "compare a small "
@@ -51,20 +48,13 @@ def parser() -> Parser:
         f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
         f"{named.BOTH}",
         "LAYOUT,...",
-        modes=("",),
     )
-    p.option("steps", "steps to train; default 3", "N", 3, type=whole(1), modes=("",))
+    p.option("steps", "steps to train; default 3", "N", 3, type=whole(1))
     p.option(
         "dtype",
         "f32: every type float32; bf16, fp8: that precision. Default: as the config says",
         "DTYPE",
         choices=(*filter(None, DTYPES),),
-        modes=("",),
-    )
-    p.option(
-        "known-issues",
-        "instead: check for three bugs that were reported against trainers: attention across packed documents, wrong "
-        "gradients in combined layouts, data that depends on the number of processes. A few minutes on a laptop",
     )
     p.option("json", "all results, for programs", "FILE", type=output_file)
     return p
@@ -77,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
     def check(args: Args) -> list[Problem]:
         layouts, wrong = named.parse(meshes_of(args))
-        more = named.FLOAT32 if args.mode else DTYPES.get(args.dtype, ())
-        runs[:], left_out[:], problems = named.load_all(layouts, config_argv(args), more, leave_out=not args.meshes)
+        more, argv = DTYPES.get(args.dtype, ()), args.loaded.launch.config_argv
+        runs[:], left_out[:], problems = named.load_all(layouts, argv, more, leave_out=not args.meshes)
         known = {str(p) for p in args.problems}  # problems of the config, which each layout has too
         return [*find_problems(args), *wrong, *(p for p in problems if str(p) not in known)]
 
@@ -86,12 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def meshes_of(args: Args) -> str:
-    """Return the layouts to compare: those of --known-issues if that is given, else --meshes if given, else the defaults."""
-    return (
-        parity_known_issues.COMBINED
-        if args.mode
-        else args.meshes or named.default(args.loaded.run.train, args.loaded.run.model)
-    )
+    """Return the layouts to compare: --meshes if given, else the defaults."""
+    return args.meshes or named.default(args.loaded.run.train, args.loaded.run.model)
 
 
 def find_problems(args: Args) -> list[Problem]:
@@ -104,40 +90,22 @@ def find_problems(args: Args) -> list[Problem]:
     return [Problem(f"--config.{key}", None, "--meshes sets the mesh", "Leave it out.") for key in keys]
 
 
-def config_argv(args: Args) -> list[str]:
-    """Return the config arguments of a command line.
-
-    --known-issues without --config gets a small model, and synthetic data with many documents in a sequence.
-    """
-    argv = args.loaded.launch.config_argv
-    if not args.mode or args.line.file is not None:
-        return argv
-    small = ("data.source=synthetic", "data.eval_source=", "model.num_layers=2")
-    return [argv[0], *(f"--config.{o}" for o in small), *argv[1:]]
-
-
 def run(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
-    """Train on every layout, and print the comparison with the first, or the known issues. Return 0 if all agree, else 1."""
+    """Train on every layout, and print the comparison with the first. Return 0 if all agree, else 1."""
     start_devices(runs)
     from jaxtrain.train import parity_report
 
     console = make_console()
     for line in filter(None, (args.loaded.run.ramp.note, *left_out)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    config, *overrides = config_argv(args)
+    config, *overrides = args.loaded.launch.config_argv
+    names = config.removeprefix("--config="), [o.removeprefix("--config.") for o in overrides]
     try:
-        if args.mode:
-            checks = parity_known_issues.run_checks(runs, [config, *overrides], console)
-            tree = {"format": parity_report.FORMAT, "devices": devices_text(runs), "known_issues": checks}
-            agree = all(check["ok"] for check in checks)
-        else:
-            names = config.removeprefix("--config="), [o.removeprefix("--config.") for o in overrides]
-            result = compare_layouts(runs, args.steps, console, *names)
-            parity_report.show(result, console)
-            tree, agree = parity_report.to_json(result), result.agrees
+        result = compare_layouts(runs, args.steps, console, *names)
     except FirstLayoutFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    parity_report.show(result, console)
     if args.json:
-        write_output(args.json, json.dumps(tree, indent=1) + "\n")
-    return 0 if agree else FAILED
+        write_output(args.json, json.dumps(parity_report.to_json(result), indent=1) + "\n")
+    return 0 if result.agrees else FAILED

@@ -57,9 +57,9 @@ class Result:
 def show(result: Result, console: Console) -> None:
     """Print the table of layouts, all differences beyond their bounds, the bounds, and the verdict."""
     steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
-    say(console, f"{result.config}, {steps} in {result.types} on {result.devices}", "bold")
+    _say(console, f"{result.config}, {steps} in {result.types} on {result.devices}", "bold")
     if result.overrides:
-        say(console, f"with {' '.join(result.overrides)}")
+        _say(console, f"with {' '.join(result.overrides)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column(Text("layout"), overflow="fold")
     for heading in COLUMNS.values():
@@ -73,20 +73,20 @@ def show(result: Result, console: Console) -> None:
             table.add_row(*(Text(cell) for cell in cells), style="dim")
     console.print(table)
     first = result.rows[0].layout.name
-    say(
+    _say(
         console,
         f"{first}: loss and gradient norm of the last step. Other layouts: the largest relative difference from {first}",
     )
-    say(console, "of any step's loss and gradient norm, and of any tensor's first gradient and update over all steps.")
+    _say(console, "of any step's loss and gradient norm, and of any tensor's first gradient and update over all steps.")
     for row in result.rows:
         for why in [row.failed] if row.failed else row.comparison.wrong if row.comparison else []:
-            say(console, f"{row.layout.name}: {why}", "red")
+            _say(console, f"{row.layout.name}: {why}", "red")
     for line in _bounds(result.rows):
-        say(console, line)
+        _say(console, line)
     others = [row for row in result.rows if row.verdict != "reference"]
     agree = sum(row.verdict == AGREES for row in others)
     verdict = f"{agree} of {len(others)} layouts agree with {first}"
-    say(console, verdict, "bold green" if result.agrees else "bold red")
+    _say(console, verdict, "bold green" if result.agrees else "bold red")
 
 
 def _cells(row: Row) -> list[str]:
@@ -114,7 +114,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
     return list(lines)
 
 
-def say(console: Console, line: str, style: str = "") -> None:
+def _say(console: Console, line: str, style: str = "") -> None:
     """Print one line of plain text, unwrapped."""
     console.print(Text(line, style=style), soft_wrap=True)
 
@@ -156,13 +156,13 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def _measure(m: Measure) -> dict[str, Any]:
-    return {"value": finite(m.value), "bound": m.bound, "where": m.where, "ok": m.ok}
+    return {"value": _finite(m.value), "bound": m.bound, "where": m.where, "ok": m.ok}
 
 
 def _listed(values: np.ndarray) -> list[float | None]:
-    return [finite(float(v)) for v in values]
+    return [_finite(float(v)) for v in values]
 
 
-def finite(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     """Return the value, or None if it is not finite, which JSON does not support."""
     return value if np.isfinite(value) else None

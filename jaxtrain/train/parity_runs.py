@@ -44,9 +44,7 @@ class FirstLayoutFailed(ValueError):
     """The layout that the others are compared with could not be run."""
 
 
-def compare_layouts(
-    runs: Runs, steps: int, console: rich.console.Console, config: str = "", overrides: Sequence[str] = ()
-) -> "Result":
+def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, config: str, overrides: Sequence[str]) -> "Result":
     """Train `steps` steps on every layout, and compare them with the first. JAX must be started.
 
     Args:
@@ -104,11 +102,5 @@ def compare_layouts(
         comparison = parity.compare(trained, base, allowed)
         curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the other fields are large
         rows.append(parity_report.Row(layout, curves, comparison, allowed, seconds=seconds))
-    return parity_report.Result(config, tuple(overrides), steps, types, devices_text(runs), tuple(rows), yardstick)
-
-
-def devices_text(runs: Runs) -> str:
-    """Return the number of devices of the largest layout, and their kind, as text."""
-    import jax
-
-    return f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
+    devices = f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
+    return parity_report.Result(config, tuple(overrides), steps, types, devices, tuple(rows), yardstick)

@@ -1,78 +1,61 @@
-"""`python -m jaxtrain parity --known-issues`: it finds no bug in jaxtrain, and finds planted bugs of its three classes."""
+"""Bugs that were reported against trainers: documents that leak into each other, wrong gradients, data of other processes.
 
-import json
-import os
+documents    test_parity.py compares every layout with one device, with documents that straddle its shards. Here one device is
+             compared with itself on the same documents in separate sequences.
+gradients    of layouts of several mesh axes: test_parity.py.
+processes    test_packing.py reads the rows of other processes, this file places them, and campaign/test_elastic.py trains with
+             one, two and four processes.
+"""
 
-import jax
+import dataclasses
+from collections.abc import Mapping
+
+import helpers
+import matrix
+import numpy as np
 import pytest
 
-from jaxtrain import sharding
-from jaxtrain.commands import parity as command
-from jaxtrain.kernels.attention import reference
-from jaxtrain.train import parity_known_issues, parity_layouts
-
-FEW = (
-    *("--config=configs/tiny.py", "--config.data.source=synthetic", "--config.data.seq_len=32", "--config.model.num_layers=1"),
-    *("--config.model.d_model=32", "--config.model.d_ff=64", "--config.train.global_batch=4"),
-)
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.step.batch import place_batch
+from jaxtrain.train import parity
 
 
-@pytest.fixture(autouse=True)
-def at_home(monkeypatch, request):
-    monkeypatch.chdir(request.config.rootpath)
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
-        # The command sets these variables; monkeypatch restores them for later tests.
-        monkeypatch.setenv(name, os.environ[name])
+def separate_documents(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a packed batch, arrays (B, T), with each of its documents in a sequence of its own, padded to T."""
+    pairs = [(row, number) for row, segments in enumerate(batch["segments"]) for number in np.unique(segments[segments > 0])]
+    out = {name: np.zeros((len(pairs), a.shape[1]), a.dtype) for name, a in batch.items()}
+    for i, (row, number) in enumerate(pairs):
+        own = batch["segments"][row] == number
+        for name, a in batch.items():
+            out[name][i, : own.sum()] = 1 if name == "segments" else a[row, own]
+    return out
 
 
-@pytest.fixture
-def retraced():
-    """Clear JAX's caches before and after the test. Otherwise JAX would reuse a trace without the planted bug in a step with
-    the bug, or the reverse.
-    """
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+def step(run: RunConfig, batch: Mapping[str, np.ndarray]) -> parity.Trained:
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch=len(batch["tokens"])))
+    made = helpers.program(run)
+    return parity.take_steps(made, helpers.compiled(made), helpers.start(made), lambda i: dict(batch), 1)[0]
 
 
-def straddling():
-    return [
-        (layout, parity_layouts.load(layout, FEW, *parity_layouts.FLOAT32)[0]) for layout in parity_layouts.parse("one,seq2")[0]
-    ]
+@pytest.mark.parametrize("model", helpers.few(matrix.MODELS, "2 queries a key"))
+def test_packed_documents_train_as_separate_ones(model):
+    run = matrix.config(model, "one", "f32")
+    packed = helpers.host_batch(run, 0)
+    apart = separate_documents(packed)
+    assert len(apart["tokens"]) > 3 * len(packed["tokens"])
+    reference = step(run, apart)
+    comparison = parity.compare(step(run, packed), reference, parity.bounds(reference, None, 1, 1))
+    assert not comparison.wrong, comparison.wrong
 
 
-def test_documents_are_apart():
-    found = parity_known_issues.check_documents(straddling())
-    assert found.ok and 0 < found.figure < found.bound == 1e-5
-
-
-def test_documents_that_leak_are_found(monkeypatch, retraced):
-    """The planted bug: a token attends to all documents of its sequence that are on another device. It is found."""
-    right = reference.describe_block
-
-    def leak(rows, spec, **block):
-        if not block.get("diagonal"):
-            rows = rows._replace(q_segments=rows.q_segments.clip(max=1), kv_segments=rows.kv_segments.clip(max=1))
-        return right(rows, spec, **block)
-
-    monkeypatch.setattr(reference, "describe_block", leak)
-    found = parity_known_issues.check_documents(straddling())
-    assert not found.ok and found.figure > 100 * found.bound
-    assert found.where.startswith("seq2")
-
-
-def test_wrong_gradients_are_found(monkeypatch, tmp_path, retraced):
-    """The planted bug sums a gradient twice over `data`."""
-    right = sharding.reduce_gradient
-    monkeypatch.setattr(
-        sharding, "reduce_gradient", lambda g, how: right(2 * g if g.ndim == 3 and "data" in how.summed else g, how)
-    )
-    fine = parity_known_issues.Check("documents", 0.0, 1e-5, "one")
-    monkeypatch.setattr(parity_known_issues, "check_documents", lambda runs: fine)
-    monkeypatch.setattr(parity_known_issues, "check_processes", lambda argv: fine)
-    monkeypatch.setattr(parity_known_issues, "COMBINED", "one,data2xfsdp2")
-    file = tmp_path / "known.json"
-    assert command.main([*FEW, "--known-issues", f"--json={file}"]) == 1
-    first, second, third = json.loads(file.read_text())["known_issues"]
-    assert first["ok"] and third["ok"] and not second["ok"]
-    assert second["where"].startswith("data2xfsdp2: layers.") and second["figure"] > 100 * second["bound"]
+def test_rows_that_processes_read_are_placed_as_a_whole_batch():
+    """A process gives its rows with their numbers in the batch. Their order does not matter."""
+    made = helpers.program(matrix.config("2 queries a key", "data2xfsdp2xseq2/train.grad_accum=2", "f32"))
+    host = helpers.host_batch(made.run, 0)
+    rows = np.random.default_rng(0).permutation(len(host["tokens"]))
+    whole = place_batch(host, made.batch, made.context)
+    got = place_batch({name: a[rows] for name, a in host.items()}, made.batch, made.context, rows.tolist())
+    assert got.keys() == whole.keys()
+    for name, a in whole.items():
+        assert got[name].sharding == a.sharding
+        np.testing.assert_array_equal(got[name], a)

@@ -171,6 +171,20 @@ BUGS = (
         "proofs/test_kernel_properties.py -k cross_entropy",
     ),
     Bug(
+        "attention: a document sees those before it",
+        "jaxtrain/kernels/attention/reference.py",
+        "rows.q_segments[:, :, None] == rows.kv_segments[:, None, :]",
+        "rows.q_segments[:, :, None] >= rows.kv_segments[:, None, :]",
+        "proofs/test_known_issues.py -k separate",
+    ),
+    Bug(
+        "processes: rows of a batch are placed in the order they were read",
+        "jaxtrain/step/batch.py",
+        "place = {row: i for i, row in enumerate(rows)}",
+        "place = {i: i for i, row in enumerate(rows)}",
+        "proofs/test_known_issues.py -k placed",
+    ),
+    Bug(
         "gradients: sharded axes are summed once more",
         "jaxtrain/sharding.py",
         "return tuple(a for a in self.all_axes if a not in sharded)",
