@@ -28,17 +28,17 @@ from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
-from jaxtrain.hf.names import TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.names import PREFIX, TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.step.state import Tensors
+from jaxtrain.step.state import EMA, Tensors
 
 
 class NotFinite(HuggingFaceError):
@@ -87,6 +87,33 @@ class Origin:
                 say(line)
             else:
                 print(line, file=sys.stderr)
+
+    @property
+    def averaged(self) -> bool:
+        """Return whether the checkpoint has an average of its weights (train.ema_decay)."""
+        return any(name.startswith(EMA) for name in self.stored)
+
+    def choose(self, ema: bool) -> "Origin":
+        """Return an origin of the averages in place of the weights that have one; without `ema`, this origin.
+
+        Without `ema`, a line on stderr tells of averages that are not used. Raises ConfigError if there are none to use.
+        """
+        if not ema:
+            if self.averaged:
+                print(f"note: {self.name} has an average of its weights too, which --ema would use", file=sys.stderr)
+            return self
+        if not self.averaged:
+            rule = f"{self.name} has no average of weights"
+            raise ConfigError([Problem("--ema", None, rule, "Leave --ema out.")])
+        places = {PREFIX + name.removeprefix(EMA): name for name in self.stored if name.startswith(EMA)}
+        stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
+
+        def read(wanted: Tensors) -> Tensors:
+            found = self.read({places.get(name, name): a for name, a in wanted.items()})
+            return {name: found.pop(places.get(name, name)) for name in wanted}
+
+        stored |= {name: self.stored[place] for name, place in places.items()}
+        return dataclasses.replace(self, stored=stored, read=read)
 
     @property
     def adapters(self) -> bool:

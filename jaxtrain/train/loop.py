@@ -236,7 +236,7 @@ class Loop:
             rates.exclude()
             if self._read_metrics():
                 return
-            self.samples.write(state.weights(self.current), done)
+            self.samples.write(state.evaluated(self.current), done)
         if evaluates or samples:
             self._times.between_s = time.perf_counter() - began
         every = self.run.checkpoint.every_steps
@@ -269,7 +269,7 @@ class Loop:
             with Patience(lambda seconds: self.services.console.say(self._slow_start("evaluation", seconds))):
                 self._evaluate(finish=False)
         if samples:
-            self.samples.write(state.weights(self.current), done)
+            self.samples.write(state.evaluated(self.current), done)
         if self._start_times is not None:
             self._start_times.end("evaluation")
 
@@ -289,7 +289,7 @@ class Loop:
         return json.loads(self.services.peers.gather("best", json.dumps(best), AGREE_S)[0])
 
     def _evaluate(self, finish: bool) -> None:
-        self.held_out.evaluate(self.compiled.eval, state.weights(self.current), self.done, finish)
+        self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), self.done, finish)
 
     def save(self) -> None:
         """Begin to save the newest state. Raises CheckpointError after saver.MOST_FAILURES failed saves in a row."""
