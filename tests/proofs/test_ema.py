@@ -13,6 +13,7 @@ import pytest
 import runs
 
 import jaxtrain
+from jaxtrain import main
 from jaxtrain.commands import hf, sample
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.models.lora import is_adapter
@@ -203,6 +204,16 @@ def test_the_average_is_turned_off_on_and_changed_on_resume(base: Path, copy: Pa
 def begun(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the tensors of an average that begins at the weights of a state."""
     return {f"ema.{name}": x for name, x in tensors_of(state, "params").items()}
+
+
+def test_a_rollback_restores_the_average_and_replays_and_repeated_steps_have_one(tmp_path: Path) -> None:
+    """The batch of step 4 is not finite. The run goes back to step 3 and continues after it. Every second step runs twice."""
+    how = {"data__source": "sources:poisoned", "train__on_divergence": "rollback", "train__max_skipped_steps": 1}
+    assert train(tmp_path / "run", **how, train__steps=5, train__sdc_check_every=2, checkpoint__every_steps=1) == 0
+    three, four = (runs.tensors(tmp_path / "run", step) for step in (3, 4))
+    wanted = {name: DECAY * x + (1 - DECAY) * four[f"params.{name}"] for name, x in tensors_of(three, "ema").items()}
+    assert_close(tensors_of(four, "ema"), wanted)
+    assert main.main([f"--replay={tmp_path / 'run/replay/step-4'}"]) == 0
 
 
 def test_a_run_from_other_weights_begins_its_average_there(base: Path, tmp_path: Path) -> None:
