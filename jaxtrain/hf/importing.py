@@ -13,7 +13,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Origin:
     @property
     def averaged(self) -> bool:
         """Return whether the checkpoint has an average of its weights (train.ema_decay)."""
-        return any(name.startswith(EMA) for name in self.stored)
+        return bool(averages(self.stored))
 
     def choose(self, ema: bool) -> "Origin":
         """Return an origin of the averages in place of the weights that have one; without `ema`, this origin.
@@ -105,7 +105,7 @@ class Origin:
         if not self.averaged:
             rule = f"{self.name} has no average of weights"
             raise ConfigError([Problem("--ema", None, rule, "Leave --ema out.")])
-        places = {PREFIX + name.removeprefix(EMA): name for name in self.stored if name.startswith(EMA)}
+        places = averages(self.stored)
         stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
 
         def read(wanted: Tensors) -> Tensors:
@@ -134,6 +134,11 @@ class Origin:
         return TextFormat.of(self.meta["text"]) if self.folder is None else folder_text(self.folder)
 
 
+def averages(stored: Iterable[str]) -> dict[str, str]:
+    """Return name of a weight -> name of its average, for the weights with an average among the tensors of a checkpoint."""
+    return {PREFIX + name.removeprefix(EMA): name for name in stored if name.startswith(EMA)}
+
+
 def open_origin(path: str) -> Origin:
     """Open the weights of a run (at the step of `checkpoint.find`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
 
@@ -145,8 +150,10 @@ def open_origin(path: str) -> Origin:
         place = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
-        name += "" if loss is None else f" (held-out loss {loss:.4f}, the lowest)"
-        return Origin(name, place, False, step, meta, stored_in(meta), read, best=loss is not None)
+        stored = stored_in(meta)
+        by = " by the average of its weights" if averages(stored) else ""
+        name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
+        return Origin(name, place, False, step, meta, stored, read, best=loss is not None)
     return origin_of(open_folder(path))
 
 

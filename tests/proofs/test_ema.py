@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import runs
+import safetensors.numpy
 
 import jaxtrain
 from jaxtrain import main
@@ -292,3 +293,7 @@ def test_averages_of_adapters_are_saved_resumed_and_merged(base: Path, tmp_path:
     a, b = (averages[f"layers.0.attention.lora.wq_{half}"] for half in "ab")
     wanted = runs.tensors(base, 8)["params.layers.0.attention.wq"] + 32 / 2 * np.einsum("DR,RNH->DNH", a, b)
     np.testing.assert_allclose(merged["layers.0.attention.wq"], wanted, rtol=1e-5, atol=1e-6)
+    out = tmp_path / "adapter"
+    assert hf.main(["export-adapter", str(tmp_path / "run/checkpoints/8"), f"--out={out}", "--base=name", "--ema"]) == 0
+    (written,) = (x for name, x in safetensors.numpy.load_file(out / "adapter_model.safetensors").items() if "lora_A" in name)
+    assert np.array_equal(written, a.T)
