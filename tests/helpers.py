@@ -129,9 +129,8 @@ def _initial_state(run: RunConfig) -> Any:
 
 def fresh_state(run: RunConfig) -> Any:
     """Return a copy of the initial state, which a step may donate. The data, batch size and steps of a run do not change it."""
-    plain = dataclasses.replace(
-        run, data=tiny().data, train=dataclasses.replace(tiny().train, seed=run.train.seed, freeze=run.train.freeze)
-    )
+    kept = {name: getattr(run.train, name) for name in ("seed", "freeze", "ema_decay")}
+    plain = dataclasses.replace(run, data=tiny().data, train=dataclasses.replace(tiny().train, **kept))
     return jax.tree.map(lambda a: jax.device_put(np.array(a), a.sharding), _initial_state(plain))
 
 

@@ -197,7 +197,9 @@ def open_run(folder: str | os.PathLike[str]) -> "OpenRun":
 
 
 @_with_own_line
-def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = "", tokenizer: str = "") -> dict[str, float]:
+def evaluate(
+    model: str | os.PathLike[str], texts: Sequence[str], base: str = "", tokenizer: str = "", *, ema: bool = False
+) -> dict[str, float]:
     """Return how well a model predicts texts: "loss" (nats per token), "bits_per_byte", "tokens".
 
     Each text is a separate document. Control tokens in it are encoded as characters, and a UserWarning says so. Texts longer
@@ -208,9 +210,11 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
         model: a run's folder, a checkpoint, or a Hugging Face folder.
         base: for a run with adapters, the folder of the base model if it was moved.
         tokenizer: the tokenizer, as data.tokenizer; "": the model's own.
+        ema: use the average of the weights (train.ema_decay).
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
+        ConfigError: there is no average of the weights.
         TokenizerError: the tokenizer cannot be read.
         ValueError: there is no text with a token to predict.
     """
@@ -225,7 +229,7 @@ def evaluate(model: str | os.PathLike[str], texts: Sequence[str], base: str = ""
 
     source = open_origin(os.fspath(model))
     known, _ = text_format.load(source.text(), tokenizer or source.run().data.tokenizer)  # before the weights are read
-    run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base)
+    run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base, ema)
     scorer = Scorer(run, sampler, params)
     parts = []
     for text in texts:
@@ -255,6 +259,7 @@ def generate(
     base: str = "",
     chat_template: str = "",
     tokenizer: str = "",
+    ema: bool = False,
 ) -> str:
     """Return a prompt and its continuation by a model; or, for `messages`, the answer alone.
 
@@ -269,9 +274,11 @@ def generate(
         base: for a run with adapters, the folder of the base model if it was moved.
         chat_template: for messages, a name such as "chatml" or a file; "": the model's own.
         tokenizer: the tokenizer, as data.tokenizer; "": the model's own.
+        ema: use the average of the weights (train.ema_decay).
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
+        ConfigError: there is no average of the weights.
         TokenizerError: the tokenizer cannot be read, or there is no chat template.
         ValueError: prompt and messages are both given, or the chat template cannot write the messages.
     """
@@ -296,7 +303,7 @@ def generate(
     spec = tokenizer or source.run().data.tokenizer
     chat = None if talk is None else Chat(source.text(), spec, chat_template)
     known, text = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
-    loaded = load_model(os.fspath(model), jax.local_devices(), base)
+    loaded = load_model(os.fspath(model), jax.local_devices(), base, ema)
     ask = Ask(prompt, max_tokens, temperature, top_p, seed)
     if talk is not None and chat is not None:
         return chat.answer(loaded, talk, ask)
@@ -306,7 +313,9 @@ def generate(
 
 
 @_with_own_line
-def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = "") -> "dict[str, np.ndarray]":
+def load_weights(
+    model: str | os.PathLike[str], *, dtype: str = "", base: str = "", ema: bool = False
+) -> "dict[str, np.ndarray]":
     """Return the weights of a model as arrays on the host, by jaxtrain's names. Host memory must have room for all of them.
 
     The names are those of checkpoints. Each layer has its own arrays, counted from 0 in its stack, whatever the mesh, the
@@ -322,9 +331,11 @@ def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = 
             `runs/tiny/checkpoints/500`, or a Hugging Face folder, also of `hf export --raw`.
         dtype: dtype of all arrays, f32 or bf16 (ml_dtypes.bfloat16); "": each as it is stored, for adapters in their base.
         base: for a run with adapters, the folder of the base model if it was moved.
+        ema: the average of the weights (train.ema_decay), in float32.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read.
+        ConfigError: there is no average of the weights.
         ValueError: another dtype.
     """
     import numpy as np
@@ -336,7 +347,7 @@ def load_weights(model: str | os.PathLike[str], *, dtype: str = "", base: str = 
 
     if dtype not in ("", "f32", "bf16"):
         raise ValueError(f"dtype = {dtype!r}: must be f32, bf16, or '' for that of the stored arrays. Fix: dtype='f32'.")
-    source = open_origin(os.fspath(model))
+    source = open_origin(os.fspath(model)).choose(ema)
     source.announce()
     weights = open_weights(source, base, wide=dtype == "f32", announce=lambda origin: origin.announce())
     wanted = {name: DTYPES[dtype] if dtype else a.dtype for name, a in weights.stored.items()}

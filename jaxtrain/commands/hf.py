@@ -60,6 +60,7 @@ def parser() -> Parser:
     folder = "a model's folder, or its name in the hub's cache on this machine"
     run, any_model = "a run's folder, or one of its checkpoints/<step>", "a run, a checkpoint, or a Hugging Face folder"
     dtypes, base = ("auto", "f32", "bf16"), "for a run with adapters: the folder of its base, if it was moved"
+    average = "the average of the weights (train.ema_decay), not the weights of the last step"
 
     p = top.command("import", "a Hugging Face folder to a checkpoint that training and sampling start from")
     p.argument("folder", folder, "DIR")
@@ -80,12 +81,14 @@ def parser() -> Parser:
     p.option("raw", "jaxtrain's own names and settings, for a model of any family")
     p.option("tokenizer", "the tokenizer's folder, if it was moved", "DIR")
     p.option("base", base, "DIR")
+    p.option("ema", average)
     p.option("force", "replace an existing folder")
 
     p = top.command("export-adapter", "the adapters of a LoRA run in PEFT's format")
     p.argument("checkpoint", run, "CKPT")
     p.option("out", "the folder to write; it must hold no adapter yet", "DIR", type=path, required=True)
     p.option("base", "the base's name for PEFT (default: the model that the base was imported from)", "NAME")
+    p.option("ema", average)
 
     p = top.command("import-adapter", "PEFT's adapters to a checkpoint that samples, evaluates and exports")
     p.argument("folder", "a folder with adapter_config.json and adapter_model.safetensors", "DIR")
@@ -96,6 +99,7 @@ def parser() -> Parser:
     p.argument("checkpoint", f"what jaxtrain computes: {any_model}", "CKPT_OR_DIR")
     p.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
     p.option("base", base, "DIR")
+    p.option("ema", average)
     p.option("tokens", "ids [B, T]; default: 2 x 64 random ones", "T.npy", type=path)
     p.option("tolerance", "exit code 1 above this difference (default 1e-3)", "X", 1e-3, type=float)
     p.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
@@ -103,6 +107,7 @@ def parser() -> Parser:
     p = top.command("logits", "logits of given tokens, in float32")
     p.argument("checkpoint", any_model, "CKPT_OR_DIR")
     p.option("base", base, "DIR")
+    p.option("ema", average)
     p.option("tokens", "ids, integers [B, T] or [T]", "T.npy", type=path, required=True)
     text = "the document of each token, from 1, in the shape of the tokens; 0: padding. Default: one document a row"
     p.option("segments", text, "S.npy", type=path)
@@ -140,7 +145,7 @@ def run_export(args: Args) -> int:
     """Export a checkpoint as a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.exporting import export
 
-    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "force", "raw")}
+    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "ema", "force", "raw")}
     export(args.checkpoint, args.out, **how, say=say)
     return 0
 
@@ -149,7 +154,7 @@ def run_export_adapter(args: Args) -> int:
     """Export a checkpoint's adapters for PEFT. Return the exit code."""
     from jaxtrain.hf.peft import export_adapter
 
-    step, names = export_adapter(args.checkpoint, args.out, args.base)
+    step, names = export_adapter(args.checkpoint, args.out, args.base, args.ema)
     say(f"{args.out}: {len(names)} tensors of step {step}")
     return 0
 
@@ -174,7 +179,7 @@ def run_logits(args: Args) -> int:
     from jaxtrain.hf.model import logits_of, read_tokens
     from jaxtrain.metrics.files import replacing
 
-    source = open_origin(args.checkpoint)
+    source = open_origin(args.checkpoint).choose(args.ema)
     source.announce(say)
     tokens_BT, segments_BT = read_tokens(args.tokens, args.segments or None, source.run().model.vocab_size)
     out_BTV = logits_of(source, args.precision, args.base)(tokens_BT, segments_BT)
@@ -187,7 +192,7 @@ def run_logits(args: Args) -> int:
 def run_check(args: Args) -> int:
     """Compare a checkpoint's logits with those of transformers. Return 1 if they differ by more than --tolerance, else 0."""
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    if difference(args.checkpoint, args.folder, python, args.tokens or None, args.base, say) <= args.tolerance:
+    if difference(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say) <= args.tolerance:
         return 0
     say(f"above --tolerance={args.tolerance:g}: these are not the same model")
     return 1

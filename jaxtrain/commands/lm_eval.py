@@ -35,8 +35,8 @@ def harness_model() -> type:
     """Return the model class, registered in the harness as `jaxtrain`.
 
     Arguments of the class: workdir (a run's folder, or one of its checkpoints/<step>), tokenizer (its path, if it was moved),
-    base (for a run with adapters, the base model's folder, if it was moved), max_length (longest input in tokens),
-    batch_size."""
+    base (for a run with adapters, the base model's folder, if it was moved), ema (True: the average of the weights),
+    max_length (longest input in tokens), batch_size."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
@@ -46,6 +46,7 @@ def harness_model() -> type:
             workdir: str,
             tokenizer: str = "",
             base: str = "",
+            ema: bool = False,
             max_length: int = 0,
             batch_size: int | str = ROWS,
             **kwargs: Any,
@@ -58,10 +59,11 @@ def harness_model() -> type:
 
             super().__init__()
             if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
-                raise TaskError(f"model argument {unknown[0]!r}: known are workdir, tokenizer, base, max_length, batch_size")
+                known = "workdir, tokenizer, base, ema, max_length, batch_size"
+                raise TaskError(f"model argument {unknown[0]!r}: known are {known}")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base)
+            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base, ema)
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
@@ -167,6 +169,7 @@ def parser() -> Parser:
     p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
     p.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
     p.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
+    p.option("ema", "use the average of the weights (train.ema_decay)")
     p.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))
     p.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=whole(1))
     return p
@@ -198,7 +201,7 @@ def evaluate(args: Args) -> int:
     from lm_eval.utils import setup_logging
 
     harness_model()
-    model = {"workdir": args.workdir, "tokenizer": args.tokenizer, "base": args.base, "max_length": args.max_length}
+    model = {name: getattr(args, name) for name in ("workdir", "tokenizer", "base", "ema", "max_length")}
     own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     before_this = sys.argv
     sys.argv = ["lm_eval", *own, *args.rest]  # the harness reads its options only there

@@ -70,6 +70,7 @@ def parser() -> Parser:
     p.option("seed", f"seed of the draws (default: {Ask.seed})", "N", type=whole(0))
     p.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
     p.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
+    p.option("ema", "use the average of the weights (train.ema_decay)")
     return p
 
 
@@ -105,7 +106,7 @@ def _act(args: Args) -> int:
     spec = args.tokenizer or source.run().data.tokenizer
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
     known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
-    model = load(args.workdir, jax.local_devices(), args.base)
+    model = load(args.workdir, jax.local_devices(), args.base, args.ema)
     of_run = model.run.sample  # a run that writes no samples has max_tokens = 0
     ask = Ask(of_run.prompt, of_run.max_tokens or schema.Sample().max_tokens, of_run.temperature)
     ask = dataclasses.replace(ask, **given)

@@ -473,6 +473,13 @@ class Train:
         resume=ROUNDING,
     )
     freeze: str = key("", "frozen parameters, comma-separated patterns of names: embed.*,layers.mlp.*,head", resume=TRAINED)
+    ema_decay: float = key(
+        0.0,
+        "decay per step of an average of the trained weights, d x average + (1 - d) x weights, that evaluations and samples "
+        "use; 0: no average",
+        at_least=0,
+        below=1,
+    )
     seed: int = key(
         0,
         "initial weights; with dtypes.params=bf16 also how their updates are rounded",

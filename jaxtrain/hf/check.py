@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).parent / "torch_logits.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"  # names that Python
 
 
-def difference(checkpoint: str, folder: str, python: str, tokens: Path | None, base: str, say: Callable[[str], None]) -> float:
+def difference(
+    checkpoint: str, folder: str, python: str, tokens: Path | None, base: str, ema: bool, say: Callable[[str], None]
+) -> float:
     """Return the largest difference of two models' logits, and report it by position.
 
     Args:
@@ -22,6 +24,7 @@ def difference(checkpoint: str, folder: str, python: str, tokens: Path | None, b
         python: an interpreter that has transformers and torch.
         tokens: file of ids, integers [B, T]; None: 2 x 64 random ones.
         base: for a run with adapters, the folder of the base model if it was moved.
+        ema: compute with the average of the checkpoint's weights (train.ema_decay).
 
     Raises:
         HuggingFaceError: transformers did not compute the folder, or the shapes of the logits differ.
@@ -36,7 +39,7 @@ def difference(checkpoint: str, folder: str, python: str, tokens: Path | None, b
     if is_raw(locate(folder)):
         rule = "has jaxtrain's own names, which transformers does not read"
         raise HuggingFaceError(f"{folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
-    source = open_origin(checkpoint)
+    source = open_origin(checkpoint).choose(ema)
     source.announce(say)
     vocab = source.run().model.vocab_size
     if tokens:

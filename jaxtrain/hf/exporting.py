@@ -116,6 +116,7 @@ def export(
     shard_size: str | int = "5GB",
     tokenizer: str = "",
     base: str = "",
+    ema: bool = False,
     force: bool = False,
     raw: bool = False,
     say: Callable[[str], None] = print,
@@ -132,6 +133,7 @@ def export(
         shard_size: largest size of a safetensors file, such as 5GB. The tensors of one file must fit into host memory.
         tokenizer: folder or tokenizer.json of the tokenizer; "": the run's tokenizer.
         base: for a run with adapters, the folder of their base model, if it was moved; "": its path in the checkpoint.
+        ema: export the average of the weights (train.ema_decay).
         force: replace an existing folder after the new one is complete. If the process is killed meanwhile, the old folder may
             have the name OUT.replaced.
         raw: write all tensors with jaxtrain's names and axes, for a model of any family.
@@ -139,8 +141,9 @@ def export(
 
     Raises:
         HuggingFaceError, CheckpointError: the checkpoint cannot be exported. `out` is unchanged.
+        ConfigError: there is no average of the weights.
     """
-    source = open_origin(path)
+    source = open_origin(path).choose(ema)
     source.announce(say)
     run = source.run()
     if not raw and getattr(family(run.model.family), "FORMAT", None) is None:

@@ -13,7 +13,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,17 @@ from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
-from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
-from jaxtrain.hf.names import TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.names import PREFIX, TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.step.state import Tensors
+from jaxtrain.step.state import EMA, Tensors
 
 
 class NotFinite(HuggingFaceError):
@@ -89,6 +89,33 @@ class Origin:
                 print(line, file=sys.stderr)
 
     @property
+    def averaged(self) -> bool:
+        """Return whether the checkpoint has an average of its weights (train.ema_decay)."""
+        return bool(averages(self.stored))
+
+    def choose(self, ema: bool) -> "Origin":
+        """Return an origin of the averages in place of the weights that have one; without `ema`, this origin.
+
+        Without `ema`, a line on stderr tells of averages that are not used. Raises ConfigError if there are none to use.
+        """
+        if not ema:
+            if self.averaged:
+                print(f"note: {self.name} has an average of its weights too, which --ema would use", file=sys.stderr)
+            return self
+        if not self.averaged:
+            rule = f"{self.name} has no average of weights"
+            raise ConfigError([Problem("--ema", None, rule, "Leave --ema out.")])
+        places = averages(self.stored)
+        stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
+
+        def read(wanted: Tensors) -> Tensors:
+            found = self.read({places.get(name, name): a for name, a in wanted.items()})
+            return {name: found.pop(places.get(name, name)) for name in wanted}
+
+        stored |= {name: self.stored[place] for name, place in places.items()}
+        return dataclasses.replace(self, stored=stored, read=read)
+
+    @property
     def adapters(self) -> bool:
         """Return whether the checkpoint has adapters without their base (jaxtrain/hf/lora.py)."""
         return "base" in self.meta
@@ -107,6 +134,11 @@ class Origin:
         return TextFormat.of(self.meta["text"]) if self.folder is None else folder_text(self.folder)
 
 
+def averages(stored: Iterable[str]) -> dict[str, str]:
+    """Return name of a weight -> name of its average, for the weights with an average among the tensors of a checkpoint."""
+    return {PREFIX + name.removeprefix(EMA): name for name in stored if name.startswith(EMA)}
+
+
 def open_origin(path: str) -> Origin:
     """Open the weights of a run (at the step of `checkpoint.find`), a checkpoint, a Hugging Face folder, or a hub name hf:NAME.
 
@@ -118,8 +150,10 @@ def open_origin(path: str) -> Origin:
         place = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
-        name += "" if loss is None else f" (held-out loss {loss:.4f}, the lowest)"
-        return Origin(name, place, False, step, meta, stored_in(meta), read, best=loss is not None)
+        stored = stored_in(meta)
+        by = " by the average of its weights" if averages(stored) else ""
+        name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
+        return Origin(name, place, False, step, meta, stored, read, best=loss is not None)
     return origin_of(open_folder(path))
 
 

@@ -168,18 +168,20 @@ def weight_of(adapter: str) -> str:
 # ---- The commands
 
 
-def export_adapter(path: str, folder: Path, base: str = "") -> tuple[int, list[str]]:
+def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -> tuple[int, list[str]]:
     """Write the adapters of a checkpoint for PEFT, and the chat template of their training. Return (step, the tensors' names).
 
     Args:
         path: a checkpoint, or a run's folder.
         folder: the folder to write.
         base: the base model's name, as in `write`. "" or a run's folder: `base_name` finds the name.
+        ema: write the averages of the adapters (train.ema_decay).
 
     Raises:
         CheckpointError, HuggingFaceError: the adapters cannot be exported, and nothing is written.
+        ConfigError: there are no averages.
     """
-    source = open_origin(path)
+    source = open_origin(path).choose(ema)
     source.announce()
     run = source.run()
     if not run.lora.rank:

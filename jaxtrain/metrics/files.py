@@ -262,12 +262,14 @@ class Writers:
 
         Takes all of EVAL_KEYS except `kind`; for a loss of pairs, REWARD_METRICS in place of bits_per_byte and perplexity; for
         a user's loss, also `cross_entropy`, in nats per token, from which bits_per_byte and perplexity follow. bits_per_byte is
-        None if the tokenizer has no byte counts. Any other loss is in nats per token. Raises TypeError as `train` does.
+        None if the tokenizer has no byte counts. Any other loss is in nats per token. With train.ema_decay there is `weights`,
+        "ema": the average of the weights was evaluated. Raises TypeError as `train` does.
 
         name: name of the held-out set; "" for a set without a name.
         """
         line = {"kind": "eval", "step": step, **line} | ({"set": name} if name else {})
         keys = NAMED_EVAL_KEYS if name else EVAL_KEYS
+        keys = (*keys[:-3], "weights", *keys[-3:]) if "weights" in line else keys
         more = ("cross_entropy",) if "cross_entropy" in line else ()
         self._write(line, (*keys[:-2], *(REWARD_METRICS if REWARD_METRICS[0] in line else (*more, *keys[-2:]))))
         return line

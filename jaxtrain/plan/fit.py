@@ -59,7 +59,7 @@ def least(run: RunConfig, topology: Topology) -> Least:
     """Return the least memory of a run on a machine. Raises ConfigError if training refuses the run (see `build`)."""
     program = build(run, machines.devices(topology))
     params, zero = program.state.params, program.zero
-    state = local_bytes((params, program.batch, () if program.offload else program.state.optimizer))
+    state = local_bytes((params, program.state.ema, program.batch, () if program.offload else program.state.optimizer))
     sharding, axes = run.sharding, program.definition.axes
     gathered = jax.tree.map(lambda a, of: _in_use(program, a, of), params, axes)
     learnt = part(params, program.trained)

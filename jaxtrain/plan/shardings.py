@@ -122,7 +122,7 @@ def _axes(program: Program) -> dict[str, Axes]:
 
 
 def _state_rows(program: Program) -> Iterator[Row]:
-    """Yield the rows of parameters, moments, counters and gradients."""
+    """Yield the rows of parameters, moments, counters, averages and gradients."""
     axes, params = _axes(program), _leaves(program.state.params)
     for name, a in params.items():
         yield row_of(name, "parameter", a, axes[name])
@@ -131,6 +131,8 @@ def _state_rows(program: Program) -> Iterator[Row]:
         of = next((p for p in params if whole.endswith("." + p) and a.ndim == params[p].ndim), None)
         saved = "offload" if program.offload and a.shape else ""
         yield row_of(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
+    for name, a in _leaves(program.state.ema).items():
+        yield row_of(name, "average", a, axes[name])
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
     for name, a in _leaves(part(program.state.params, program.trained)).items():
         yield row_of(name, "gradient", a.update(dtype=program.zero.numerics.sums), axes[name])

@@ -407,6 +407,7 @@ def _evaluations(run: Run) -> Section:
     columns = [
         Column("set", [name or "held-out" for name in run.evals], kind="whole"),
         Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
+        *([Column("weights", [c["weights"][-1] or "-" for c in sets])] if any(c["weights"][-1] for c in sets) else []),
         Column("loss", [loss_text(c["loss"][-1]) for c in sets], kind="number"),
         *([Column("cross entropy", [loss_text(c["cross_entropy"][-1]) for c in sets], kind="number")] if own else []),
         Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),

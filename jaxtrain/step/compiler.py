@@ -71,7 +71,7 @@ def local_bytes(tree: Any) -> int:
 def on_device(program: Program) -> Any:
     """Return the arguments of a train step that are in device memory."""
     state = program.state
-    return (state.step, state.params, state.guard, program.batch) if program.offload else (state, program.batch)
+    return (state.step, state.params, state.guard, state.ema, program.batch) if program.offload else (state, program.batch)
 
 
 # Attention kernels that XLA compiles to a loop.

@@ -30,8 +30,8 @@ def size(gib: float) -> str:
 def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
     """Return GiB on one device by class: parameters, optimizer state, batch, XLA's temporaries, and the peak of all together.
 
-    With offloaded moments, the optimizer state is named "optimizer state (on the host)" and is not part of the peak. On CPUs
-    there is no entry for the peak.
+    With train.ema_decay, the average of the weights is a class too. With offloaded moments, the optimizer state is named
+    "optimizer state (on the host)" and is not part of the peak. On CPUs there is no entry for the peak.
     """
 
     def held(tree: Any) -> float:
@@ -41,6 +41,7 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
     classes = {
         "parameters": held(program.state.params),
         "optimizer state" + (" (on the host)" if program.offload else ""): held(program.state.optimizer),
+        **({"average of weights": held(program.state.ema)} if program.state.ema else {}),
         "batch": held(program.batch),
         "temporaries": analysis.temp_size_in_bytes / 2**30,
     }
@@ -119,6 +120,8 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
         hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
     if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
         hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
+    if run.train.ema_decay:
+        hints.append("train.ema_decay=0: no average of the weights, 4 bytes of each trained one")
     hints.append("mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments")
     sizes = (
         ""

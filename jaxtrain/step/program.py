@@ -211,7 +211,8 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     update = streamed(*how, rounding) if offload else at_once(tx, rounding)
 
     # The arrays.
-    state = abstract_state(definition, tx, placement, offload, trained, layout.stages if pipe else None)
+    averages = run.train.ema_decay > 0
+    state = abstract_state(definition, tx, placement, offload, trained, layout.stages if pipe else None, averages)
     batch = abstract_batch(placement, layout.batch, run.loss.of_pairs, run.model.mtp_layers)
     eval_batch = abstract_batch(placement, (1, *layout.batch[1:]), run.loss.of_pairs)
 
@@ -234,6 +235,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         clip_norm=run.optimizer.clip_norm,
         spike=run.train.loss_spike_sigma,
         balance=balance,
+        ema_decay=run.train.ema_decay,
     )
     without_z = dataclasses.replace(objective.spec, z_loss=0.0)
     measured = with_cross_entropy(objective.loss)

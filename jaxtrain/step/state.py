@@ -19,12 +19,13 @@ from jaxtrain.checkpoint import digests, stacks
 from jaxtrain.checkpoint.stacks import ON_HOST
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.models.module import Definition, Params, is_stacked, part
+from jaxtrain.models.module import Definition, Params, filled, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import Placement, replicated
 from jaxtrain.step import guard
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
+EMA = "ema."  # prefix of the average of the weights among the tensors of a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +36,35 @@ class TrainState:
     params: Params  # master weights
     optimizer: Any  # optax state: moments sharded like their parameters
     guard: Any = ()  # the statistics for skipping steps (jaxtrain/step/guard.py); on every device
+    ema: Any = ()  # float32 averages of the trained weights over the steps, sharded like them; () with train.ema_decay=0
     # The order of layers in their stacks, whose empty slots hold zeros. None: layer i in slot i, and no empty slots.
     layers: Arrangement | None = None
 
 
-jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "guard"], ["layers"])
+jax.tree_util.register_dataclass(TrainState, ["step", "params", "optimizer", "guard", "ema"], ["layers"])
 
 
 def weights(state: TrainState) -> Params:
     """Return the master weights of a state, from which a step computes its loss."""
     return state.params
+
+
+def evaluated(state: TrainState) -> Params:
+    """Return the weights of a state, abstract or not, for evaluations and samples: the averages, and weights without one."""
+    return filled(state.params, state.ema) if state.ema else state.params
+
+
+def begin_average(state: TrainState, abstract: TrainState) -> TrainState:
+    """Return a state whose average begins at its weights, if `abstract` has an average; else the state as it is."""
+    if not abstract.ema:
+        return state
+
+    def values(params: Params) -> Params:
+        # The averages are new arrays, because the step donates them and the weights.
+        return jax.tree.map(lambda e, w: jnp.copy(w).astype(e.dtype), abstract.ema, params)
+
+    learnt = part(state.params, jax.tree.map(lambda _: True, abstract.ema))
+    return dataclasses.replace(state, ema=jax.jit(values, out_shardings=shardings(abstract.ema))(learnt))
 
 
 def abstract_state(
@@ -54,6 +74,7 @@ def abstract_state(
     offload: bool = False,
     trained: Params | None = None,
     layers: Arrangement | None = None,
+    average: bool = False,
 ) -> TrainState:
     """Return a state of shapes, dtypes and shardings, without arrays. Moments are sharded like their parameters.
 
@@ -61,6 +82,7 @@ def abstract_state(
     offload: moments are in pinned host memory. Devices of a topology without hardware have no host memory, and jax then
     silently drops the memory kind from a sharding; `compiler.compile_train` restores it.
     layers: the arrangement of layers on pipeline stages; None without stages.
+    average: the trained parameters have averages, on the devices.
     """
     abstract = jax.eval_shape(lambda params: _placed(params, layers), definition.abstract)
 
@@ -93,7 +115,8 @@ def abstract_state(
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
     guarded = jax.tree.map(lambda a: _like(a, whole), jax.eval_shape(guard.fresh))
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer, guarded, layers)
+    ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), part(params, every)) if average else ()
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer, guarded, ema, layers)
 
 
 def _placed(params: Params, layers: Arrangement | None) -> Params:
@@ -149,7 +172,7 @@ def create_state(
         optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(learnt)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
     guarded = jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))()
-    return TrainState(step, params, optimizer, guarded, abstract.layers)
+    return begin_average(TrainState(step, params, optimizer, guarded, layers=abstract.layers), abstract)
 
 
 def dotted_name(path: Any) -> str:
@@ -304,5 +327,5 @@ def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def without_params(state: TrainState) -> TrainState:
-    """Return a state without parameters, to free their memory before the parameters of init.from are read."""
-    return dataclasses.replace(state, params={})
+    """Return a state without parameters and averages, to free their memory before the parameters of init.from are read."""
+    return dataclasses.replace(state, params={}, ema=())

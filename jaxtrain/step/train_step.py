@@ -30,6 +30,7 @@ def make_train_step(
     clip_norm: float,
     spike: float = 0.0,
     balance: Balance | None = None,
+    ema_decay: float = 0.0,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Return a pure function `(state, batch) -> (state, metrics)`, to be jitted with explicit shardings.
 
@@ -49,6 +50,7 @@ def make_train_step(
       clip_norm: largest global norm of the gradients; 0: no clipping.
       spike: as `sigmas` of guard.judge; 0: only values that are not finite are skipped.
       balance: the load balancing of experts; None for a model without experts.
+      ema_decay: decay of the averages of the trained parameters; 0: there are none.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -62,10 +64,24 @@ def make_train_step(
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = filled(state.params, params)
             params = balance.moved(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
+            ema = moved_average(state.ema, part(params, trained), ema_decay, verdict == guard.TAKEN) if ema_decay else ()
             done = state.step + (verdict != guard.HELD)
-        new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, state.layers)
+        new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, ema, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
         metrics |= {name: x for name, x in report.items() if name != EXPERTS}
         return new, metrics | balance.metrics(report[EXPERTS]) if balance else metrics
 
     return train_step
+
+
+def moved_average(ema: Params, params: Params, decay: float, taken: jax.Array) -> Params:
+    """Return decay x ema + (1 - decay) x params of each parameter, in float32; `ema` unless `taken`, bool ().
+
+    It is computed as ema + (1 - decay) x (params - ema). In float32, decay and 1 - decay do not add up to 1: with 0.9999, the
+    average of constant weights would approach 0.9998 times the weights.
+    """
+
+    def move(e: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.where(taken, e + (1 - decay) * (w.astype(e.dtype) - e), e)
+
+    return jax.tree.map(move, ema, params)

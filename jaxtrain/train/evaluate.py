@@ -122,7 +122,9 @@ class HeldOut:
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
         contents = {name: without_places(batches.fingerprint) for name, batches in sets.items()}
         described = [contents, run.eval.sequences, dataclasses.asdict(run.loss), run.own]
-        # Tells losses apart that cannot be compared: those of other sets, or of another loss.
+        self._average = {"weights": "ema"} if run.train.ema_decay else {}
+        described += [self._average] if self._average else []
+        # Tells losses apart that cannot be compared: those of other sets, of another loss, or of averages of the weights.
         self.sets = hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:16]
 
     def due(self, done: int) -> bool:
@@ -163,11 +165,12 @@ class HeldOut:
 
     def _write(self, done: int, name: str, means: Mapping[str, float]) -> dict[str, Any]:
         loss = means["loss"]
-        said = f"step {done}: held-out loss {f'of {name} ' if name else ''}{loss:.4f}"
+        of = f"of {name} " * bool(name) + "by the average of the weights " * bool(self._average)
+        said = f"step {done}: held-out loss {of}{loss:.4f}"
         if "rewards/margins" in means:
             said += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
             self._services.console.say(said)
-            return self._services.writers.eval(step=done, name=name, **means)
+            return self._services.writers.eval(step=done, name=name, **self._average, **means)
         plain = means.get(CROSS_ENTROPY, loss)  # an own loss need not be in nats per token
         batches = self._sets[name]
         evaluated = getattr(batches, "bytes_per_token_of", lambda _: batches.bytes_per_token)
@@ -177,7 +180,7 @@ class HeldOut:
         said += f", {bits:.3f} bits a byte" if bits else ""
         self._services.console.say(f"{said}, perplexity {perplexity(plain):.5g}")
         units = {"bits_per_byte": bits, "perplexity": perplexity(plain)}
-        return self._services.writers.eval(step=done, **means, **units, name=name)
+        return self._services.writers.eval(step=done, **self._average, **means, **units, name=name)
 
 
 class SampleWriter:
@@ -214,6 +217,7 @@ class SampleWriter:
             for sample in made:
                 where = f"prompt {sample.prompt}, " if sample.prompt else ""
                 at = f"step {done}, " if done < self._run.train.steps else ""
+                at += "by the average of the weights, " if self._run.train.ema_decay else ""
                 console.say(f"sample ({where}{at}{self._writers.samples_path}):\n{sample.text}")
 
     def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:

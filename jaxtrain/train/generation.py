@@ -198,13 +198,14 @@ class Loaded(NamedTuple):
     text: TextFormat
 
 
-def load(path: str, devices: Sequence[Any], base: str = "") -> Loaded:
+def load(path: str, devices: Sequence[Any], base: str = "", ema: bool = False) -> Loaded:
     """Load a run, one checkpoint, or a Hugging Face folder, as `open_origin` opens it.
 
     For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
-    moved. Raises CheckpointError or HuggingFaceError if weights or config cannot be read, or the config is of another version.
+    moved. ema: use the averages of the weights. Raises CheckpointError or HuggingFaceError if weights or config cannot be
+    read, or the config is of another version, and ConfigError if there are no averages.
     """
-    source = open_origin(path)
+    source = open_origin(path).choose(ema)
     source.announce()
     run = source.run()
     spread = alone(run, devices)

@@ -290,23 +290,31 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
     Two complete states are never in memory at once. Raises BadInit.
     """
     run, abstract = program.run, program.state
+    bare = dataclasses.replace(abstract, ema=())
     if start.resumed:
+        stored = checkpoints.stored(start.step)
+        averaged = any(name.startswith(state.EMA) for name in stored)
+        unused = averaged and not abstract.ema
+        abstract = abstract if averaged else bare
         wanted = state.abstract_tensors(program.saved(abstract))
-        read = stored_form.stored_tensors(wanted, checkpoints.stored(start.step)) if start.cast else wanted
-        tensors = stored_form.converted(checkpoints.restore(start.step, read, cast=start.cast), wanted)
+        read = stored_form.stored_tensors(wanted, stored) if start.cast else wanted
+        tensors = stored_form.converted(checkpoints.restore(start.step, read, subset=unused, cast=start.cast), wanted)
         if start.base:
             tensors |= lora.restore_base(start.base, init_tensors(program))
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
         moved = checkpoints.set_aside(start.step, *([words] if words else []))
         if moved:
             say(moved)
-        return state.from_tensors(abstract, tensors)
+        if unused:
+            say(f"average of the weights: not restored from step {start.step}, because train.ema_decay = 0")
+        restored = state.from_tensors(abstract, tensors)
+        return restored if averaged else begin_average(program, restored, start.step, say)
     only = program.trained if program.adapters else None
     fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed, program.trained, only)
     if not run.init.from_:
-        return fresh
+        return begin_average(program, fresh, 0, say)
     source = open_origin(start.base or run.init.from_)
-    fresh = fresh if program.adapters else state.without_params(fresh)
+    fresh = dataclasses.replace(fresh, ema=()) if program.adapters else state.without_params(fresh)
     wanted = init_tensors(program)
     read = stored_form.stored_tensors(wanted, source.stored)
     try:
@@ -321,7 +329,23 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     for note in source.notes:
         say(f"note: {note}")
-    return state.from_tensors(abstract, tensors, fresh)
+    if source.averaged:
+        say(f"note: {source.name} has an average of its weights too, which is not used; hf export --ema writes it")
+    return begin_average(program, state.from_tensors(bare, tensors, fresh), 0, say)
+
+
+def begin_average(program: Program, current: state.TrainState, step: int, say: Callable[[str], None]) -> state.TrainState:
+    """Return a state whose average begins at its weights, and report it; without train.ema_decay, the state as it is.
+
+    step: the number of steps done.
+    """
+    train = program.run.train
+    if not train.ema_decay:
+        return current
+    share = train.ema_decay ** (train.steps - step)
+    at = f"begins at the weights of step {step}, which are still {share:.2%} of it after step {train.steps}"
+    say(f"average of the weights, train.ema_decay = {train.ema_decay:g}: {at}")
+    return current if current.ema else state.begin_average(current, program.state)
 
 
 @dataclasses.dataclass(frozen=True)

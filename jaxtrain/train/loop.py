@@ -238,13 +238,13 @@ class Loop:
         # Process 0 decides, because other nodes may not see its files.
         evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(missing), AGREE_S)[0])
         if evaluates:
-            self.held_out.evaluate(self.compiled.eval, state.weights(self.current), done, finish=False)
+            self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=False)
         if samples:
             self._write_samples(done)
 
     def _evaluate(self, done: int) -> None:
         """Compute the held-out losses, and have the step saved if they are the best so far."""
-        self.held_out.evaluate(self.compiled.eval, state.weights(self.current), done, finish=done == self.run.train.steps)
+        self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=done == self.run.train.steps)
         self._save_due |= self._is_best()
 
     def _is_best(self) -> bool:
@@ -263,7 +263,7 @@ class Loop:
         return json.loads(self.services.peers.gather("best", json.dumps(best), AGREE_S)[0])
 
     def _write_samples(self, done: int) -> None:
-        self.samples.write(state.weights(self.current), done)
+        self.samples.write(state.evaluated(self.current), done)
 
     def _saves_after(self, done: int) -> bool:
         regular = self.run.checkpoint.every_steps

@@ -184,7 +184,7 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     kept = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
     guarded = jax.device_put(kept | {"held": np.int32(0)}, state.shardings(program.state.guard))
     done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)
-    return TrainState(done, params, optimizer, guarded, abstract.layers)
+    return state.begin_average(TrainState(done, params, optimizer, guarded, layers=abstract.layers), program.state)
 
 
 # ---- Origin of the bad value

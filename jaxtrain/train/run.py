@@ -303,7 +303,7 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
                 raise Diverged(explain(f"all {steps} steps were skipped", saver.newest, 0, weights=False, rollback=False))
             if saver.failures:
                 raise CheckpointError(f"the last step could not be saved (see above). {saver.newest_in_words}")
-            loop.samples.write(state.weights(loop.current), loop.done)
+            loop.samples.write(state.evaluated(loop.current), loop.done)
     return DONE, f"{loop.done} steps"
 
 
@@ -355,7 +355,7 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     rewind_metrics(setup, restored, services)
     writer = SampleWriter(setup, services)
     if not writer.written(steps):
-        writer.write(state.weights(restored.state), steps)
+        writer.write(state.evaluated(restored.state), steps)
     return f"{steps} steps were done already"
 
 

@@ -38,6 +38,7 @@ from jaxtrain.step.memory import (
 )
 from jaxtrain.step.model_flops import model_flops
 from jaxtrain.step.program import Program, build
+from jaxtrain.step.state import evaluated
 from jaxtrain.train import generation
 from jaxtrain.train.child import OK
 from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
@@ -188,7 +189,7 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     run, whole = program.run, setup.program
     evaluation = None
     if run.eval.every_steps:
-        evaluation = whole.eval_step.lower(whole.state.params, whole.eval_batch).compile()
+        evaluation = whole.eval_step.lower(evaluated(whole.state), whole.eval_batch).compile()
     seconds = time.perf_counter() - began
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())

@@ -50,7 +50,13 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         WINDOWS | {"model.mtp_layers": 1},
         {"model.norm_eps": 1.1e-3, "model.sliding_window": 13, "model.rope_base": 507.0, "model.local_rope_base": 107.0}
         | {"model.attention_softcap": 20.25, "model.logit_softcap": 30.75, "loss.z_loss": 1.7e-3, "loss.mtp_weight": 0.36}
-        | {"train.loss_spike_sigma": 5.7, "train.steps": 43, "optimizer.lr": 2.3e-3, "optimizer.lr_min": 2.7e-4}
+        | {
+            "train.loss_spike_sigma": 5.7,
+            "train.steps": 43,
+            "train.ema_decay": 0.9619,
+            "optimizer.lr": 2.3e-3,
+            "optimizer.lr_min": 2.7e-4,
+        }
         | {"optimizer.warmup_steps": 4, "optimizer.weight_decay": 0.23, "optimizer.beta1": 0.83, "optimizer.beta2": 0.93}
         | {"optimizer.eps": 1.3e-5, "optimizer.clip_norm": 0.53, "optimizer.groups": "head:lr=0.57"},
     ),
@@ -65,6 +71,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 # The constant that follows from the value of a key, where it is not the value itself.
 CONSTANT = {
     "train.steps": 43 - 4,  # steps of the schedule after the warm-up
+    "train.ema_decay": 1 - 0.9619,
     "optimizer.lr_min": 2.7 / 23,  # relative to the peak
     "optimizer.warmup_steps": -2.3e-3 * 3 / 4,  # the change from the first step of the warm-up to the last
     "optimizer.beta1": 1 - 0.83,

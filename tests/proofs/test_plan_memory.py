@@ -32,7 +32,7 @@ NONE = assignment.Workspace({}, "formula")  # XLA's own figures, which are the r
 MATMULS = "q=keep,k=keep,v=keep,attention_out=keep,attention_lse=keep,residual=keep,mlp_gate=keep,mlp_up=keep"
 OFFLOAD = MATMULS.replace("residual=keep", "residual=offload").replace("mlp_up=keep", "mlp_up=offload")
 REMAT = {
-    "offloaded": ("remat.policy=custom", f"remat.tensors={OFFLOAD}"),
+    "offloaded": ("remat.policy=custom", f"remat.tensors={OFFLOAD}", "train.ema_decay=0.999"),
     "full": ("remat.policy=full", "remat.tensors=", "mesh.fsdp=4", "mesh.tensor=2"),
 }
 
@@ -73,6 +73,7 @@ def test_the_peak_is_xlas_and_the_classes_add_up_to_it(held):
     assert memory.by_class["parameters"] == shards_gib(current.params)
     assert memory.by_class["first moment"] == shards_gib(adam.mu)
     assert memory.by_class["second moment"] == shards_gib(adam.nu)
+    assert memory.by_class.get("average of weights", 0.0) == shards_gib(current.ema)
     assert memory.by_class["batch"] == shards_gib(step.program.batch)
     assert memory.by_class["other optimizer state"] == shards_gib((current.step, adam.count, current.guard))
 

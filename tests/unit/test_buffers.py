@@ -35,6 +35,7 @@ def test_arguments_have_the_class_of_their_path():
         "state.optimizer[0].nu['head']": "second moment",
         "state.optimizer[0].count": "other optimizer state",
         "state.guard['losses']": "other optimizer state",
+        "state.ema['layers']['mlp']['gate']": "average of weights",
         "batch['tokens']": "batch",
         "rate": "other arguments",
     }

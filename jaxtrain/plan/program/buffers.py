@@ -236,12 +236,14 @@ def argument_class(op_name: str) -> str:
     moment = re.match(r"state\.optimizer.*?\.(mu|nu)\b", op_name)
     if moment:
         return {"mu": "first moment", "nu": "second moment"}[moment[1]]
+    if op_name.startswith("state.ema"):
+        return "average of weights"
     if op_name.startswith("state"):
         return "other optimizer state"
     return "batch" if op_name.startswith("batch") else "other arguments"
 
 
-STATE = ("parameters", "first moment", "second moment", "other optimizer state")
+STATE = ("parameters", "first moment", "second moment", "average of weights", "other optimizer state")
 _FILLS = frozenset(("broadcast", "constant", "bitcast", "copy", "tuple"))
 _EINSUM = re.compile(r"->([A-Z]+)/dot_general")
 _REDUCED = re.compile(r"reduce.scatter|all-reduce|psum|dynamic_update_slice|dynamic_slice|scatter-add|\bwhile$")
