@@ -37,11 +37,10 @@ from jaxtrain.metrics.files import MetricsError, NotWritten
 from jaxtrain.metrics.goodput import Ledger
 from jaxtrain.metrics.gpu_monitor import Monitor
 from jaxtrain.metrics.progress import Console
-from jaxtrain.metrics.receipt import Receipt
+from jaxtrain.metrics.receipt import Receipt, device_facts
 from jaxtrain.metrics.trackers import TrackerError, open_trackers
 from jaxtrain.plan.expect import Watch
 from jaxtrain.runtime.distributed import PeerLost, Peers, detect
-from jaxtrain.runtime.provenance import device_facts
 from jaxtrain.runtime.shared import find_unshared
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.startup import set_compile_cache, set_environment, start_jax

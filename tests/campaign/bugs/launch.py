@@ -3,7 +3,6 @@
 from bugs import Bug
 
 SUPERVISOR = "jaxtrain/runtime/supervisor.py"
-NODES = "jaxtrain/runtime/nodes.py"
 RUN = "proofs/test_supervisor.py"
 UNIT = "unit/test_runtime.py"
 BUGS = (
@@ -31,8 +30,8 @@ BUGS = (
     Bug(
         "launch: the pause is not doubled",
         SUPERVISOR,
-        "self._pause_s = min(2 * pause_s, LONGEST_PAUSE_S)",
-        "self._pause_s = min(2 + pause_s, LONGEST_PAUSE_S)",
+        "self.first_s * 2 ** (self.row - 1)",
+        "self.first_s + 2 * (self.row - 1)",
         f"{UNIT} -k pauses",
     ),
     Bug(
@@ -59,7 +58,7 @@ BUGS = (
     Bug(
         "launch: a signal before the first attempt is lost",
         SUPERVISOR,
-        "        self._early.clear()\n        self.check(again)\n",
+        "        self._early.clear()\n        self.check()\n",
         "        self._early.clear()\n        self.asked = None\n",
         f"{RUN} -k before_the_first",
     ),
@@ -92,25 +91,25 @@ BUGS = (
         f"{RUN} -k 'after_an_end and fault'",
     ),
     Bug(
-        "launch: another node's hang is taken for a lost peer",
-        NODES,
-        "if end in (REFUSED, 3, 124):",
-        "if end in (REFUSED, 3):",
-        f"{UNIT} -k verdict",
-    ),
-    Bug(
-        "launch: ssh ends by a signal to the process group",
-        NODES,
-        "stdin=subprocess.DEVNULL, preexec_fn=_ignore_signals)",
-        "stdin=subprocess.DEVNULL)",
-        f"{RUN} -k process_group",
-    ),
-    Bug(
-        "launch: processes of several nodes are numbered from 0 twice",
+        "launch: the trainer gets variables of another supervisor",
         SUPERVISOR,
-        "enumerate(nodes.hosts[1:], start=1):\n                lines[host]",
-        "enumerate(nodes.hosts[1:], start=0):\n                lines[host]",
-        f"{RUN} -k their_number",
+        "if name not in OF_AN_ATTEMPT}",
+        "if name}",
+        f"{RUN} -k another_supervisor",
+    ),
+    Bug(
+        "receipt: a new file counts as a change of the code",
+        "jaxtrain/metrics/receipt.py",
+        'git("status", "--porcelain", "--untracked-files=no")',
+        'git("status", "--porcelain")',
+        "unit/test_receipt.py -k checkout",
+    ),
+    Bug(
+        "receipt: the commit is that of a repository around the folder",
+        "jaxtrain/metrics/receipt.py",
+        "if Path(folder).resolve() != root.resolve():",
+        "if not Path(folder).is_dir():",
+        "unit/test_receipt.py -k checkout",
     ),
     Bug(
         "launch: a failed installation is taken for done",
