@@ -31,7 +31,7 @@ TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_
 TORCHRUN_8 = TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_JOB_ID": "4100", "SLURM_STEP_NODELIST": "gpu[01-03,07],login1", "SLURM_STEP_TASKS_PER_NODE": "1(x5)"}
 SLURM |= {"SLURM_NTASKS": "5", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
-SLURM_8 = SLURM | {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_LOCALID": "2"}
+SLURM_8 = SLURM | {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_LOCALID": "1"}
 MPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in {"SIZE": "4", "RANK": "1", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"}.items()}
 MPI_2 = MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 JAX = {"JAX_COORDINATOR_ADDRESS": "head:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
@@ -61,7 +61,7 @@ FOUND: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({"local-devices": "4,5"}, TORCHRUN_8, "node1:29500 4 3 (4, 5) torchrun"),
     ({}, NO_MASTER | HEAD, "head:1234 4 3 None torchrun and JAXTRAIN_COORDINATOR"),
     ({}, SLURM, "gpu01:61444 5 2 None Slurm"),
-    ({}, SLURM_8, "a:61444 5 2 (2,) Slurm"),
+    ({}, SLURM_8, "a:61444 5 2 (1,) Slurm"),
     ({}, SLURM | {"SLURM_STEP_NODELIST": "?"} | HEAD, "head:1234 5 2 None Slurm and JAXTRAIN_COORDINATOR"),
     ({}, SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "5"}, "gpu01:61444 5 2 None Slurm"),
     ({}, SLURM | {"PMI_SIZE": "5", "PMI_RANK": "2", "PMIX_RANK": "2"}, "gpu01:61444 5 2 None Slurm"),

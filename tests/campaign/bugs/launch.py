@@ -157,7 +157,7 @@ BUGS = (
         "processes: Slurm's global rank picks the device",
         "jaxtrain/runtime/cluster.py",
         '"SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")',
-        '"SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")',
+        '"SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID")',
         "unit/test_distributed.py -k as_jax_reads_it",
     ),
     Bug(
