@@ -123,26 +123,9 @@ class Signals:
         return code if code >= 0 else 128 - code
 
 
-class Restarts:
-    """The budget of consecutive restarts without progress, and the pause before each restart."""
-
-    def __init__(self, limit: int, first_s: int, reset_s: int):
-        self.limit, self.first_s, self.reset_s = limit, first_s, reset_s
-        self.row = self.total = 0
-
-    def count(self, code: int, lasted_s: float) -> None:
-        """Refill the budget after an attempt that made progress: it lasted at least `reset_s` seconds and did not hang.
-
-        An attempt that hangs lasts at least as long as the watchdog waits, so its duration proves no progress.
-        """
-        if code != HANG and lasted_s >= self.reset_s:
-            self.row = 0
-
-    def take(self) -> int:
-        """Use one restart. Returns: the seconds to wait before it."""
-        self.row += 1
-        self.total += 1
-        return max(self.first_s, min(self.first_s * 2 ** (self.row - 1), LONGEST_PAUSE_S))
+def pause_s(first_s: int, row: int) -> int:
+    """Return the seconds before a restart. first_s: those before the first in a row; row: its number in the row, from 1."""
+    return max(first_s, min(first_s * 2 ** (row - 1), LONGEST_PAUSE_S))
 
 
 def explain(code: int) -> tuple[int, str]:
@@ -189,6 +172,7 @@ class Supervisor:
         preflight: whether preflight comes before training on GPUs.
         environ: the environment of the started processes.
         program: the command that runs a Python module.
+        row: the number of restarts in a row without progress.
     """
 
     def __init__(self, words: list[str], environ: Mapping[str, str], program: tuple[str, ...] = (sys.executable, "-m")):
@@ -203,11 +187,9 @@ class Supervisor:
         self.environ = {name: text for name, text in environ.items() if name not in OF_AN_ATTEMPT}
         self.program = program
         self.signals = Signals()
-        self.restarts = Restarts(
-            whole_number(environ, "JAXTRAIN_RESTARTS", 3),
-            whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1),
-            whole_number(environ, "JAXTRAIN_RESTART_RESET", 600),
-        )
+        self.row, self.most = 0, whole_number(environ, "JAXTRAIN_RESTARTS", 3)
+        self.first_pause_s = whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1)
+        self.reset_s = whole_number(environ, "JAXTRAIN_RESTART_RESET", 600)
 
     def train(self) -> int:
         """Train, and restart after an attempt whose exit code `explain` maps to AGAIN or HANG.
@@ -218,10 +200,10 @@ class Supervisor:
             self._become_trainer()
         self.signals.listen()
         self.preflight = self.preflight and gpus_here() and not trains_on_cpu(self.environ)
-        if self.restarts.limit == 0 and not self.preflight:
+        if self.most == 0 and not self.preflight:
             self._become_trainer()
         with tempfile.TemporaryDirectory(prefix="jaxtrain-") as scratch:
-            if self.restarts.limit > 0:
+            if self.most > 0:
                 return self._attempts(Path(scratch))
             # If the trainer takes this process's place, the folder stays: it reads preflight's findings there.
             return self._preflight(Path(scratch), measure=True) or self._become_trainer()
@@ -231,7 +213,7 @@ class Supervisor:
         note = scratch / "note"
         note.touch()
         self.environ |= {LAUNCHED: str(int(time.time())), NOTE: str(note)}
-        measure = True
+        measure, restarts = True, 0
         while True:
             began = time.monotonic()
             # Again before each restart: a GPU may have ended the run.
@@ -241,7 +223,9 @@ class Supervisor:
                     self._announce_variables()
                 measure = False
                 code = self._run("main")
-            self.restarts.count(code, time.monotonic() - began)
+            # A hang lasts at least as long as the watchdog waits, so its duration proves no progress.
+            if code != HANG and time.monotonic() - began >= self.reset_s:
+                self.row = 0
             code, meaning = explain(code)
             if code not in (AGAIN, HANG):
                 if code > 128 and code != INTERRUPTED:
@@ -251,10 +235,11 @@ class Supervisor:
             if obstacle:
                 say(f"{meaning}: not started again, {obstacle}")
                 return code
-            pause_s = self.restarts.take()
-            say(f"{meaning}: starting again in {pause_s} s, restart {self.restarts.row} of {self.restarts.limit}")
-            self.signals.rest(pause_s)
-            self.environ[RESTART] = str(self.restarts.total)
+            self.row, restarts = self.row + 1, restarts + 1
+            pause = pause_s(self.first_pause_s, self.row)
+            say(f"{meaning}: starting again in {pause} s, restart {self.row} of {self.most}")
+            self.signals.rest(pause)
+            self.environ[RESTART] = str(restarts)
 
     def _obstacle(self, note: str, now: float) -> str | None:
         """Return the reason against a restart; None if the run may restart. note: text in the trainer's file JAXTRAIN_NOTE."""
@@ -266,9 +251,8 @@ class Supervisor:
         end = self.environ.get("SLURM_JOB_END_TIME", "")
         if re.fullmatch("[0-9]{1,12}", end) and int(end) - now < LAST_OF_A_JOB_S:
             return f"in the last ten minutes of the job (SLURM_JOB_END_TIME={end})"
-        if self.restarts.row >= self.restarts.limit:
-            limit = self.restarts.limit
-            return f"after {self.restarts.row} in a row without progress (JAXTRAIN_RESTARTS={limit})"
+        if self.row >= self.most:
+            return f"after {self.row} in a row without progress (JAXTRAIN_RESTARTS={self.most})"
         return None
 
     def _preflight(self, scratch: Path, measure: bool) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config import commands
-from jaxtrain.runtime.supervisor import End, Restarts, Supervisor, explain, trains_on_cpu, whole_number
+from jaxtrain.runtime.supervisor import End, Supervisor, explain, pause_s, trains_on_cpu, whole_number
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -18,23 +18,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_pauses_double_up_to_a_minute():
-    def pauses(count: int, first_s: int) -> list[int]:
-        restarts = Restarts(99, first_s, 600)
-        return [restarts.take() for _ in range(count)]
-
-    assert pauses(8, 1) == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert pauses(2, 90) == [90, 90]
-    assert pauses(2, 0) == [0, 0]
-
-
-@pytest.mark.parametrize(("code", "lasted_s", "row", "pause_s"), [(75, 600, 1, 5), (75, 599, 3, 20), (124, 6000, 3, 20)])
-def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: float, row: int, pause_s: int):
-    """An attempt of at least 600 s refills the budget of restarts, unless a hang ended it."""
-    restarts = Restarts(3, 5, 600)
-    restarts.take()
-    restarts.take()
-    restarts.count(code, lasted_s)
-    assert (restarts.take(), restarts.row, restarts.total) == (pause_s, row, 3)
+    assert [pause_s(1, row) for row in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [pause_s(first_s, 2) for first_s in (90, 0)] == [90, 0]
 
 
 EXITS = {134: (75, "ABRT"), 138: (75, "USR1"), 129: (129, "HUP"), 137: (137, "KILL")}
