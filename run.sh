@@ -40,9 +40,6 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                         train configs/tiny.py
        ./run.sh --config=FILE [--...]   train any config, or resume its run
-         --nodes=HOST,HOST,...          train on several nodes, reached by ssh; this one is the first. HOST:PORT for the first is
-                                        the address of process 0 (port 12321). All nodes have the repository at the same path
-                                        and commit, and share one --workdir
          --no-preflight                 train without a check of the GPUs
        ./run.sh COMMAND [...]           run a command; COMMAND --help lists its options
        ./run.sh test [pytest args]      run the tests, in the repository's folder
@@ -80,7 +77,6 @@ from the first attempt), or in the last ten minutes of a Slurm job.
 
   JAXTRAIN_PREFLIGHT_ALLOW=NAME,...
                             checks of preflight whose fault does not stop training, as 'NUMA balancing'
-  JAXTRAIN_SSH=COMMAND      how --nodes reaches a node; default: ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15
 TEXT
 }
 
@@ -247,8 +243,7 @@ start() { # becomes the environment's Python, with the repository importable and
   local path=:${PYTHONPATH-}:
   while [[ $path == *::* ]]; do path=${path//::/:}; done # an empty item would mean the current folder
   if [[ $* == "-m jaxtrain"* ]]; then export PYTHONSAFEPATH=1; fi # a types.py of the current folder is not Python's
-  # A rehearsal of training is the supervisor's own, where there is an environment that it can run in.
-  if [[ -n ${JAXTRAIN_DRY_RUN-} ]] && ! { [[ $* == "-m jaxtrain.commands.supervise "* ]] && current; }; then
+  if [[ -n ${JAXTRAIN_DRY_RUN-} ]]; then
     say "would run:$(printf ' %q' "$venv/bin/python" "$@")"
     exit 0
   fi
@@ -257,7 +252,7 @@ start() { # becomes the environment's Python, with the repository importable and
   PYTHONPATH=${path%:} exec "$venv/bin/python" "$@"
 }
 
-supervise() { # supervise main|preflight ARGUMENTS: preflight, attempts, restarts and nodes are Python's (jaxtrain/runtime)
+supervise() { # supervise ARGUMENTS: preflight, attempts and restarts of training are Python's (jaxtrain/runtime)
   prepare -
   start -m jaxtrain.commands.supervise "$@"
 }
@@ -274,12 +269,13 @@ case ${1-} in
   '')
     config=configs/tiny.py
     [[ $PWD -ef $root ]] || config=$root/$config
-    supervise main --config="$config"
+    supervise --config="$config"
     ;;
   -*)
-    supervise main "$@"
+    supervise "$@"
     ;;
-  main | preflight)
+  main)
+    shift
     supervise "$@"
     ;;
   setup)

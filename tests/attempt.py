@@ -7,7 +7,6 @@ Each process runs the next line of the file `plan` in $HOME:
     traced CODE          exit after a SIGUSR2
     read CODE            exit after it has read a line from stdin
     note CODE            exit after it has written a note that no further attempt should start
-    after CODE FILE      exit once a file in $HOME has any content
     until CODE [COUNT]   exit after COUNT signals (1 by default) that ask a run to end: SIGINT, SIGTERM or SIGUSR1
 
 A process exits with code 99 if it waits for more than HUNG_S seconds. Each process adds a JSON line with its id, arguments and
@@ -25,7 +24,7 @@ from types import FrameType
 
 HUNG_S = 120
 NAMES = "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"
-VARIABLES = "RESTART", "LAUNCHED", "COMMIT", "PREFLIGHT"
+VARIABLES = "RESTART", "LAUNCHED", "PREFLIGHT"
 
 asked: list[int] = []
 traced: list[int] = []
@@ -69,8 +68,6 @@ def main() -> int:
         Path(os.environ["JAXTRAIN_NOTE"]).write_text("the time is over\n")
     if action == "traced":
         wait(lambda: bool(traced))
-    if action == "after":
-        wait(lambda: Path(rest[0]).exists() and Path(rest[0]).read_text() != "")
     if action == "until":
         wait(lambda: len(asked) >= int(rest[0] if rest else 1))
     # The exit code is decided: later signals have no effect.

@@ -18,8 +18,7 @@ def add_process_options(p: Parser) -> None:
     p.option("process-id", "number of this process, from 0", "I")
     p.option(
         "local-devices",
-        "GPUs of this process, as 0,1; default all of its node. Slurm, torchrun and MPI set these four; docs/cluster.md "
-        "lists all launchers",
+        "GPUs of this process, as 0,1; default all of its node. Slurm and torchrun set these four (docs/cluster.md)",
         "LIST",
     )
 

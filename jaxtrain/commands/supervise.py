@@ -1,19 +1,15 @@
-"""The supervisor's command line, which run.sh calls: `python -m jaxtrain.commands.supervise main|preflight [arguments]`."""
+"""The supervisor's command line, which run.sh calls to train: `python -m jaxtrain.commands.supervise [arguments]`."""
 
 import os
 import sys
 
-from jaxtrain.runtime.messages import End, say
-from jaxtrain.runtime.options import Options
-from jaxtrain.runtime.supervisor import Supervisor
+from jaxtrain.runtime.supervisor import End, Supervisor, say
 
 
 def main(argv: list[str]) -> int:
-    """Run `main` (training) or `preflight` under the supervisor. Returns: the exit code."""
+    """Train under the supervisor. Returns: the exit code."""
     try:
-        command, *words = argv
-        supervisor = Supervisor(Options(words), os.environ)
-        return supervisor.train() if command == "main" else supervisor.preflight()
+        return Supervisor(argv, os.environ).train()
     except End as end:
         if str(end):
             say(str(end))

@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import uuid
 from collections import Counter
@@ -30,7 +31,6 @@ from jaxtrain.config.hardware import HOST_LIMIT, host_gib
 from jaxtrain.config.launch import REPO
 from jaxtrain.config.schema import Data, RunConfig, to_dict
 from jaxtrain.metrics import files, goodput, gpu_facts
-from jaxtrain.runtime import provenance
 
 NAME = "receipt.json"
 FORMAT = 4
@@ -38,6 +38,7 @@ OF_A_GPU = (  # facts of a GPU (gpu_facts.py)
     *("name", "uuid", "pci", "ecc", "nvlinks", "power_limit_w", "power_limit_default_w", "max_sm_clock_mhz"),
     "max_memory_clock_mhz",
 )
+GIT_S = 20
 FIX = "Fix: name the folder of another run (--workdir of training), such as runs/tiny."
 # Fields that stay of an earlier attempt.
 SUMMARY = ("id", "attempt", "started", "ended", "exit_code", "reason", "command", "resumed_from_step", "origin", "changed")
@@ -88,7 +89,7 @@ class Receipt:
         """
         if not self._active:
             return ""
-        commit, dirty, _ = provenance.checkout(REPO)
+        commit, dirty = checkout()
         driver, gpus = describe_gpus(self._driver)
         versions = {"jaxtrain": installed.VERSION, "python": platform.python_version(), "system": platform.platform()}
         found: dict[str, Any] = {
@@ -103,14 +104,14 @@ class Receipt:
             "command": shlex.join(sys.orig_argv),
             "host": platform.node(),
             "code": {
-                "commit": commit or None,
-                "dirty": {"yes": True, "no": False}.get(dirty),
+                "commit": commit,
+                "dirty": dirty,
                 "digest": installed.code(),
                 "own": own_code(fields.get("resolved")),
             },
             "versions": versions | installed.versions(installed.OF_A_RUN) | driver,
             "environment": select_environment(os.environ),
-            "hardware": provenance.host_facts() | {"memory_gib": round(host_gib()), "gpus": gpus},
+            "hardware": {"cpu": cpu_model(), "cpus": usable_cpus(), "memory_gib": round(host_gib()), "gpus": gpus},
             "attempts": [],
         }
         note = ""
@@ -154,6 +155,48 @@ class Receipt:
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write the end of the attempt, and further fields."""
         self.update(**(fields or {}), ended=now(), exit_code=exit_code, reason=reason)
+
+
+def checkout(root: Path = REPO) -> tuple[str | None, bool | None]:
+    """Return (commit, whether files that git tracks changed since it) of a checkout whose top folder is `root`.
+
+    Both are None without git, without a checkout, or if git does not answer in GIT_S seconds.
+    """
+
+    def git(*words: str) -> str:
+        # An optional lock would write the index, which other nodes share.
+        environ, command = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}, ("git", "-C", str(root), *words)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        done = subprocess.run(command, stdin=null, stdout=pipe, stderr=null, env=environ, timeout=GIT_S, check=True)
+        return os.fsdecode(done.stdout)
+
+    try:
+        folder, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(folder).resolve() != root.resolve():
+            return None, None
+        return commit, git("status", "--porcelain", "--untracked-files=no") != ""
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None, None
+
+
+def cpu_model() -> str | None:
+    """Return the model of the CPU; None if it is unknown."""
+    cpuinfo = Path("/proc/cpuinfo")
+    facts = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
+    model = re.search(r"^model name[^:]*: *(.+)$", facts, re.MULTILINE)
+    return model[1] if model else platform.processor() or None
+
+
+def usable_cpus() -> int | None:
+    """Return the number of logical processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # macOS does not have the call
+
+
+def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
+    """Return platforms, kinds and number of the devices, and the number of their processes. devices: `jax.devices()`."""
+    devices = list(devices)
+    kinds = {"platform": sorted({d.platform for d in devices}), "kind": sorted({d.device_kind for d in devices})}
+    return kinds | {"count": len(devices), "process_count": len({d.process_index for d in devices})}
 
 
 def describe_gpus(driver: Any) -> tuple[dict[str, str], list[dict[str, Any]]]:

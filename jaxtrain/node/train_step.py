@@ -140,7 +140,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
 
     from jaxtrain.config.schema import config_sha256
     from jaxtrain.metrics import throughput
-    from jaxtrain.runtime.provenance import device_facts
+    from jaxtrain.metrics.receipt import device_facts
     from jaxtrain.step import auto_remat, state
     from jaxtrain.step.memory import taken_gib
     from jaxtrain.train import step_log
@@ -251,8 +251,7 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     """
     from jaxtrain.config import schema
     from jaxtrain.metrics import files, profiling, table
-    from jaxtrain.metrics.receipt import Receipt
-    from jaxtrain.runtime.provenance import device_facts
+    from jaxtrain.metrics.receipt import Receipt, device_facts
 
     mesh = program.placement.mesh
     receipt = Receipt(folder)

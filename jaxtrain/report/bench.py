@@ -13,15 +13,14 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
-from jaxtrain.config import hardware, launch
+from jaxtrain.config import hardware
 from jaxtrain.config.command_line import INTERRUPTED
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.metrics.receipt import Receipt, now
+from jaxtrain.metrics.receipt import Receipt, checkout, now
 from jaxtrain.report import tables
 from jaxtrain.report.tables import Table
-from jaxtrain.runtime.provenance import checkout
 from jaxtrain.train.child import OK
 
 FORMAT = 2  # version of --json and results.json
@@ -31,7 +30,7 @@ NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 def about(found: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
-    commit, dirty, _ = checkout(launch.REPO)
+    commit, dirty = checkout()
     return {
         "date": now(),
         "device": found.name,
@@ -40,7 +39,7 @@ def about(found: hardware.Devices) -> dict[str, Any]:
         "memory_gib": found.memory_gib,
         "python": platform.python_version(),
         "packages": versions(),
-        "git": {"commit": commit or None, "dirty": dirty == "yes"},
+        "git": {"commit": commit, "dirty": dirty},
         "command": shlex.join(sys.orig_argv),
     }
 

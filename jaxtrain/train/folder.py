@@ -21,10 +21,9 @@ from jaxtrain.metrics import files, goodput
 from jaxtrain.metrics.files import NotWritten, Writers
 from jaxtrain.metrics.goodput import Ledger
 from jaxtrain.metrics.progress import Console
-from jaxtrain.metrics.receipt import Receipt
+from jaxtrain.metrics.receipt import Receipt, device_facts
 from jaxtrain.metrics.trackers import TrackerError, open_trackers
 from jaxtrain.runtime.distributed import Peers
-from jaxtrain.runtime.provenance import device_facts
 from jaxtrain.runtime.shared import find_unshared
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.variables import PREFLIGHT, RESTART

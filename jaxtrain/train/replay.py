@@ -29,9 +29,9 @@ from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.metrics.files import write_atomic
+from jaxtrain.metrics.receipt import device_facts
 from jaxtrain.models.module import part
 from jaxtrain.runtime.distributed import Peers
-from jaxtrain.runtime.provenance import device_facts
 from jaxtrain.runtime.startup import set_compile_cache
 from jaxtrain.step import compiler, guard, state
 from jaxtrain.step.batch import place_batch, rows_here

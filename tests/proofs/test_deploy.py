@@ -203,9 +203,11 @@ def test_pods_find_each_other_and_run_what_jaxtrain_understands(tmp_path: Path):
     assert nodes == JOB["parallelism"] and JOB["completionMode"] == "Indexed" and network["enableDNSHostnames"]
     pod_zero = f"{JOBSET['metadata']['name']}-{REPLICATED['name']}-0-0.{network['subdomain']}"
     (port,) = [p["containerPort"] for p in container["ports"]]
-    told = {variable["name"]: variable["value"] for variable in container["env"]}
+    told = {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
+    fields = {v["name"]: v["valueFrom"]["fieldRef"]["fieldPath"] for v in container["env"] if "value" not in v}
     for index in range(nodes):
-        environ = told | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(index)}
+        pod = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index)}
+        environ = told | {name: pod[field] for name, field in fields.items()} | {"JOB_COMPLETION_INDEX": str(index)}
         assert process_of(environ) == (index, nodes, f"{pod_zero}:{port}")
     image = dict(rest.split("=", 1) for name, rest in instructions(DOCKERFILE) if name == "ENV")
     args = parsed(container["args"], nodes * container["resources"]["limits"]["nvidia.com/gpu"], image | told, tmp_path)
@@ -235,7 +237,7 @@ env -0 >environment
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_nodes_of_a_skypilot_task(rank: int, tmp_path: Path):
-    """Each node runs the same script. SkyPilot's variables give its rank, the number of nodes and the coordinator."""
+    """Each node runs the same script, which takes its rank, the number of nodes and the coordinator from SkyPilot."""
     script(tmp_path / "run.sh", NOTES)
     nodes, gpus = SKYPILOT["num_nodes"], int(SKYPILOT["resources"]["accelerators"].rpartition(":")[2])
     told = {"NODE_RANK": str(rank), "NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": str(gpus), "NODE_IPS": "10.0.0.7\n10.0.0.8"}

@@ -1,4 +1,4 @@
-"""The supervisor of training: preflight, restarts, forwarded signals, several nodes. Children and signals are real.
+"""The supervisor of training: preflight, restarts, forwarded signals. Children and signals are real.
 
 Its children are planned attempts (tests/attempt.py). A test waits for what they have written, never for a time.
 """
@@ -16,20 +16,10 @@ from typing import NamedTuple
 
 import pytest
 import runs
-from run_sh import HAS_GPU, HUNG_S, PATH, git, script, wait_for
-
-from jaxtrain.runtime import provenance
-from jaxtrain.runtime.messages import End
-from jaxtrain.runtime.variables import EXPECTED
+from run_sh import HAS_GPU, HUNG_S, PATH, script, wait_for
 
 ATTEMPT = runs.REPO / "tests" / "attempt.py"
-NVIDIA_SMI = '#!/bin/bash\n[[ $1 == --query-gpu=name ]] && for i in 0 1 2 3 4 5 6 7; do echo "NVIDIA H200"; done\n'
-# A fake ssh: it logs its arguments, and exits with the number in the host's name.
-REACH = """#!/bin/bash
-printf '%s\\n' "$*" >>"$HOME/ssh"
-[[ $1 != unreachable ]] || exit 255
-if [[ $1 == bad* ]]; then exit "${1#bad}"; fi
-"""
+NVIDIA_SMI = '#!/bin/bash\n[[ $1 == -L ]] && echo "GPU 0: NVIDIA H200 (UUID: GPU-0)"\n'
 # The command line of jaxtrain.commands.supervise, with tests/attempt.py in place of the programs that it starts.
 SUPERVISE = """
 import sys
@@ -37,11 +27,11 @@ from jaxtrain.commands import supervise
 from jaxtrain.runtime import supervisor
 
 class Planned(supervisor.Supervisor):
-    def __init__(self, options, environ):
-        super().__init__(options, environ, (sys.executable, "-IS", sys.argv[1]), patience_s=float(sys.argv[2]))
+    def __init__(self, arguments, environ):
+        super().__init__(arguments, environ, (sys.executable, "-IS", sys.argv[1]))
 
 supervise.Supervisor = Planned
-sys.exit(supervise.main(sys.argv[3:]))
+sys.exit(supervise.main(sys.argv[2:]))
 """
 
 
@@ -60,25 +50,18 @@ class Node:
     def __init__(self, folder: Path):
         self.bin, self.home = folder / "bin", folder / "elsewhere"
         self.home.mkdir()
-        self.patience_s = 60.0
-        self.ssh = self.home / "ssh"  # written by a fake of ssh
         self.environ = {"PATH": f"{self.bin}:{PATH}", "HOME": str(self.home), "PYTHONPATH": str(runs.REPO)}
         self.environ |= {"JAXTRAIN_RESTART_WAIT": "0", "JAX_PLATFORMS": "cpu"}
         script(self.bin / "nvidia-smi", "#!/bin/bash\nexit 9\n")
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-c", SUPERVISE, str(ATTEMPT), str(self.patience_s), *arguments]
-
-    def reaches(self, text: str = REACH) -> None:
-        """Write a fake of ssh."""
-        script(self.bin / "reach", text)
-        self.environ["JAXTRAIN_SSH"] = str(self.bin / "reach")
+        return [sys.executable, "-c", SUPERVISE, str(ATTEMPT), *arguments]
 
     def plan(self, *lines: str) -> None:
         (self.home / "plan").write_text("\n".join(lines) + "\n")
         (self.home / "attempts").unlink(missing_ok=True)
 
-    def begin(self, *lines: str, line: str = "main --config=x.py", **environ: str) -> subprocess.Popen[str]:
+    def begin(self, *lines: str, line: str = "--config=x.py", **environ: str) -> subprocess.Popen[str]:
         """Start a supervisor in its own process group. lines: the plan of its attempts. line: its command line."""
         self.plan(*lines)
         return subprocess.Popen(
@@ -129,7 +112,7 @@ def node(tmp_path: Path) -> Node:
 
 @pytest.fixture
 def gpus(node: Node) -> Node:
-    """A node with eight GPUs, by a fake nvidia-smi."""
+    """A node with a GPU, by a fake nvidia-smi."""
     script(node.bin / "nvidia-smi", NVIDIA_SMI)
     del node.environ["JAX_PLATFORMS"]
     return node
@@ -158,7 +141,6 @@ ON_CPUS = {
     "progress refills the budget": Case(["exit 75"] * 3 + ["exit 0"], 0, "TTTT", NO_RESET),
 }
 ON_GPUS = {
-    "a dry run": Case([], 0, "", {"JAXTRAIN_DRY_RUN": "1"}),
     "a fault": Case(["exit 3"], 3, "P"),
     "a wrong config": Case(["exit 2"], 2, "P"),
     "a broken preflight": Case(["exit 1"], 1, "P"),
@@ -179,7 +161,7 @@ def test_after_an_end(name: str, request: pytest.FixtureRequest):
 
 
 def test_preflight_is_left_out_on_request_and_without_gpus(gpus: Node):
-    assert gpus.run("exit 0", line="main --no-preflight")[0] == 0 and gpus.started() == "T"
+    assert gpus.run("exit 0", line="--no-preflight")[0] == 0 and gpus.started() == "T"
     script(gpus.bin / "nvidia-smi", "#!/bin/bash\nexit 9\n")
     assert gpus.run("exit 0", "exit 0")[0] == 0 and gpus.started() == ("PT" if HAS_GPU else "T")
 
@@ -196,32 +178,30 @@ def test_attempts_know_their_circumstances(gpus: Node):
     assert code == 0 and gpus.started() == "PTpT", stderr
     look, first, _, second = gpus.attempts()
     assert (first["restart"], second["restart"]) == (None, "1")
-    for name in ("launched", "arguments", "commit", "preflight"):
+    for name in ("launched", "arguments", "preflight"):
         assert first[name] == second[name] is not None
-    assert first["arguments"] == ["jaxtrain", "main", "--config=x.py"] and "8 NVIDIA H200" in stderr
+    assert first["arguments"] == ["jaxtrain", "main", "--config=x.py"]
     found = first["preflight"]
     assert look["arguments"] == ["jaxtrain", "preflight", "--config=x.py", f"--json={found}"] and look["preflight"] is None
     assert not Path(found).parent.exists(), "the supervisor removes its folder"
 
 
 def test_variables_of_another_supervisor_are_dropped(node: Node):
-    """But a node that was reached by ssh gets the first node's variables."""
     given = {"JAXTRAIN_RESTART": "7", "JAXTRAIN_LAUNCHED": "8", "JAXTRAIN_PREFLIGHT": "/theirs", "JAXTRAIN_RESTARTS": "0"}
-    commit, dirty, _ = provenance.checkout(runs.REPO)
-    for more, expected in (({}, [None] * 3), ({EXPECTED: f"{commit} {dirty}"}, ["7", "8", None])):
-        node.run("exit 0", **given, **more)
-        (attempt,) = node.attempts()
-        assert [attempt[name] for name in ("restart", "launched", "preflight")] == expected
+    node.run("exit 0", **given)
+    (attempt,) = node.attempts()
+    assert [attempt[name] for name in ("restart", "launched", "preflight")] == [None] * 3
 
 
-@pytest.mark.parametrize("line", ["main --explain", "main --help", "main --replay=a", "preflight --no-measure", "main"])
-def test_a_command_takes_the_supervisors_place(gpus: Node, line: str):
-    """Questions, the preflight of one node, and training without restarts and preflight. A question gets no other word."""
-    switched_off = {"JAXTRAIN_RESTARTS": "0", "JAX_PLATFORMS": "cpu"} if line == "main" else {}
+@pytest.mark.parametrize("line", ["--explain", "-h", "--replay=a", ""])
+def test_the_trainer_takes_the_supervisors_place(gpus: Node, line: str):
+    """For questions, and without restarts and preflight."""
+    switched_off = {} if line else {"JAXTRAIN_RESTARTS": "0", "JAX_PLATFORMS": "cpu"}
     process = gpus.begin("exit 75", line=line, **switched_off)
     _, stderr = process.communicate(timeout=HUNG_S)
-    assert process.returncode == 75 and (stderr == "" or switched_off)
-    assert [a["pid"] for a in gpus.attempts()] == [process.pid]
+    assert (process.returncode, stderr) == (75, "")
+    (attempt,) = gpus.attempts()
+    assert attempt["pid"] == process.pid and attempt["arguments"] == ["jaxtrain", "main", *line.split()]
 
 
 def test_without_restarts_the_trainer_takes_the_place_after_preflight(gpus: Node):
@@ -281,10 +261,9 @@ def test_a_run_does_not_outlive_the_supervisor(node: Node):
 
 @pytest.mark.parametrize(("name", "code"), ASKED.items())
 def test_a_signal_between_two_attempts_ends_at_once(node: Node, name: str, code: int):
-    """The pause before the second attempt would take eleven days. Its line is the second on stderr."""
+    """The pause before the second attempt would take eleven days."""
     process = node.begin("exit 124", JAXTRAIN_RESTART_WAIT="999999")
-    assert process.stderr
-    assert "999999" in "".join(process.stderr.readline() for _ in range(2))
+    assert process.stderr and "999999" in process.stderr.readline()
     process.send_signal(signal.Signals[name])
     assert ended(process) == code and len(node.attempts()) == 1
 
@@ -292,23 +271,20 @@ def test_a_signal_between_two_attempts_ends_at_once(node: Node, name: str, code:
 def test_a_trace_in_a_pause_leaves_it_as_it_is(node: Node):
     process = node.begin("exit 124", "exit 0", JAXTRAIN_RESTART_WAIT="1")
     assert process.stderr
-    said = "".join(process.stderr.readline() for _ in range(2))
+    said = process.stderr.readline()
     process.send_signal(signal.SIGUSR2)
     assert (ended(process), node.started()) == (0, "TT"), said
 
 
-@pytest.mark.parametrize(("line", "restarts"), [("main", "0"), ("main", "3"), ("main --nodes=here,there", "3")])
-def test_a_signal_before_training_ends_it(gpus: Node, line: str, restarts: str):
-    """The first process is preflight, or on several nodes a look at the config."""
-    gpus.reaches()
-    process = gpus.begin("until 130", line=line, JAXTRAIN_RESTARTS=restarts)
-    attempt = gpus.await_attempts(1)
+@pytest.mark.parametrize("restarts", ["0", "3"])
+def test_a_signal_before_training_ends_it(gpus: Node, restarts: str):
+    process = gpus.begin("until 130", JAXTRAIN_RESTARTS=restarts)
+    gpus.await_attempts(1)
     process.send_signal(signal.SIGTERM)
-    assert (ended(process), gpus.signals(), len(gpus.attempts())) == (75, ["SIGTERM"], 1)
-    assert ("--explain" in attempt["arguments"]) == ("nodes" in line) and not gpus.ssh.exists()
+    assert (ended(process), gpus.signals(), gpus.started()) == (75, ["SIGTERM"], "P")
 
 
-@pytest.mark.skipif(HAS_GPU, reason="the driver's files name the GPUs, so nvidia-smi is not asked")
+@pytest.mark.skipif(HAS_GPU, reason="the device file answers, so nvidia-smi is not asked")
 @pytest.mark.parametrize("restarts", ["0", "3"])
 def test_a_signal_before_the_first_attempt_ends_the_supervisor(node: Node, restarts: str):
     """The signal comes while the supervisor runs nvidia-smi."""
@@ -334,7 +310,7 @@ def test_a_run_finds_signals_as_the_supervisor_found_them(node: Node, restarts: 
 def test_signals_ignored_from_the_start_stay_ignored(node: Node):
     """nohup starts a process with SIGHUP ignored. Attempts inherit the ignored SIGHUP and an ignored SIGINT."""
     node.plan("exit 0")
-    command = ["bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *node.command("main")]
+    command = ["bash", "-c", 'trap "" HUP INT; exec "$@"', "bash", *node.command()]
     subprocess.run(command, env=node.environ, check=True, stdin=subprocess.DEVNULL, timeout=HUNG_S)
     handlers = node.attempts()[0]["at_birth"]
     assert handlers["SIGHUP"] == handlers["SIGINT"] == str(signal.SIG_IGN) != handlers["SIGTERM"]
@@ -343,7 +319,7 @@ def test_signals_ignored_from_the_start_stay_ignored(node: Node):
 def test_a_terminal_stays_the_runs(node: Node):
     node.plan("read 75", "until 130")
     spawn = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-    command, pipe = [sys.executable, "-c", spawn, *node.command("main")], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", spawn, *node.command()], subprocess.PIPE
     process = subprocess.Popen(command, env=node.environ, cwd=node.home, stdin=pipe, stdout=pipe, text=True)
     assert process.stdin
     for count, words in enumerate(("a line\n", "\x03"), 1):  # the second is Ctrl-C
@@ -357,45 +333,7 @@ def test_a_terminal_stays_the_runs(node: Node):
     assert second["foreground"] == second["group"] != second["pid"]
 
 
-# ---- Provenance, and the files that a run changes
-
-
-def test_the_state_of_a_checkout(tmp_path: Path):
-    (tmp_path / "jaxtrain").mkdir()
-    (tmp_path / "run.sh").touch()
-    (tmp_path / "jaxtrain/main.py").touch()
-    assert provenance.checkout(tmp_path)[:2] == ("", "")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", "jaxtrain")
-    git(tmp_path, "commit", "-qm", "first")
-    assert provenance.checkout(tmp_path)[:2] == ("", ""), "a repository of something else"
-    git(tmp_path, "add", "run.sh")
-    git(tmp_path, "commit", "-qm", "second")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    (tmp_path / "notes.txt").touch()
-    assert provenance.checkout(tmp_path)[:2] == (commit, "no")
-    new = tmp_path / "jaxtrain/new.py"
-    new.write_text("x = 1\n")  # an untracked file may be imported by a run
-    assert provenance.checkout(tmp_path)[:2] == (commit, "yes")
-    new.unlink()
-    (tmp_path / "jaxtrain/main.py").write_text("x = 1\n")
-    assert provenance.checkout(tmp_path)[:2] == (commit, "yes")
-
-
-def test_another_state_of_the_code_is_refused():
-    commit, dirty, _ = provenance.checkout(runs.REPO)
-    found = {"JAXTRAIN_COMMIT": commit, "JAXTRAIN_DIRTY": dirty}
-    assert provenance.provenance(runs.REPO, ["A", "A", "B"], {EXPECTED: f"{commit} {dirty}"}) == found
-    with pytest.raises(End, match=commit) as end:
-        provenance.provenance(runs.REPO, [], {EXPECTED: f"other {dirty}"})
-    assert end.value.code == 2
-
-
-def test_a_command_that_fails_or_hangs_gives_no_answer():
-    assert provenance.ask("echo", "a") == "a\n"
-    assert provenance.ask("bash", "-c", "echo a; exit 1") is None
-    assert provenance.ask("no-such-program") is None
-    assert provenance.ask("sleep", "1000", timeout_s=0.1) is None
+# ---- Files, variables, and mistakes
 
 
 @pytest.mark.parametrize("restarts", ["0", "3"])
@@ -405,107 +343,12 @@ def test_a_run_changes_no_file_and_names_its_variables(node: Node, restarts: str
     out.mkdir()
     repo = runs.tree(runs.REPO / "jaxtrain" / "runtime")
     code, stderr = node.run("exit 0", TMPDIR=str(out), JAXTRAIN_RESTARTS=restarts, JAXTRAIN_VERBOSE="1")
-    assert code == 0 and " JAXTRAIN_COMMIT=" in stderr, stderr
+    assert code == 0 and f" PYTHONPATH={runs.REPO}" in stderr and (" JAXTRAIN_LAUNCHED=" in stderr) == (restarts == "3")
     assert runs.tree(runs.REPO / "jaxtrain" / "runtime") == repo and not list(out.iterdir())
     assert {p.name for p in node.home.iterdir()} == {"attempts", "plan", "tmp"}
 
 
-# ---- Several nodes
-
-
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("main --nodes=a", "", ""),
-        ("main --no-preflight=1", "", ""),
-        ("main", "JAXTRAIN_RESTARTS", "two"),
-        ("main --nodes=here,there", "JAXTRAIN_SSH", "no-such-program -n"),
-        ("preflight --nodes=here,there", "JAXTRAIN_SSH", "ssh '"),
-    ],
-)
+@pytest.mark.parametrize(("line", "name", "value"), [("--no-preflight=1", "", ""), ("", "JAXTRAIN_RESTARTS", "two")])
 def test_mistakes_are_refused_and_nothing_is_started(node: Node, line: str, name: str, value: str):
     code, stderr = node.run("exit 0", line=line, **({name: value} if name else {}))
-    assert code == 2 and (name or line.split()[-1].partition("=")[0]) in stderr and node.attempts() == []
-
-
-def test_a_mistake_in_the_config_is_told_before_a_node_is_reached(node: Node):
-    node.reaches()
-    assert node.run("exit 2", line="main --nodes=here,there")[0] == 2
-    assert len(node.attempts()) == 1 and "--explain" in node.attempts()[0]["arguments"] and not node.ssh.exists()
-
-
-@pytest.mark.parametrize("command", ["main", "preflight"])
-def test_a_dry_run_of_several_nodes(node: Node, command: str):
-    node.reaches()
-    code, stderr = node.run("exit 0", line=f"{command} --nodes=here,there '--a=b c'", JAXTRAIN_DRY_RUN="1")
-    place = "--coordinator=here:12321 --num-processes=2 --process-id=0"
-    assert code == 0 and f"jaxtrain {command} '--a=b c' {place}\n" in stderr, stderr
-    assert "--process-id=1" in stderr and node.attempts() == [] and not node.ssh.exists()
-
-
-def test_preflight_on_several_nodes(node: Node):
-    """Each node runs it with its own --process-id. The exit code is that of the node that fails."""
-    node.reaches()
-    assert node.run("exit 0", line="preflight --no-measure --nodes=here,bad3")[0] == 3
-    (here,) = node.attempts()
-    common = ["--no-measure", "--coordinator=here:12321", "--num-processes=2"]
-    assert here["arguments"] == ["jaxtrain", "preflight", *common, "--process-id=0"]
-    assert node.ssh.read_text().endswith(f"{runs.REPO}/run.sh preflight {' '.join(common)} --process-id=1\n")
-
-
-@pytest.mark.parametrize(
-    ("there", "here", "code"),
-    [
-        ("unreachable", "until 75", 75),  # the local process, which waits for that node, is ended
-        ("bad2", "exit 75", 2),  # a refusal is not tried again
-        ("bad1", "exit 0", 1),
-        ("bad0", "exit 0", 0),
-    ],
-)
-def test_how_another_node_ended(node: Node, there: str, here: str, code: int):
-    node.reaches()
-    # the first process answers --explain
-    assert node.run("exit 0", here, line=f"main --nodes=here,{there}", JAXTRAIN_RESTARTS="0")[0] == code
-
-
-def test_a_process_that_waits_for_a_failed_node_is_ended_when_its_time_is_over(node: Node):
-    node.patience_s = 0.3
-    # the node fails once the local process listens to signals
-    node.reaches('#!/bin/bash\nuntil (($(wc -l <"$HOME/attempts") == 2)); do sleep 0.01; done\nexit 1\n')
-    assert node.run("exit 0", "until 143", line="main --nodes=here,there", JAXTRAIN_RESTARTS="0")[0] == 1
-    assert node.signals() == ["SIGTERM"]
-
-
-def test_a_node_that_does_not_end_is_left_alone(node: Node):
-    node.patience_s = 0.3
-    node.reaches('#!/bin/bash\necho $$ >>"$HOME/ssh"\nexec sleep 1000\n')
-    assert node.run("exit 0", "after 0 ssh", line="main --nodes=here,there")[0] == 0
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(node.ssh.read_text()), 0)
-
-
-def test_a_signal_to_the_process_group_keeps_the_runs_code(node: Node):
-    """systemd, or `kill -- -PGID`, also sends the signal to ssh, which ignores it and waits for the other node's process."""
-    node.reaches(
-        '#!/bin/bash\necho began >>"$HOME/ssh"\nuntil [[ -s $HOME/signals ]]; do sleep 0.01 || :; done\n'
-        'echo ended >>"$HOME/ssh"\nexit 75\n'
-    )
-    process = node.begin("exit 0", "until 75", line="main --nodes=here,there")
-    node.await_attempts(2)
-    wait_for(node.ssh.exists)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert ended(process) == 75 and node.ssh.read_text().split() == ["began", "ended"]
-
-
-def test_other_nodes_get_their_number_and_no_other_variable(node: Node):
-    node.reaches()
-    given = {"JAXTRAIN_CUDA": "12", "JAXTRAIN_NOTE": "/mine", "JAXTRAIN_RESTARTS": "1"}
-    node.run("exit 0", "exit 75", "exit 0", line="main '--config=a b.py' --nodes=here:99,bad0,ada@bad0.lan", **given)
-    attempt = node.attempts()[1]
-    assert attempt["arguments"][3:] == ["--coordinator=here:99", "--num-processes=3", "--process-id=0"]
-    asked = node.ssh.read_text().splitlines()
-    assert sorted(line.split()[-1] for line in asked) == ["--process-id=1"] * 2 + ["--process-id=2"] * 2
-    for i, line in enumerate(asked):
-        assert f"cd {node.home} && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED=" in line and " JAXTRAIN_CUDA=12 " in line
-        assert f" JAXTRAIN_LAUNCHED={attempt['launched']} " in line and ("JAXTRAIN_RESTART=1" in line) == (i >= 2)
-        assert "main --no-preflight '--config=a b.py' --coordinator=here:99 --num-processes=3" in line and "NOTE" not in line
+    assert code == 2 and (name or "--no-preflight") in stderr and node.attempts() == []

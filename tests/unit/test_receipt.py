@@ -10,14 +10,15 @@ import jax
 import pytest
 from made_runs import train_line
 from played_nvml import Gpu, Nvml
+from run_sh import git
 
 from jaxtrain.commands import receipt as command
 from jaxtrain.config import installed, schema
 from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.metrics import files as metrics
-from jaxtrain.metrics.receipt import FORMAT, Receipt, load, open_run, rates, select_environment
+from jaxtrain.metrics import receipt as receipts
+from jaxtrain.metrics.receipt import FORMAT, Receipt, checkout, device_facts, load, open_run, rates, select_environment
 from jaxtrain.report.receipt import compare, rows
-from jaxtrain.runtime import provenance
 
 RESOLVED = schema.to_dict(schema.RunConfig())
 
@@ -25,17 +26,17 @@ RESOLVED = schema.to_dict(schema.RunConfig())
 @pytest.fixture(autouse=True)
 def known_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake git; tests/campaign/test_receipt_diff.py uses the real one."""
-    monkeypatch.setattr(provenance, "checkout", lambda root: ("c" * 40, "no", "unchanged"))
+    monkeypatch.setattr(receipts, "checkout", lambda: ("c" * 40, False))
 
 
 # ---- Contents
 
 
 def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance.os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    monkeypatch.setattr(receipts.os, "sched_getaffinity", lambda pid: {3, 5, 7})
     driver = Nvml(Gpu(), Gpu(limit_mw=500_000), Gpu(lost=True))
     written = Receipt(tmp_path, driver=driver)
-    assert written.start({"resolved": RESOLVED, "devices": provenance.device_facts(jax.devices())}) == ""
+    assert written.start({"resolved": RESOLVED, "devices": device_facts(jax.devices())}) == ""
     found = load(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
     assert found["code"] == {"commit": "c" * 40, "dirty": False, "digest": installed.code(), "own": {}}
@@ -55,6 +56,30 @@ def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path) -> None:
     Receipt(tmp_path, driver=Nvml(driver=False)).start({})
     found = load(tmp_path / "receipt.json")
     assert found["hardware"]["gpus"] == [] and "driver" not in found["versions"]
+
+
+def test_the_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the commit of the repository's own folder, and whether files that git tracks have changed."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    file = inner / "main.py"
+    file.touch()
+    assert checkout(tmp_path) == (None, None)
+    git(tmp_path, "init", "-q")
+    assert checkout(tmp_path) == (None, None), "no commit yet"
+    git(tmp_path, "add", "inner")
+    git(tmp_path, "commit", "-qm", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "notes.txt").touch()
+    assert checkout(tmp_path) == (commit, False)
+    assert checkout(inner) == (None, None), "a folder in a repository of something else"
+    file.write_text("x = 1\n")
+    assert checkout(tmp_path) == (commit, True)
+    monkeypatch.setattr(receipts, "GIT_S", 0)
+    assert checkout(tmp_path) == (None, None), "git is too slow"
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(inner))
+    assert checkout(tmp_path) == (None, None), "no git"
 
 
 def test_other_processes_write_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's decisions: restarts and their pauses, exit codes of all nodes, options, the command for another node."""
+"""The supervisor's decisions: restarts and their pauses, exit codes, options."""
 
 import ast
 import importlib.util
@@ -9,11 +9,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config import commands
-from jaxtrain.runtime import nodes, provenance
-from jaxtrain.runtime.messages import Refusal
-from jaxtrain.runtime.nodes import Nodes, is_here, remote_line, verdict
-from jaxtrain.runtime.options import Options, whole_number
-from jaxtrain.runtime.supervisor import Restarts, explain, trains_on_cpu
+from jaxtrain.runtime.supervisor import End, Supervisor, explain, pause_s, trains_on_cpu, whole_number
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -22,23 +18,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def test_pauses_double_up_to_a_minute():
-    def pauses(count: int, first_s: int) -> list[int]:
-        restarts = Restarts(99, first_s, 600)
-        return [restarts.take() for _ in range(count)]
-
-    assert pauses(8, 1) == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert pauses(2, 90) == [90, 90]
-    assert pauses(2, 0) == [0, 0]
-
-
-@pytest.mark.parametrize(("code", "lasted_s", "row", "pause_s"), [(75, 600, 1, 5), (75, 599, 3, 20), (124, 6000, 3, 20)])
-def test_an_attempt_that_made_progress_refills_the_budget(code: int, lasted_s: float, row: int, pause_s: int):
-    """An attempt of at least 600 s refills the budget of restarts, unless a hang ended it."""
-    restarts = Restarts(3, 5, 600)
-    restarts.take()
-    restarts.take()
-    restarts.count(code, lasted_s)
-    assert (restarts.take(), restarts.row, restarts.total) == (pause_s, row, 3)
+    assert [pause_s(1, row) for row in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [pause_s(first_s, 2) for first_s in (90, 0)] == [90, 0]
 
 
 EXITS = {134: (75, "ABRT"), 138: (75, "USR1"), 129: (129, "HUP"), 137: (137, "KILL")}
@@ -60,130 +41,24 @@ def test_gpus_that_the_user_hides():
 # ---- Options
 
 
-@pytest.mark.parametrize(
-    ("given", "fix"),
-    [
-        # with the options of the fix, which are tried
-        (["--nodes=a"], ""),
-        (["--nodes=a,b;rm"], "--nodes=node1,node2"),
-        (["--nodes=a,"], ""),
-        (["--nodes=a,-oProxyCommand=x"], ""),
-        (["--nodes=a,b:22"], ""),  # only the first node has a port
-        (["--nodes"], "--nodes=node1,node2"),
-        (["--nodes=a,b,a"], ""),
-        (["--nodes=a:65536,b"], "--nodes=a:12321,b"),
-        (["--nodes=a:0,b"], "--nodes=a:12321,b"),
-        (["--nodes=fd00::1:29500,fd00::2"], "--nodes=[fd00::1]:29500,fd00::2"),
-        (["--nodes=a,me@fd00::2:29500"], "--nodes=a,me@[fd00::2]"),
-        (["--nodes=[fd00::1]:0,b"], "--nodes=[fd00::1]:12321,b"),
-        (["--nodes=[a],b"], ""),
-        (["--nodes=[fd00::1],fd00::1"], ""),
-        (["--no-preflight=1"], ""),
-        *((["--nodes=a,b", f"--{name}=1"], "") for name in ("process-id", "num-processes", "coordinator")),
-    ],
-)
-def test_mistakes_in_options_are_refused(given: list[str], fix: str):
-    with pytest.raises(Refusal, match=given[-1].partition("=")[0]) as refusal:
-        Options(given)
-    assert refusal.value.code == 2 and f"Fix: {fix}" in str(refusal.value)
-    Options([fix])
-
-
-def test_options_of_the_supervisor_are_taken_out_of_the_trainers():
-    options = Options(["--config=x.py", "--nodes=ada@a.lan:99,b", "a b", "--no-preflight", ""])
-    assert options.arguments == ["--config=x.py", "a b", ""] and not options.preflight
-    assert options.nodes and options.nodes.hosts == ["ada@a.lan:99", "b"]
-    assert options.nodes.arguments(1) == ["--coordinator=a.lan:99", "--num-processes=2", "--process-id=1"]
-    alone = Options(["--process-id=1"])
-    assert alone.nodes is None and alone.preflight and alone.arguments == ["--process-id=1"]
-
-
-def test_questions_are_told_from_training():
-    for word in ("--help", "-h", "--explain", "--replay=DIR"):
-        assert Options(["--config=x.py", word]).answers, word
-    assert not Options(["--config=x.py", "-host", "--config.log.explain=1"]).answers
+def test_the_option_of_the_supervisor_is_taken_out_of_the_trainers():
+    given = Supervisor(["--config=x.py", "a b", "--no-preflight", "", "--no-preflights"], {})
+    assert given.arguments == ["--config=x.py", "a b", "", "--no-preflights"] and not given.preflight
+    alone = Supervisor(["--process-id=1"], {})
+    assert alone.preflight and alone.arguments == ["--process-id=1"]
+    with pytest.raises(End, match=r"--no-preflight = 1: .* Fix: --no-preflight\.$") as end:
+        Supervisor(["--no-preflight=1"], {})
+    assert end.value.code == 2
 
 
 @pytest.mark.parametrize("text", ["-1", "two", "9999999", " 1"])
 def test_a_variable_that_is_no_number_is_refused(text: str):
-    with pytest.raises(Refusal, match=rf"^N = {text}: .* Fix: N=3\.$"):
+    with pytest.raises(End, match=rf"^N = {text}: .* Fix: N=3\.$"):
         whole_number({"N": text}, "N", 3)
 
 
 def test_numbers_in_variables():
     assert [whole_number(environ, "N", 3) for environ in ({}, {"N": ""}, {"N": "0"}, {"N": "010"})] == [3, 3, 0, 10]
-
-
-# ---- Several nodes
-
-
-@pytest.mark.parametrize(
-    ("text", "others", "coordinator"),
-    [
-        ("[fd00::1],[fd00::2]", ["fd00::2"], "[fd00::1]:12321"),
-        ("fd00::1,fd00::2", ["fd00::2"], "[fd00::1]:12321"),
-        ("me@[fe80::1%eth0]:4000,me@fd00::2", ["me@fd00::2"], "[fe80::1%eth0]:4000"),
-        ("me@a:4000,10.0.0.2", ["10.0.0.2"], "a:4000"),
-    ],
-)
-def test_addresses_of_nodes(text: str, others: list[str], coordinator: str):
-    """ssh takes an IPv6 address without brackets, and JAX takes it in brackets."""
-    nodes = Nodes(text)
-    assert (nodes.hosts[1:], nodes.coordinator) == (others, coordinator)
-
-
-@pytest.mark.parametrize(
-    ("code", "a", "b", "verdict_of_all"),
-    [
-        *((0, 0, 0, 0), (75, 2, 0, 2), (75, 3, None, 3), (75, 124, None, 124), (76, 76, None, 76), (0, 0, 1, 1)),
-        *((75, 1, None, 75), (0, 255, None, 75), (143, 255, None, 75), (76, 255, None, 76), (0, None, None, 0)),
-        (143, 1, None, 1),  # this node ended its attempt because the other node failed
-    ],
-)
-def test_the_verdict_of_all_nodes(code: int, a: int | None, b: int | None, verdict_of_all: int):
-    assert verdict(code, {"a": a, "b": b}, False) == verdict_of_all
-    assert verdict(143, {"a": 1}, True) == 143, "a user's signal ended it"
-
-
-def test_the_line_for_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The words are quoted for the shell on the other node."""
-    folder = tmp_path / "a folder"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    environ = {"JAXTRAIN_COMMIT": "abc", "JAXTRAIN_DIRTY": "no", "JAXTRAIN_RESTART": "2", "JAXTRAIN_NOTE": "/m", "HOME": "/me"}
-    line = remote_line(Path("/a root"), ["main", "--config=a b.py", "$HOME"], environ)
-    assert line == (
-        f"cd '{folder}' && env JAXTRAIN_RESTARTS=0 JAXTRAIN_EXPECTED='abc no' JAXTRAIN_RESTART=2 "
-        "'/a root/run.sh' main '--config=a b.py' '$HOME'"
-    )
-
-
-def test_an_address_of_this_node_is_recognised(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    assert is_here("127.0.0.1") and not is_here("192.0.2.1")  # an address reserved for documentation
-    monkeypatch.setattr(nodes.socket, "gethostname", lambda: "node1.lan")
-    assert is_here("node1") and is_here("node1.lan")
-    Nodes("node1,node2").announce()
-    assert capfd.readouterr().err == ""
-    Nodes("192.0.2.1,node2").announce()
-    said = capfd.readouterr().err
-    assert "node1.lan" in said and "192.0.2.1" in said
-    Nodes("localhost,node2").announce()
-    assert "node1.lan" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, True),
-        ({"SLURM_PROCID": "0"}, True),
-        ({"SLURM_PROCID": "1", "RANK": "0"}, False),
-        ({"JOB_COMPLETION_INDEX": "3"}, False),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
-        ({"JAXTRAIN_EXPECTED": "abc no"}, False),
-    ],
-)
-def test_the_first_process_speaks_for_all(environ: dict[str, str], expected: bool):
-    assert provenance.prints_common_messages(environ) == expected
 
 
 # ---- The package
