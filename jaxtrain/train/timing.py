@@ -39,19 +39,21 @@ def collector_off() -> Iterator[None]:
 
 
 class SlowSteps:
-    """Finds steps that took more than TIMES the median of the last steps, and at least LEAST_S more than it."""
+    """Finds steps that took more than TIMES the median of the last steps, and a run that became slower than at its start."""
 
     WINDOW, ENOUGH = 64, 16  # steps whose times are known; times that make a median
-    TIMES, LEAST_S = 2.0, 0.25
+    TIMES, LEAST_S = 2.0, 0.25  # a slow step: times the median, and at least so much more
+    SLOWER, SLOWER_S = 3.0, 0.1  # a slower run: the same of the first median
     SHARE = 0.01  # of the excess; a cause with a smaller share is left out of the line
     APART = 20  # steps between two lines, at least
 
     def __init__(self):
         self._times: collections.deque[float] = collections.deque(maxlen=self.WINDOW)
         self._reported, self._left_out = -self.APART, 0
+        self._at_start, self._is_slower = math.inf, False  # the first median of a whole window
 
     def note(self, step: int, seconds: Mapping[str, float], saving: int | None = None) -> str | None:
-        """Note the seconds of a step by cause, as in goodput.jsonl. Return a line for the log if the step was slow.
+        """Note the seconds of a step by cause, as in goodput.jsonl. Return a line for the log if it or the run is slow.
 
         A step with evaluation takes long on purpose, and is not compared. saving: the step whose save ran beside this one.
         """
@@ -60,6 +62,12 @@ class SlowSteps:
         wall_s = math.fsum(seconds.values())
         usual = statistics.median_low(self._times) if len(self._times) >= self.ENOUGH else math.inf
         self._times.append(wall_s)
+        if self._at_start == math.inf and len(self._times) == self.WINDOW:
+            self._at_start = usual
+        was, excess = self._is_slower, usual - self._at_start
+        self._is_slower = usual > (self.TIMES if was else self.SLOWER) * self._at_start and excess > self.SLOWER_S
+        if self._is_slower and not was:
+            return f"steps take {usual:.2f} s around step {step}, and took {self._at_start:.2f} s at the start of this run"
         if wall_s <= self.TIMES * usual or wall_s - usual < self.LEAST_S:
             return None
         if step - self._reported < self.APART:

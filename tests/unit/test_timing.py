@@ -48,6 +48,16 @@ def test_steps_with_evaluation_are_neither_compared_nor_a_measure():
     assert note(slow_steps, 117, 2.0)[:3] == ["117", "2.00", "0.52"]
 
 
+def test_a_run_that_became_slower_is_reported_once():
+    slow_steps = usual(64)
+    told = [numbers for step in range(65, 265) if (numbers := note(slow_steps, step, 5.0))]
+    assert told[0][:3] == ["65", "5.00", "0.52"]
+    slower = ["5.00", "98", "0.52"]  # the steps' time now, since which step, and at the start
+    assert told[-1] == slower and told.count(slower) == 1
+    assert not any(note(slow_steps, step, 0.52) for step in range(265, 365)), "as fast as before"
+    assert len([step for step in range(365, 465) if note(slow_steps, step, 5.0)[::2] == ["5.00", "0.52"]]) == 1
+
+
 def test_lines_are_rare_and_say_what_they_left_out():
     slow_steps = usual(64)
     assert note(slow_steps, 100, 3.0)
