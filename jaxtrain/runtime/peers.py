@@ -9,10 +9,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from jaxtrain.runtime.service import HEARTBEAT_S, is_aborting
+from jaxtrain.runtime import progress
+from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, is_aborting
 from jaxtrain.runtime.words import first_line, listed
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
@@ -33,30 +34,29 @@ class Peers:
     Every method may be called from any thread. In a run of one process, no method waits.
 
     In a run of several processes, each process has two threads. One reads the news, a list to which any process appends
-    requests to stop and failures. The other asks the service which processes are alive.
+    requests to stop, failures and hangs. The other asks the service which processes are alive.
     """
 
     def __init__(self, process_index: int, count: int, client: Any = None):
         """`client` is JAX's client of the coordination service; None in a run of one process."""
         self.process_index = process_index
         self.count = count
+        self.refused = False  # the loss is that of a process that refused to start
+        self.hang: str | None = None  # what a process has told by `tell_hang`
         self._client = client
         self._rounds: dict[str, int] = {}
-        self._agreement = threading.Condition()
+        self._waits: dict[int, str] = {}  # thread -> the exchange in which it waits
+        self._stepping = threading.Lock()  # for the next five
         self._reached = 0  # the last step this process may dispatch so far
         self._ceiling: int | None = None  # the last step without the agreement of the others; None until a stop is requested
-        self._last: int | None = None  # the last step for all
+        self._last: int | None = None  # the last step for all; -1: start no further step
         self._reason: str | None = None
-        self._stopped = False  # start no further step; see stop_here
-        self._broken: RuntimeError | None = None
         self._on_stop: Callable[[str], None] | None = None
+        self._reporting = threading.Lock()  # for the next two
         self._on_lost: Callable[[str], None] | None = None
-        self._news = 0  # entries read so far
-        self._reporting = threading.Lock()
         self._lost: str | None = None  # the first loss
-        self.refused = False  # the loss is that of a process that refused to start
+        self._news = 0  # entries read so far
         self._ending = threading.Event()  # no loss is reported any more
-        self._alone = threading.Event()  # process 0: all other processes have left the service
         self._closing = threading.Lock()
         self._closed = count == 1
         if count > 1:
@@ -100,10 +100,9 @@ class Peers:
         """
         if self.count == 1:
             return [value]
-        deadline = time.monotonic() + timeout_s
         number = self._rounds[name] = self._rounds.get(name, -1) + 1
         self._set(f"gather/{name}/{number}/{self.process_index}", value)
-        values = self._of_all(f"gather/{name}/{number}", deadline, f"within {timeout_s:g} s ({name})")
+        values = self._of_all(f"gather/{name}/{number}", name, timeout_s)
         if number:  # a process in this call has read the values of the previous call
             with contextlib.suppress(RuntimeError):  # process 0 is lost, and its store with it
                 self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
@@ -116,29 +115,29 @@ class Peers:
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
-    def _of_all(self, prefix: str, deadline: float, when: str) -> list[str]:
-        """Return every process's value under a prefix. Raises PeerLost if a value is missing at the deadline."""
+    def _of_all(self, prefix: str, name: str, timeout_s: float) -> list[str]:
+        """Return every process's value under a prefix. Raises PeerLost if a value is missing after `timeout_s`."""
+        deadline, found = time.monotonic() + timeout_s, dict[int, str]()
+        with self._waiting(name):
+            try:
+                for i in range(self.count):
+                    left_ms = int(1000 * (deadline - time.monotonic()))
+                    found[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1))
+            except RuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+                found = self._read(prefix)  # others may be missing too, or may have answered meanwhile
+        if missing := [i for i in range(self.count) if i not in found]:
+            names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
+            raise PeerLost(f"{names} did not answer within {timeout_s:g} s ({name})")
+        return [found[i] for i in range(self.count)]
+
+    def _read(self, prefix: str) -> dict[int, str]:
+        """Return process -> its value under a prefix, without those that have none. Raises PeerLost without process 0."""
         try:
-            values = []
-            for i in range(self.count):
-                left_ms = int(1000 * (deadline - time.monotonic()))
-                try:
-                    values.append(self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1)))
-                except RuntimeError as error:
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-                    break
-            else:
-                return values
-            # Others may be missing too, or may have answered meanwhile.
-            there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
+            return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
         except RuntimeError as error:
             raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
-        missing = [i for i in range(self.count) if str(i) not in there]
-        if missing:
-            names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
-            raise PeerLost(f"{names} did not answer {when}")
-        return [there[str(i)] for i in range(self.count)]
 
     def name(self, index: int) -> str:
         """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
@@ -146,6 +145,39 @@ class Peers:
             return f"process {index} ({self._client.key_value_try_get(f'jaxtrain/who/{index}')})"
         except RuntimeError:
             return f"process {index}"
+
+    # Where the processes are, for the watchdog (watchdog.py).
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        self._waits[threading.get_ident()] = name
+        try:
+            yield
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def waits_at(self) -> str | None:
+        """Return the exchange in which this process waits for the others: the name of a `gather`, or "end"; None for none."""
+        return " and ".join(list(self._waits.values())) or None
+
+    def publish(self, text: str) -> None:
+        """Publish where this process is. Waits without end if process 0 is stopped."""
+        self._set(f"progress/{self.process_index}", text)
+
+    def published(self) -> dict[int, str]:
+        """Return process -> what it published last."""
+        return self._read("progress")
+
+    def tell_hang(self, text: str) -> None:
+        """Set `hang` on all processes. From here on, no process is reported as lost: each ends by its own watchdog."""
+        self._end_reports()
+        self.hang = text
+        self._append("hang", text)
+
+    def meet(self, timeout_s: float) -> None:
+        """Wait until all processes have called this, after a hang."""
+        with contextlib.suppress(RuntimeError):  # in time, or process 0 has left before
+            self._client.wait_at_barrier("jaxtrain/hang", int(1000 * timeout_s))
 
     # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
 
@@ -162,58 +194,56 @@ class Peers:
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0
         while not self._ending.is_set():
-            try:  # `start` has written the name: no answer means that process 0 is lost, or slow
+            try:  # `start` has written the name: no answer means that process 0 is stopped, or slow
                 name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
-                first, unanswered = f"process 0 ({name})", 0
+                first, unanswered = f"process 0 ({name})", -1
+                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
             except RuntimeError as error:
                 unanswered += 1
-                if "DEADLINE_EXCEEDED" not in str(error) or is_aborting():
-                    self._report(f"{first} is gone")
+                gone = "DEADLINE_EXCEEDED" not in str(error) or is_aborting()
+                if gone or unanswered == SILENT:
+                    self._report(f"{first} {'is gone' if gone else f'has not answered for {SILENT * ANSWER_S:g} s'}")
                     return
-                if unanswered == SILENT:
-                    self._report(f"{first} has not answered for {SILENT * ANSWER_S:g} s")
-                    return
-                continue
-            try:
-                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
-            except RuntimeError:  # no news, or an error that the next request reports too
                 continue
             self._news += 1
-            if kind in ("failed", "refused"):
-                self.refused = kind == "refused"
-                if self.process_index == 0:
-                    time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
-                self._report(text)
-            elif self._reason is None and not self._closed:
-                self._begin_to_stop(text)
+            self._note(kind, text)
+
+    def _note(self, kind: str, text: str) -> None:
+        """Act on an entry of the news."""
+        if kind == "hang":
+            self._end_reports()
+            self.hang = text
+        elif kind != "stop":
+            self.refused = kind == "refused"
+            if self.process_index == 0:
+                time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
+            self._report(text)
+        elif self._reason is None and not self._closed:
+            with self._stepping:
+                self._reason, on_stop = text, self._on_stop
+            if on_stop is not None:
+                on_stop(text)
+            self._publish_step(text)
 
     def _watch_live(self) -> None:
         """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
 
         `get_live_nodes` returns when every process that is alive has called it.
         """
-        everyone = list(range(self.count))
-        while True:
-            try:
-                live = self._client.get_live_nodes(everyone)
-                left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
-            except RuntimeError:  # if process 0 is lost, the thread that reads the news reports it
-                if self._ending.wait(POLL_S):
+        everyone = range(self.count)
+        while not self._ending.wait(POLL_S):
+            try:  # if process 0 is lost, the thread that reads the news reports it
+                live = self._client.get_live_nodes(list(everyone))
+                left = self._read("left")
+                dead = [i for i in everyone if i not in live and i not in left]
+                if dead and not self._ending.is_set():
+                    names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
+                    where = progress.in_words(progress.places(self.published(), self.count, dead), self.name)
+                    lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
+                    self._append("failed", "; ".join(filter(None, (lost, where))))  # in the news, so all name the same one
                     return
+            except RuntimeError:
                 continue
-            dead = [i for i in everyone if i not in live and i not in left]
-            if dead and not self._ending.is_set():
-                names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                with contextlib.suppress(PeerLost):  # in the news, so all processes name the same one
-                    self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
-                return
-            if len(live) == 1:
-                self._alone.set()
-                return
-            if self._ending.wait(POLL_S):
-                if self.process_index != 0:
-                    return
-                time.sleep(0.1)  # the others are leaving
 
     def _report(self, message: str) -> None:
         with self._reporting:
@@ -229,10 +259,14 @@ class Peers:
 
         If a process has asked already, call `on_stop` now, in this thread.
         """
-        with self._agreement:
+        with self._stepping:
             self._on_stop, why = on_stop, self._reason
         if why is not None:
             on_stop(why)
+
+    def _end_reports(self) -> None:
+        with self._reporting:
+            self._ending.set()
 
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
@@ -246,8 +280,8 @@ class Peers:
         if message is not None:
             lost(message)
 
-    # The last step: every process publishes the step it has reached, and all continue to the largest of these. A thread does
-    # it, because the loop may be blocked in a step that another process has not begun.
+    # The last step: after a request to stop, every process publishes the step it has reached, and all continue to the largest
+    # of these. The thread that reads the news publishes, because the loop may be blocked in a step that another has not begun.
 
     def ask_to_stop(self, why: str) -> None:
         """Make all processes, this one included, stop after the same step. Only the first request counts."""
@@ -256,38 +290,17 @@ class Peers:
                 if not self._closed and self._reason is None:
                     self._append("stop", why)
             return
-        with self._agreement:
+        with self._stepping:
             if self._reason is None:
-                self._reason, self._ceiling, self._last = why, self._reached, self._reached
-
-    def _begin_to_stop(self, why: str) -> None:
-        with self._agreement:
-            self._reason, on_stop = why, self._on_stop
-        if on_stop is not None:
-            on_stop(why)
-        self._publish_step(why)
-        threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
+                self._reason, self._last = why, self._reached
 
     def _publish_step(self, why: str | None) -> None:
-        """Publish the last step that this process has started.
-
-        After that, `may_start` lets this process start a later step only when all processes have published theirs.
-        """
-        with self._agreement:
+        """Publish the last step that this process has started. It starts a later one only when all have published theirs."""
+        with self._stepping:
             self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
         with contextlib.suppress(PeerLost):  # reading the news reports it
             self._set(f"reached/{self.process_index}", str(self._ceiling))
-
-    def _agree(self) -> None:
-        reached = []
-        try:
-            reached = self._of_all("reached", time.monotonic() + AGREE_S, f"within {AGREE_S:g} s (last step)")
-        except RuntimeError as error:
-            self._broken = error
-        with self._agreement:
-            self._last = max((int(step) for step in reached), default=None)
-            self._agreement.notify_all()
 
     def may_start(self, step: int) -> bool:
         """Return whether the step with this number, counted from 1, may be dispatched. Call it before each step.
@@ -298,26 +311,24 @@ class Peers:
         Raises:
           PeerLost: a process did not publish the step it has reached. The message names all such processes.
         """
-        with self._agreement:
-            if self._stopped:
-                return False
-            if self._ceiling is not None and step > self._ceiling:
-                self._agreement.wait_for(lambda: self._last is not None or self._broken is not None, AGREE_S + 30)
-                if self._last is None:
-                    raise self._broken or PeerLost(f"no process has published its step within {AGREE_S:g} s")
-                if step > self._last:
+        while True:
+            with self._stepping:
+                most = self._ceiling if self._last is None else self._last
+                if most is None or step <= most:
+                    self._reached = step
+                    return True
+                if self._last is not None:
                     return False
-            self._reached = step
-            return True
+            self._last = max(map(int, self._of_all("reached", "last step", AGREE_S)))
 
     def stop_here(self, why: str) -> None:
         """Make `may_start` return False from now on, even if the agreed last step is later.
 
         All processes must call it between the same two steps, for the same reason.
         """
-        with self._agreement:
+        with self._stepping:
             self._reason = self._reason or why
-            self._stopped = True
+            self._last = -1
 
     @property
     def stop_reason(self) -> str | None:
@@ -347,8 +358,7 @@ class Peers:
         self._closed = True
         atexit.unregister(self._end_without_close)
         if failed:
-            with self._reporting:
-                self._ending.set()
+            self._end_reports()
             with contextlib.suppress(PeerLost):
                 kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
                 self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
@@ -356,19 +366,19 @@ class Peers:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return
         self._publish_step(self._reason)  # others may yet ask to stop
-        with contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
+        with self._waiting("end"), contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
             self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
-        with self._reporting:
-            self._ending.set()
-        if self.process_index == 0:
-            self._alone.wait(HEARTBEAT_S)
-        else:
-            import jax
+        self._end_reports()
+        with contextlib.suppress(PeerLost):  # process 0 has left before: nothing is lost
+            self._set(f"left/{self.process_index}", "")
+            if self.process_index == 0:
+                self._of_all("left", "end", HEARTBEAT_S)
+                time.sleep(LEAVE_S)
+                return
+        import jax
 
-            with contextlib.suppress(PeerLost):
-                self._set(f"left/{self.process_index}", "")
-            with contextlib.suppress(RuntimeError):  # process 0 has left before: nothing is lost
-                jax.distributed.shutdown()
+        with contextlib.suppress(RuntimeError):
+            jax.distributed.shutdown()
 
     def _end_without_close(self) -> None:
         error = getattr(sys, "last_exc", None)  # that was not caught, and that Python has printed

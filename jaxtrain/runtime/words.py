@@ -10,11 +10,21 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return processes as text, shortened if there are more than 8: "processes 1 and 2", "processes 1, ..., 7 and 40 more"."""
-    shown = [str(i) for i in (processes if len(processes) <= 8 else processes[:7])]
-    if len(shown) < len(processes):
-        shown.append(f"{len(processes) - len(shown)} more")
-    return f"process {shown[0]}" if len(shown) == 1 else f"processes {', '.join(shown[:-1])} and {shown[-1]}"
+    """Return processes in order as text: "processes 0 to 4, 6 and 7". After 8 parts the rest is a number: "and 40 more"."""
+    ranges: list[list[int]] = []
+    for i in processes:
+        if ranges and i == ranges[-1][-1] + 1:
+            ranges[-1].append(i)
+        else:
+            ranges.append([i])
+    parts = [each for r in ranges for each in ([[i] for i in r] if len(r) < 3 else [r])]
+    shown = parts if len(parts) <= 8 else parts[:7]
+    texts = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in shown]
+    if len(shown) < len(parts):
+        texts.append(f"{len(processes) - sum(map(len, shown))} more")
+    if len(processes) == 1:
+        return f"process {texts[0]}"
+    return f"processes {', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else f"processes {texts[0]}"
 
 
 def reason(error: OSError) -> str:

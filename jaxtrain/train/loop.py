@@ -135,9 +135,9 @@ class Loop:
                 services.stop.at_once = None
                 self._do_missed_work()
                 while self.done < steps and services.may_start(self.done + 1):
+                    services.watchdog.beat(self.done + 1)
                     self._step()
                     self._times.collect_s = collector.step(self.done)
-                    services.watchdog.beat()
                 self._read_metrics()
                 if self.applied:
                     self.save()

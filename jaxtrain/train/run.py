@@ -145,11 +145,10 @@ def attempt(
     with contextlib.ExitStack() as stack:
         ending = Ending()
         budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
-        facts = lambda: ending.facts()  # noqa: E731 - the loop sets `ending.facts` later
-        watchdog = Watchdog(budgets, workdir, facts=facts, ended=ending.hung, process_index=jax.process_index())
+        watchdog = Watchdog(budgets, workdir, ended=ending.hung, process_index=jax.process_index())
         stack.enter_context(watchdog)
         stack.enter_context(watchdog.phase("startup"))
-        peers = ending.peers = Peers.of_this_run()
+        peers = ending.peers = watchdog.peers = Peers.of_this_run()
         if own_process:
             peers.watch(ending.lost_process)
         try:
@@ -183,7 +182,6 @@ class Ending:
         self.receipt: Receipt | None = None
         self.ledger: Ledger | None = None
         self.peers = Peers(0, 1)
-        self.facts: Callable[[], dict[str, Any]] = dict  # for the watchdog's report
 
     def failed(self, code: int, error: Exception) -> None:
         """Record an expected exception of training, and the exit code for it."""
@@ -648,7 +646,7 @@ def train_steps(setup: Setup, services: Services, saver: Saver, start_times: Sta
             log = StepLog(setup.program, setup.data, services, monitor, watch)
             loop = Loop(setup, sizes, restored, services, saver, log, start_times, restore_newest)
             del restored  # its state is donated to the first step
-            ending.facts = loop.facts
+            services.watchdog.facts = loop.facts
             try:
                 loop.train()
             finally:

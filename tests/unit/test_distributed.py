@@ -7,6 +7,7 @@ import queue
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -528,21 +529,47 @@ def test_the_end_of_the_service_is_reported():
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxtrain.runtime.peers.HEARTBEAT_S", LONG_S)
+    monkeypatch.setattr("jaxtrain.runtime.peers.LEAVE_S", 0)
     store = Store()
     peers = connect(store, 2)
-    store.live, store.barrier = {0, 1}, threading.Barrier(2)
+    store.barrier = threading.Barrier(1)
     losses = Losses(peers)
     first = threading.Thread(target=peers[0].close, daemon=True)
     first.start()
-    peers[1].close()
     first.join(0.1)
-    assert first.is_alive()  # it waits until the service reports that all others have left
-    store.live.discard(1)
-    peers[0]._watch_live()
+    assert first.is_alive()  # it waits until all others have left
+    peers[1].close()
     first.join(LONG_S)
     assert not first.is_alive() and losses.none(0, 1)
     peers[0].ask_to_stop("too late")
     assert peers[0].stop_reason is None
+
+
+def test_a_hang_ends_all_processes_and_no_process_is_lost_then(connect: Connect):
+    store = Store()
+    peers = connect(store, 3)
+    losses = Losses(peers)
+    peers[2].tell_hang("why")
+    for one in peers:
+        while one.hang is None:
+            time.sleep(0.01)
+        assert one.hang == "why" and one._ending.is_set()
+    store.gone = True
+    assert losses.none(0, 1, 2)
+
+
+def test_each_process_says_in_which_exchange_it_waits(connect: Connect):
+    peers = connect(Store(), 2)
+    waiting = threading.Thread(target=peers[0].gather, args=("best", "", LONG_S), daemon=True)
+    waiting.start()
+    while peers[0].waits_at() is None:
+        time.sleep(0.01)
+    assert (peers[0].waits_at(), peers[1].waits_at()) == ("best", None)
+    peers[1].gather("best", "", LONG_S)
+    waiting.join(LONG_S)
+    assert peers[0].waits_at() is None
+    peers[1].publish("here")
+    assert peers[0].published() == {1: "here"}
 
 
 # ---- The start
