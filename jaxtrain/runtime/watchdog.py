@@ -92,7 +92,7 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
     return budgets, problems
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Activity:
     """A running activity. Its clock shows the seconds of its budget that are used; times are those of time.monotonic()."""
 
@@ -132,8 +132,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._step: int | None = None
         self._phases: list[Activity] = []  # of the main thread, the innermost last
-        self._beside: dict[int, Activity] = {}  # token -> activity in the background
-        self._tokens = 0
+        self._beside: set[Activity] = set()  # in the background
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -148,7 +147,6 @@ class Watchdog:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
     def _activity(self, budget: str, what: str) -> Activity:
         now = time.monotonic()
@@ -182,20 +180,19 @@ class Watchdog:
             if self._phases:
                 self._phases[-1].since = time.monotonic()
 
-    def begin(self, name: str, what: str) -> int:
+    def begin(self, name: str, what: str) -> Activity:
         """Begin an activity in the background with the budget `name`; `what` ("the save of step 500") names it in the cause.
 
-        Returns the token for `end`. Raises KeyError for a name that is not in BUDGETS."""
+        Raises KeyError for a name that is not in BUDGETS."""
         activity = self._activity(name, what)
         with self._lock:
-            self._tokens += 1
-            self._beside[self._tokens] = activity
-            return self._tokens
+            self._beside.add(activity)
+        return activity
 
-    def end(self, token: int) -> None:
-        """End a background activity. Raises KeyError for a token that has ended before."""
+    def end(self, activity: Activity) -> None:
+        """End what `begin` has begun. Raises KeyError if it has ended before."""
         with self._lock:
-            del self._beside[token]
+            self._beside.remove(activity)
 
     # ---- The watchdog's threads
 
@@ -220,7 +217,7 @@ class Watchdog:
                 # that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
                 late, last = now - last - self._interval, now
                 with self._lock:
-                    for activity in (*self._phases, *self._beside.values()) if late > self._interval else ():
+                    for activity in (*self._phases, *self._beside) if late > self._interval else ():
                         activity.since = min(activity.since + late, now)  # one that began after the pause is not extended
                         activity.began = min(activity.began + late, now)
                     overdue = self._overdue(now)
@@ -230,7 +227,7 @@ class Watchdog:
             LOGGER.exception("the watchdog has failed; the run continues without it")
 
     def _running(self) -> list[Activity]:
-        return [*self._phases[-1:], *self._beside.values()]
+        return [*self._phases[-1:], *self._beside]
 
     def _overdue(self, now: float) -> Activity | None:
         """Return the activity that is furthest beyond its budget, or None."""

@@ -472,7 +472,7 @@ BUGS = (
     Bug(
         "watchdog: work beside the main thread is not watched",
         "jaxtrain/runtime/watchdog.py",
-        "return [*self._phases[-1:], *self._beside.values()]",
+        "return [*self._phases[-1:], *self._beside]",
         "return [*self._phases[-1:]]",
         "unit/test_watchdog.py -k beside",
     ),
