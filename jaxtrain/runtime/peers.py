@@ -1,6 +1,5 @@
 """Exchange messages between the processes of a run, through JAX's coordination service and never through the devices."""
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -26,6 +25,16 @@ COLLECTIVE = re.compile(r"gloo|nccl|collective|(closed|reset) by peer", re.IGNOR
 
 class PeerLost(RuntimeError):
     """A process of this run did not answer."""
+
+
+@contextlib.contextmanager
+def _asking(expected: str = "") -> Iterator[None]:
+    """Ask the service in this block. Errors with the text `expected` end the block; raises PeerLost for all others."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not expected or expected not in str(error):
+            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
 
 class Peers:
@@ -73,8 +82,7 @@ class Peers:
     def of_this_run(cls) -> "Peers":
         """Return the peers that `start` connected; in a run of one process, peers without a client.
 
-        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed, with exit code
-        1. To end with another exit code, call `close` and then `leave`.
+        To end this process, call `close` and then `leave`.
         """
         from jax._src import distributed
 
@@ -82,7 +90,6 @@ class Peers:
         if state.client is None or state.num_processes == 1:
             return cls(0, 1)
         peers = cls(state.process_id, state.num_processes, state.client)
-        atexit.register(peers._end_without_close)
         threading.Thread(target=peers._watch_live, name="peers: live", daemon=True).start()
         return peers
 
@@ -110,23 +117,18 @@ class Peers:
 
     def _set(self, key: str, value: str) -> None:
         """Set a key in the store, or replace its value. Raises PeerLost if process 0 cannot be reached."""
-        try:
+        with _asking():
             self._client.key_value_set(f"jaxtrain/{key}", value, True)
-        except RuntimeError as error:
-            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def _of_all(self, prefix: str, name: str, timeout_s: float) -> list[str]:
         """Return every process's value under a prefix. Raises PeerLost if a value is missing after `timeout_s`."""
         deadline, found = time.monotonic() + timeout_s, dict[int, str]()
-        with self._waiting(name):
-            try:
-                for i in range(self.count):
-                    left_ms = int(1000 * (deadline - time.monotonic()))
-                    found[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1))
-            except RuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
-                found = self._read(prefix)  # others may be missing too, or may have answered meanwhile
+        with self._waiting(name), _asking("DEADLINE_EXCEEDED"):
+            for i in range(self.count):
+                left_ms = int(1000 * (deadline - time.monotonic()))
+                found[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1))
+            return [*found.values()]
+        found = self._read(prefix)  # others may be missing too, or may have answered meanwhile
         if missing := [i for i in range(self.count) if i not in found]:
             names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
             raise PeerLost(f"{names} did not answer within {timeout_s:g} s ({name})")
@@ -134,10 +136,8 @@ class Peers:
 
     def _read(self, prefix: str) -> dict[int, str]:
         """Return process -> its value under a prefix, without those that have none. Raises PeerLost without process 0."""
-        try:
+        with _asking():
             return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
-        except RuntimeError as error:
-            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def name(self, index: int) -> str:
         """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
@@ -170,26 +170,23 @@ class Peers:
 
     def tell_hang(self, text: str) -> None:
         """Set `hang` on all processes. From here on, no process is reported as lost: each ends by its own watchdog."""
-        self._end_reports()
+        self._ending.set()
         self.hang = text
         self._append("hang", text)
 
-    def meet(self, timeout_s: float) -> None:
-        """Wait until all processes have called this, after a hang."""
-        with contextlib.suppress(RuntimeError):  # in time, or process 0 has left before
-            self._client.wait_at_barrier("jaxtrain/hang", int(1000 * timeout_s))
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait until all processes have called this, a process is lost, or the time is over."""
+        with self._waiting(name), contextlib.suppress(RuntimeError):
+            self._client.wait_at_barrier(f"jaxtrain/{name}", int(1000 * timeout_s))
 
     # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
 
     def _append(self, kind: str, text: str) -> None:
         """Append the entry [kind, text] to the news. Raises PeerLost if process 0 cannot be reached."""
         for k in itertools.count(self._news):
-            try:
+            with _asking("ALREADY_EXISTS"):
                 self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
                 return
-            except RuntimeError as error:
-                if "ALREADY_EXISTS" not in str(error):
-                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0
@@ -211,7 +208,7 @@ class Peers:
     def _note(self, kind: str, text: str) -> None:
         """Act on an entry of the news."""
         if kind == "hang":
-            self._end_reports()
+            self._ending.set()
             self.hang = text
         elif kind != "stop":
             self.refused = kind == "refused"
@@ -223,7 +220,7 @@ class Peers:
                 self._reason, on_stop = text, self._on_stop
             if on_stop is not None:
                 on_stop(text)
-            self._publish_step(text)
+            self._publish_step()
 
     def _watch_live(self) -> None:
         """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
@@ -264,10 +261,6 @@ class Peers:
         if why is not None:
             on_stop(why)
 
-    def _end_reports(self) -> None:
-        with self._reporting:
-            self._ending.set()
-
     def watch(self, lost: Callable[[str], None]) -> None:
         """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
 
@@ -294,10 +287,9 @@ class Peers:
             if self._reason is None:
                 self._reason, self._last = why, self._reached
 
-    def _publish_step(self, why: str | None) -> None:
+    def _publish_step(self) -> None:
         """Publish the last step that this process has started. It starts a later one only when all have published theirs."""
         with self._stepping:
-            self._reason = why
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
         with contextlib.suppress(PeerLost):  # reading the news reports it
             self._set(f"reached/{self.process_index}", str(self._ceiling))
@@ -356,19 +348,17 @@ class Peers:
             # The service needs HEARTBEAT_S to notice a lost process, and the news of it a few POLL_S to arrive.
             time.sleep(2 * HEARTBEAT_S)
         self._closed = True
-        atexit.unregister(self._end_without_close)
         if failed:
-            self._end_reports()
+            self._ending.set()
             with contextlib.suppress(PeerLost):
                 kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
                 self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
             if self.process_index == 0:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return
-        self._publish_step(self._reason)  # others may yet ask to stop
-        with self._waiting("end"), contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
-            self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
-        self._end_reports()
+        self._publish_step()  # others may yet ask to stop
+        self.meet("end", EXIT_S)
+        self._ending.set()
         with contextlib.suppress(PeerLost):  # process 0 has left before: nothing is lost
             self._set(f"left/{self.process_index}", "")
             if self.process_index == 0:
@@ -379,11 +369,6 @@ class Peers:
 
         with contextlib.suppress(RuntimeError):
             jax.distributed.shutdown()
-
-    def _end_without_close(self) -> None:
-        error = getattr(sys, "last_exc", None)  # that was not caught, and that Python has printed
-        self.close(f"{type(error).__name__}: {first_line(error)}" if error else "it ended before its work was done")
-        leave(1)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -99,8 +99,7 @@ class Activity:
     budget: str  # in BUDGETS
     what: str  # in CAUSES, or in words
     budget_s: float  # 0: not watched
-    began: float
-    since: float  # the clock's zero: the last progress, later by the time that the clock was paused
+    since: float  # the clock's zero: the last progress, later by the time for which the clock was paused
 
     def over(self, now: float) -> float:
         """Return seconds beyond the budget; negative within it, and -inf without a budget."""
@@ -149,8 +148,7 @@ class Watchdog:
             self._thread.join()
 
     def _activity(self, budget: str, what: str) -> Activity:
-        now = time.monotonic()
-        return Activity(budget, what, self._budgets[budget], now, now)
+        return Activity(budget, what, self._budgets[budget], time.monotonic())
 
     @contextlib.contextmanager
     def phase(self, name: str, what: str = "") -> Iterator[None]:
@@ -158,7 +156,7 @@ class Watchdog:
 
         what: names the work, as in CAUSES, if it is not `name`. Raises KeyError for a name that is not in BUDGETS.
         """
-        activity = self._activity(name, what or name)
+        activity, began = self._activity(name, what or name), time.monotonic()
         with self._lock:
             self._phases.append(activity)
         try:
@@ -167,7 +165,8 @@ class Watchdog:
             with self._lock:
                 self._phases.pop()
                 if self._phases:
-                    self._phases[-1].since += time.monotonic() - activity.began
+                    now, outer = time.monotonic(), self._phases[-1]
+                    outer.since = min(outer.since + now - began, now)
 
     def budget(self, name: str) -> float:
         """Return the seconds of a budget; 0: not watched."""
@@ -199,14 +198,11 @@ class Watchdog:
     def _publish(self) -> None:
         """Publish where this process is. Not in the thread that watches, because this one waits if process 0 is stopped."""
         while not self._stop.wait(progress.PUBLISH_S):
-            if self.peers is None or self.peers.count == 1:
-                continue
-            with self._lock:
-                inner = self._phases[-1] if self._phases else None
-                place = {"step": self._step, "phase": inner and inner.what}
-                place["seconds"] = time.monotonic() - inner.since if inner else 0.0
-            with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
-                self.peers.publish(json.dumps(place | {"waits_at": self.peers.waits_at(), "time": time.time()}))
+            inner = self._phases[-1:]
+            if inner and self.peers is not None and self.peers.count > 1:
+                since, waits_at = time.monotonic() - inner[0].since, self.peers.waits_at()
+                with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
+                    self.peers.publish(progress.record(self._step, inner[0].what, since, waits_at))
 
     def _watch(self) -> None:
         try:
@@ -219,7 +215,6 @@ class Watchdog:
                 with self._lock:
                     for activity in (*self._phases, *self._beside) if late > self._interval else ():
                         activity.since = min(activity.since + late, now)  # one that began after the pause is not extended
-                        activity.began = min(activity.began + late, now)
                     overdue = self._overdue(now)
                 if overdue or (self.peers is not None and self.peers.hang is not None):
                     self._leave(self._report(overdue))
@@ -263,11 +258,11 @@ class Watchdog:
                 lambda: self._write(folder, "report.json", json.dumps(report, indent=1, default=str) + "\n"),
             )
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
-            attempt("", lambda: LOGGER.error("%s", text))
-            if fault := attempt("", lambda: self._ended(cause)):
-                attempt("", lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
+            _within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
+            if fault := _within(EVIDENCE_S, lambda: self._ended(cause)):
+                _within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
             if peers is not None:  # the end of process 0 would abort the others
-                attempt("", lambda: peers.meet(TOGETHER_S), TOGETHER_S + 1)
+                _within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
         finally:
             os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
 
@@ -300,9 +295,8 @@ class Watchdog:
             now = peers.published()
             places = progress.places(now, peers.count, [i for i in now if now[i] == before.get(i)])
             cause = ": ".join(filter(None, (progress.in_words(places, peers.name), report["cause"])))
-            processes = [dataclasses.asdict(place) for place in places]
             if peers.hang is None:
-                peers.tell_hang(json.dumps({"cause": cause, "processes": processes, "folder": report["folder"]}))
+                peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
         report |= json.loads(peers.hang)
 
     def _write_stacks(self, folder: Path, cause: str) -> None:

@@ -10,21 +10,11 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return processes in order as text: "processes 0 to 4, 6 and 7". After 8 parts the rest is a number: "and 40 more"."""
-    ranges: list[list[int]] = []
-    for i in processes:
-        if ranges and i == ranges[-1][-1] + 1:
-            ranges[-1].append(i)
-        else:
-            ranges.append([i])
-    parts = [each for r in ranges for each in ([[i] for i in r] if len(r) < 3 else [r])]
-    shown = parts if len(parts) <= 8 else parts[:7]
-    texts = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in shown]
-    if len(shown) < len(parts):
-        texts.append(f"{len(processes) - sum(map(len, shown))} more")
-    if len(processes) == 1:
-        return f"process {texts[0]}"
-    return f"processes {', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else f"processes {texts[0]}"
+    """Return processes, in order, as text: "process 1", "processes 1 and 2", "processes 0 to 4, 6 and 7"."""
+    ends = [i for i in processes if not {i - 1, i + 1} <= {*processes}]
+    texts = [f"{i} to" if i + 2 in processes and i + 1 in processes else str(i) for i in ends]
+    text = ", ".join(texts).replace(" to, ", " to ")
+    return f"process {text}" if len(processes) == 1 else f"processes {' and '.join(text.rsplit(', ', 1))}"
 
 
 def reason(error: OSError) -> str:

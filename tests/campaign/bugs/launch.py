@@ -444,15 +444,15 @@ BUGS = (
     Bug(
         "watchdog: an outer phase's clock runs on",
         "jaxtrain/runtime/watchdog.py",
-        "self._phases[-1].since += time.monotonic() - activity.began",
-        "self._phases[-1].since += 0.0",
+        "outer.since = min(outer.since + now - began, now)",
+        "outer.since = min(outer.since, now)",
         "unit/test_watchdog.py -k stands_still",
     ),
     Bug(
         "watchdog: a beat gives no time back",
         "jaxtrain/runtime/watchdog.py",
         "self._phases[-1].since = time.monotonic()",
-        "self._phases[-1].began = time.monotonic()",
+        "self._phases[-1].since += 0.0",
         "unit/test_watchdog.py -k beat",
     ),
     Bug(
@@ -493,8 +493,8 @@ BUGS = (
     Bug(
         "watchdog: who waits in an exchange stands first",
         "jaxtrain/runtime/progress.py",
-        "place.waits_at is not None, -1",
-        "place.waits_at is None, -1",
+        'rank = answers, place["waits_at"] is not None',
+        'rank = answers, place["waits_at"] is None',
         "unit/test_watchdog.py -k first",
     ),
     Bug(
@@ -549,7 +549,7 @@ BUGS = (
     Bug(
         "signals: one request by two ways leaves at once",
         "jaxtrain/runtime/signals.py",
-        "elif now - self._first > SAME_REQUEST_S:",
+        "elif time.monotonic() - self._first > SAME_REQUEST_S:",
         "elif now - self._first < SAME_REQUEST_S:",
         "unit/test_signals.py",
     ),
