@@ -168,11 +168,16 @@ class Peers:
         """Return process -> what it published last."""
         return self._read("progress")
 
-    def tell_hang(self, text: str) -> None:
-        """Set `hang` on all processes. From here on, no process is reported as lost: each ends by its own watchdog."""
+    def tell_hang(self, text: str) -> str:
+        """Set `hang` on all processes, unless one has done so, and return it.
+
+        From here on, no process is reported as lost: each ends by its own watchdog.
+        """
         self._ending.set()
-        self.hang = text
-        self._append("hang", text)
+        if self.hang is None:
+            self.hang = text
+            self._append("hang", text)
+        return self.hang
 
     def meet(self, name: str, timeout_s: float) -> None:
         """Wait until all processes have called this, a process is lost, or the time is over."""

@@ -289,15 +289,14 @@ class Watchdog:
 
     def _compare(self, report: dict[str, Any], peers: "Peers") -> None:
         """Add where all processes are to the cause and the report. The first process to find this tells it to the others."""
-        if peers.hang is None:
+        if (told := peers.hang) is None:
             before = peers.published()
             time.sleep(progress.SILENT_S)
             now = peers.published()
             places = progress.places(now, peers.count, [i for i in now if now[i] == before.get(i)])
             cause = ": ".join(filter(None, (progress.in_words(places, peers.name), report["cause"])))
-            if peers.hang is None:
-                peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
-        report |= json.loads(peers.hang)
+            told = peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
+        report |= json.loads(told)
 
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

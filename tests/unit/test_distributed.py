@@ -17,7 +17,7 @@ from fakes import Clock, Store
 
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import ConfigError, Problem, default_config
-from jaxtrain.runtime import distributed, service
+from jaxtrain.runtime import distributed, progress, service
 from jaxtrain.runtime.agreement import refusal
 from jaxtrain.runtime.cluster import all_devices, node_names
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, detect
@@ -501,10 +501,14 @@ def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.
     peers = connect(store, 3)
     losses = Losses(peers)
     store.live = {0, 2}
+    for i, step in enumerate((13, 12, 13)):
+        peers[i].publish(progress.record(step, "step", 0.0, None))
     for i in (0, 2):
         threading.Thread(target=peers[i]._watch_live, daemon=True).start()
     for i in (0, 2):
-        assert losses.of(i).startswith("process 1 (host h1, pid 1) is dead")
+        message = losses.of(i)
+        assert message.startswith("process 1 (host h1, pid 1) is dead")
+        assert message.index("step 12") < message.index("processes 0 and 2") < message.index("step 13")
 
 
 @pytest.mark.parametrize("aborting", [False, True])

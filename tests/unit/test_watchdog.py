@@ -193,8 +193,9 @@ class FakePeers:
     def name(self, index: int) -> str:
         return f"process {index} (host h, pid {index})"
 
-    def tell_hang(self, text: str) -> None:
+    def tell_hang(self, text: str) -> str:
         self.hang = text
+        return text
 
     def meet(self, name: str, timeout_s: float) -> None: ...
 
