@@ -9,8 +9,8 @@ from typing import Any
 from jaxtrain.config.durations import duration
 from jaxtrain.runtime.words import listed
 
-PUBLISH_S = 1.0  # between two records of a process
-SILENT_S = 3.0  # a process whose record stays the same for this long does not answer
+PUBLISH_S = 2.0  # between two records of a process
+SILENT_S = 5.0  # a process whose record stays the same for this long does not answer
 
 
 def record(step: int | None, phase: str, seconds: float, waits_at: str | None) -> str:

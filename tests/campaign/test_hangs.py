@@ -202,7 +202,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """Its heartbeats are missed before any budget of the others is over."""
     children, workdir = several(tmp_path, "", train__timeouts="")
     children[0].until(lambda: steps_written(workdir) > 3)
-    time.sleep(3)  # each process publishes every second where it is
+    time.sleep(5)  # each process publishes every two seconds where it is
     before, odd = steps_written(workdir), children[ODD].process
     odd.send_signal(signal.SIGSTOP)
     try:
