@@ -435,6 +435,14 @@ def test_a_shared_folder_may_appear_late(connect: Connect, monkeypatch: pytest.M
 # ---- A process that dies or fails. tests/campaign/test_peers.py uses real processes.
 
 
+def soon(what: Callable[[], bool], limit_s: float = 10) -> bool:
+    """Return whether `what()` becomes true."""
+    deadline = time.monotonic() + limit_s
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
 class Losses:
     """Collect the messages about lost processes, by process."""
 
@@ -555,9 +563,7 @@ def test_a_hang_ends_all_processes_and_no_process_is_lost_then(connect: Connect)
     losses = Losses(peers)
     peers[2].tell_hang("why")
     for one in peers:
-        while one.hang is None:
-            time.sleep(0.01)
-        assert one.hang == "why" and one._ending.is_set()
+        assert soon(lambda one=one: one.hang == "why" and one._ending.is_set())
     store.gone = True
     assert losses.none(0, 1, 2)
 
@@ -566,9 +572,7 @@ def test_each_process_says_in_which_exchange_it_waits(connect: Connect):
     peers = connect(Store(), 2)
     waiting = threading.Thread(target=peers[0].gather, args=("best", "", LONG_S), daemon=True)
     waiting.start()
-    while peers[0].waits_at() is None:
-        time.sleep(0.01)
-    assert (peers[0].waits_at(), peers[1].waits_at()) == ("best", None)
+    assert soon(lambda: peers[0].waits_at() == "best") and peers[1].waits_at() is None
     peers[1].gather("best", "", LONG_S)
     waiting.join(LONG_S)
     assert peers[0].waits_at() is None
