@@ -9,11 +9,10 @@ from typing import Any
 
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import Problem
-from jaxtrain.runtime.service import ClusterError
+from jaxtrain.runtime.service import LEAVE_S, ClusterError
 from jaxtrain.runtime.words import first_line, listed, this_process
 
 ANSWER_S = 60.0  # of connected processes, which answer at once
-LEAVE_S = 1.0  # the others end before process 0, whose end would abort them
 
 
 def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:

@@ -1,6 +1,5 @@
 """Exchange messages between the processes of a run, through JAX's coordination service and never through the devices."""
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -9,10 +8,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from jaxtrain.runtime.service import HEARTBEAT_S, is_aborting
+from jaxtrain.runtime import progress
+from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, is_aborting
 from jaxtrain.runtime.words import first_line, listed
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
@@ -27,36 +27,45 @@ class PeerLost(RuntimeError):
     """A process of this run did not answer."""
 
 
+@contextlib.contextmanager
+def _asking(expected: str = "") -> Iterator[None]:
+    """Ask the service in this block. Errors with the text `expected` end the block; raises PeerLost for all others."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not expected or expected not in str(error):
+            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
+
+
 class Peers:
     """The processes of a run and their key-value store in process 0.
 
     Every method may be called from any thread. In a run of one process, no method waits.
 
     In a run of several processes, each process has two threads. One reads the news, a list to which any process appends
-    requests to stop and failures. The other asks the service which processes are alive.
+    requests to stop, failures and hangs. The other asks the service which processes are alive.
     """
 
     def __init__(self, process_index: int, count: int, client: Any = None):
         """`client` is JAX's client of the coordination service; None in a run of one process."""
         self.process_index = process_index
         self.count = count
+        self.refused = False  # the loss is that of a process that refused to start
+        self.hang: str | None = None  # what a process has told by `tell_hang`
         self._client = client
         self._rounds: dict[str, int] = {}
-        self._agreement = threading.Condition()
+        self._waits: dict[int, str] = {}  # thread -> the exchange in which it waits
+        self._stepping = threading.Lock()  # for the next five
         self._reached = 0  # the last step this process may dispatch so far
         self._ceiling: int | None = None  # the last step without the agreement of the others; None until a stop is requested
-        self._last: int | None = None  # the last step for all
+        self._last: int | None = None  # the last step for all; -1: start no further step
         self._reason: str | None = None
-        self._stopped = False  # start no further step; see stop_here
-        self._broken: RuntimeError | None = None
         self._on_stop: Callable[[str], None] | None = None
+        self._reporting = threading.Lock()  # for the next two
         self._on_lost: Callable[[str], None] | None = None
-        self._news = 0  # entries read so far
-        self._reporting = threading.Lock()
         self._lost: str | None = None  # the first loss
-        self.refused = False  # the loss is that of a process that refused to start
+        self._news = 0  # entries read so far
         self._ending = threading.Event()  # no loss is reported any more
-        self._alone = threading.Event()  # process 0: all other processes have left the service
         self._closing = threading.Lock()
         self._closed = count == 1
         if count > 1:
@@ -73,8 +82,7 @@ class Peers:
     def of_this_run(cls) -> "Peers":
         """Return the peers that `start` connected; in a run of one process, peers without a client.
 
-        A process that ends without `close`, by an exception or sys.exit, is reported to the others as failed, with exit code
-        1. To end with another exit code, call `close` and then `leave`.
+        To end this process, call `close` and then `leave`.
         """
         from jax._src import distributed
 
@@ -82,7 +90,6 @@ class Peers:
         if state.client is None or state.num_processes == 1:
             return cls(0, 1)
         peers = cls(state.process_id, state.num_processes, state.client)
-        atexit.register(peers._end_without_close)
         threading.Thread(target=peers._watch_live, name="peers: live", daemon=True).start()
         return peers
 
@@ -100,10 +107,9 @@ class Peers:
         """
         if self.count == 1:
             return [value]
-        deadline = time.monotonic() + timeout_s
         number = self._rounds[name] = self._rounds.get(name, -1) + 1
         self._set(f"gather/{name}/{number}/{self.process_index}", value)
-        values = self._of_all(f"gather/{name}/{number}", deadline, f"within {timeout_s:g} s ({name})")
+        values = self._of_all(f"gather/{name}/{number}", name, timeout_s)
         if number:  # a process in this call has read the values of the previous call
             with contextlib.suppress(RuntimeError):  # process 0 is lost, and its store with it
                 self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
@@ -111,34 +117,27 @@ class Peers:
 
     def _set(self, key: str, value: str) -> None:
         """Set a key in the store, or replace its value. Raises PeerLost if process 0 cannot be reached."""
-        try:
+        with _asking():
             self._client.key_value_set(f"jaxtrain/{key}", value, True)
-        except RuntimeError as error:
-            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
-    def _of_all(self, prefix: str, deadline: float, when: str) -> list[str]:
-        """Return every process's value under a prefix. Raises PeerLost if a value is missing at the deadline."""
-        try:
-            values = []
+    def _of_all(self, prefix: str, name: str, timeout_s: float) -> list[str]:
+        """Return every process's value under a prefix. Raises PeerLost if a value is missing after `timeout_s`."""
+        deadline, found = time.monotonic() + timeout_s, dict[int, str]()
+        with self._waiting(name), _asking("DEADLINE_EXCEEDED"):
             for i in range(self.count):
                 left_ms = int(1000 * (deadline - time.monotonic()))
-                try:
-                    values.append(self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1)))
-                except RuntimeError as error:
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-                    break
-            else:
-                return values
-            # Others may be missing too, or may have answered meanwhile.
-            there = {key.rpartition("/")[2]: text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
-        except RuntimeError as error:
-            raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
-        missing = [i for i in range(self.count) if str(i) not in there]
-        if missing:
+                found[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1))
+            return [*found.values()]
+        found = self._read(prefix)  # others may be missing too, or may have answered meanwhile
+        if missing := [i for i in range(self.count) if i not in found]:
             names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
-            raise PeerLost(f"{names} did not answer {when}")
-        return [there[str(i)] for i in range(self.count)]
+            raise PeerLost(f"{names} did not answer within {timeout_s:g} s ({name})")
+        return [found[i] for i in range(self.count)]
+
+    def _read(self, prefix: str) -> dict[int, str]:
+        """Return process -> its value under a prefix, without those that have none. Raises PeerLost without process 0."""
+        with _asking():
+            return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(f"jaxtrain/{prefix}")}
 
     def name(self, index: int) -> str:
         """Return "process 1 (host NAME, pid N)", or "process 1" if the process has not published its host and pid."""
@@ -147,73 +146,106 @@ class Peers:
         except RuntimeError:
             return f"process {index}"
 
+    # Where the processes are, for the watchdog (watchdog.py).
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        self._waits[threading.get_ident()] = name
+        try:
+            yield
+        finally:
+            del self._waits[threading.get_ident()]
+
+    def waits_at(self) -> str | None:
+        """Return the exchange in which this process waits for the others: the name of a `gather`, or "end"; None for none."""
+        return " and ".join(list(self._waits.values())) or None
+
+    def publish(self, text: str) -> None:
+        """Publish where this process is. Waits without end if process 0 is stopped."""
+        self._set(f"progress/{self.process_index}", text)
+
+    def published(self) -> dict[int, str]:
+        """Return process -> what it published last."""
+        return self._read("progress")
+
+    def tell_hang(self, text: str) -> str:
+        """Set `hang` on all processes, unless one has done so, and return it.
+
+        From here on, no process is reported as lost: each ends by its own watchdog.
+        """
+        self._ending.set()
+        if self.hang is None:
+            self.hang = text
+            self._append("hang", text)
+        return self.hang
+
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait until all processes have called this, a process is lost, or the time is over."""
+        with self._waiting(name), contextlib.suppress(RuntimeError):
+            self._client.wait_at_barrier(f"jaxtrain/{name}", int(1000 * timeout_s))
+
     # The news: a list of entries in the store, [kind, text], that any process appends to and every process reads in order.
 
     def _append(self, kind: str, text: str) -> None:
         """Append the entry [kind, text] to the news. Raises PeerLost if process 0 cannot be reached."""
         for k in itertools.count(self._news):
-            try:
+            with _asking("ALREADY_EXISTS"):
                 self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
                 return
-            except RuntimeError as error:
-                if "ALREADY_EXISTS" not in str(error):
-                    raise PeerLost(f"process 0 does not answer: {first_line(error)}") from error
 
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0
         while not self._ending.is_set():
-            try:  # `start` has written the name: no answer means that process 0 is lost, or slow
+            try:  # `start` has written the name: no answer means that process 0 is stopped, or slow
                 name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
-                first, unanswered = f"process 0 ({name})", 0
+                first, unanswered = f"process 0 ({name})", -1
+                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
             except RuntimeError as error:
                 unanswered += 1
-                if "DEADLINE_EXCEEDED" not in str(error) or is_aborting():
-                    self._report(f"{first} is gone")
+                gone = "DEADLINE_EXCEEDED" not in str(error) or is_aborting()
+                if gone or unanswered == SILENT:
+                    self._report(f"{first} {'is gone' if gone else f'has not answered for {SILENT * ANSWER_S:g} s'}")
                     return
-                if unanswered == SILENT:
-                    self._report(f"{first} has not answered for {SILENT * ANSWER_S:g} s")
-                    return
-                continue
-            try:
-                kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
-            except RuntimeError:  # no news, or an error that the next request reports too
                 continue
             self._news += 1
-            if kind in ("failed", "refused"):
-                self.refused = kind == "refused"
-                if self.process_index == 0:
-                    time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
-                self._report(text)
-            elif self._reason is None and not self._closed:
-                self._begin_to_stop(text)
+            self._note(kind, text)
+
+    def _note(self, kind: str, text: str) -> None:
+        """Act on an entry of the news."""
+        if kind == "hang":
+            self._ending.set()
+            self.hang = text
+        elif kind != "stop":
+            self.refused = kind == "refused"
+            if self.process_index == 0:
+                time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
+            self._report(text)
+        elif self._reason is None and not self._closed:
+            with self._stepping:
+                self._reason, on_stop = text, self._on_stop
+            if on_stop is not None:
+                on_stop(text)
+            self._publish_step()
 
     def _watch_live(self) -> None:
         """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
 
         `get_live_nodes` returns when every process that is alive has called it.
         """
-        everyone = list(range(self.count))
-        while True:
-            try:
-                live = self._client.get_live_nodes(everyone)
-                left = {int(key.rpartition("/")[2]) for key, _ in self._client.key_value_dir_get("jaxtrain/left")}
-            except RuntimeError:  # if process 0 is lost, the thread that reads the news reports it
-                if self._ending.wait(POLL_S):
+        everyone = range(self.count)
+        while not self._ending.wait(POLL_S):
+            try:  # if process 0 is lost, the thread that reads the news reports it
+                live = self._client.get_live_nodes(list(everyone))
+                left = self._read("left")
+                dead = [i for i in everyone if i not in live and i not in left]
+                if dead and not self._ending.is_set():
+                    names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
+                    where = progress.in_words(progress.places(self.published(), self.count, dead), self.name)
+                    lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
+                    self._append("failed", "; ".join(filter(None, (lost, where))))  # in the news, so all name the same one
                     return
+            except RuntimeError:
                 continue
-            dead = [i for i in everyone if i not in live and i not in left]
-            if dead and not self._ending.is_set():
-                names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                with contextlib.suppress(PeerLost):  # in the news, so all processes name the same one
-                    self._append("failed", f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s")
-                return
-            if len(live) == 1:
-                self._alone.set()
-                return
-            if self._ending.wait(POLL_S):
-                if self.process_index != 0:
-                    return
-                time.sleep(0.1)  # the others are leaving
 
     def _report(self, message: str) -> None:
         with self._reporting:
@@ -229,7 +261,7 @@ class Peers:
 
         If a process has asked already, call `on_stop` now, in this thread.
         """
-        with self._agreement:
+        with self._stepping:
             self._on_stop, why = on_stop, self._reason
         if why is not None:
             on_stop(why)
@@ -246,8 +278,8 @@ class Peers:
         if message is not None:
             lost(message)
 
-    # The last step: every process publishes the step it has reached, and all continue to the largest of these. A thread does
-    # it, because the loop may be blocked in a step that another process has not begun.
+    # The last step: after a request to stop, every process publishes the step it has reached, and all continue to the largest
+    # of these. The thread that reads the news publishes, because the loop may be blocked in a step that another has not begun.
 
     def ask_to_stop(self, why: str) -> None:
         """Make all processes, this one included, stop after the same step. Only the first request counts."""
@@ -256,38 +288,16 @@ class Peers:
                 if not self._closed and self._reason is None:
                     self._append("stop", why)
             return
-        with self._agreement:
+        with self._stepping:
             if self._reason is None:
-                self._reason, self._ceiling, self._last = why, self._reached, self._reached
+                self._reason, self._last = why, self._reached
 
-    def _begin_to_stop(self, why: str) -> None:
-        with self._agreement:
-            self._reason, on_stop = why, self._on_stop
-        if on_stop is not None:
-            on_stop(why)
-        self._publish_step(why)
-        threading.Thread(target=self._agree, name="peers: last step", daemon=True).start()
-
-    def _publish_step(self, why: str | None) -> None:
-        """Publish the last step that this process has started.
-
-        After that, `may_start` lets this process start a later step only when all processes have published theirs.
-        """
-        with self._agreement:
-            self._reason = why
+    def _publish_step(self) -> None:
+        """Publish the last step that this process has started. It starts a later one only when all have published theirs."""
+        with self._stepping:
             self._ceiling = self._reached if self._ceiling is None else self._ceiling
         with contextlib.suppress(PeerLost):  # reading the news reports it
             self._set(f"reached/{self.process_index}", str(self._ceiling))
-
-    def _agree(self) -> None:
-        reached = []
-        try:
-            reached = self._of_all("reached", time.monotonic() + AGREE_S, f"within {AGREE_S:g} s (last step)")
-        except RuntimeError as error:
-            self._broken = error
-        with self._agreement:
-            self._last = max((int(step) for step in reached), default=None)
-            self._agreement.notify_all()
 
     def may_start(self, step: int) -> bool:
         """Return whether the step with this number, counted from 1, may be dispatched. Call it before each step.
@@ -298,26 +308,24 @@ class Peers:
         Raises:
           PeerLost: a process did not publish the step it has reached. The message names all such processes.
         """
-        with self._agreement:
-            if self._stopped:
-                return False
-            if self._ceiling is not None and step > self._ceiling:
-                self._agreement.wait_for(lambda: self._last is not None or self._broken is not None, AGREE_S + 30)
-                if self._last is None:
-                    raise self._broken or PeerLost(f"no process has published its step within {AGREE_S:g} s")
-                if step > self._last:
+        while True:
+            with self._stepping:
+                most = self._ceiling if self._last is None else self._last
+                if most is None or step <= most:
+                    self._reached = step
+                    return True
+                if self._last is not None:
                     return False
-            self._reached = step
-            return True
+            self._last = max(map(int, self._of_all("reached", "last step", AGREE_S)))
 
     def stop_here(self, why: str) -> None:
         """Make `may_start` return False from now on, even if the agreed last step is later.
 
         All processes must call it between the same two steps, for the same reason.
         """
-        with self._agreement:
+        with self._stepping:
             self._reason = self._reason or why
-            self._stopped = True
+            self._last = -1
 
     @property
     def stop_reason(self) -> str | None:
@@ -345,35 +353,27 @@ class Peers:
             # The service needs HEARTBEAT_S to notice a lost process, and the news of it a few POLL_S to arrive.
             time.sleep(2 * HEARTBEAT_S)
         self._closed = True
-        atexit.unregister(self._end_without_close)
         if failed:
-            with self._reporting:
-                self._ending.set()
+            self._ending.set()
             with contextlib.suppress(PeerLost):
                 kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
                 self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
             if self.process_index == 0:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return
-        self._publish_step(self._reason)  # others may yet ask to stop
-        with contextlib.suppress(RuntimeError):  # a process is lost: reading the news reports it
-            self._client.wait_at_barrier("jaxtrain/end", int(1000 * EXIT_S))
-        with self._reporting:
-            self._ending.set()
-        if self.process_index == 0:
-            self._alone.wait(HEARTBEAT_S)
-        else:
-            import jax
+        self._publish_step()  # others may yet ask to stop
+        self.meet("end", EXIT_S)
+        self._ending.set()
+        with contextlib.suppress(PeerLost):  # process 0 has left before: nothing is lost
+            self._set(f"left/{self.process_index}", "")
+            if self.process_index == 0:
+                self._of_all("left", "end", HEARTBEAT_S)
+                time.sleep(LEAVE_S)
+                return
+        import jax
 
-            with contextlib.suppress(PeerLost):
-                self._set(f"left/{self.process_index}", "")
-            with contextlib.suppress(RuntimeError):  # process 0 has left before: nothing is lost
-                jax.distributed.shutdown()
-
-    def _end_without_close(self) -> None:
-        error = getattr(sys, "last_exc", None)  # that was not caught, and that Python has printed
-        self.close(f"{type(error).__name__}: {first_line(error)}" if error else "it ended before its work was done")
-        leave(1)
+        with contextlib.suppress(RuntimeError):
+            jax.distributed.shutdown()
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -14,6 +14,7 @@ from jaxtrain.runtime.words import reason, this_process
 
 HEARTBEAT_S = 15  # A process without a heartbeat for this long counts as lost.
 PORT_S = 30.0  # An earlier attempt of the same job may still hold process 0's port for this long.
+LEAVE_S = 1.0  # Process 0 ends this much after the others: its end would abort them.
 MARGIN_S = 30  # JAX's own timeout at the start, which aborts the process, comes this much later.
 
 

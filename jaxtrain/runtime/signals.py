@@ -6,6 +6,7 @@ where Python runs no signal handler: the interpreter's own handler writes the si
 it.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -21,7 +22,6 @@ TRACE = signal.SIGUSR2
 SAME_REQUEST_S = 0.2
 
 CLOSE = 0  # no signal has this number
-NOTHING_YET = "stopping, there is nothing to save yet."
 
 
 class Stop:
@@ -36,35 +36,21 @@ class Stop:
     code, to complete the run's files. Then the process ends at once, although the main thread may be in a compile.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[str], None] = lambda name: None,
-        signals: tuple[signal.Signals, ...] = (*EXIT_CODES, TRACE),
-    ):
+    def __init__(self, ask: Callable[[str], None] = lambda name: None):
         self.at_once: Callable[[str, int], None] | None = None
-        self._ask = ask
         self.reason: str | None = None  # the name of the first signal to stop
-        self.exit_code: int | None = None
         self.traces = 0  # number of requested traces
-        self._signals = signals
+        self._ask = ask
         self._first = 0.0
         self._before: dict[signal.Signals, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._wakeup_before = -1
         self._thread: threading.Thread | None = None
 
-    @property
-    def name(self) -> str:
-        """Return the signal's name for messages."""
-        return _name(str(self.reason))
-
     @staticmethod
     def exit_code_of(why: str) -> int:
         """Return the exit code of a run that was asked to stop. why: a signal's name, or another reason in words."""
         return next((code for number, code in EXIT_CODES.items() if why.startswith(number.name)), 75)
-
-    def __bool__(self) -> bool:
-        return self.reason is not None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is not threading.main_thread():
@@ -74,7 +60,7 @@ class Stop:
         self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
         self._thread.start()
-        for number in self._signals:
+        for number in (*EXIT_CODES, TRACE):
             self._before[number] = signal.signal(number, _leave_it_to_the_thread)
         return self
 
@@ -95,7 +81,7 @@ class Stop:
             for number in os.read(reading, 64):
                 if number == CLOSE:
                     return
-                if number in self._signals:
+                if number in (*EXIT_CODES, TRACE):
                     self._received(signal.Signals(number))
 
     def asked_elsewhere(self, why: str) -> None:
@@ -103,33 +89,29 @@ class Stop:
 
         Without `at_once`, do nothing: the loop gets the request from the other processes. why: the other process's reason.
         """
-        if self.at_once is not None and self.reason is None:
+        if self.reason is None:
+            self._end_at_once(why)
+
+    def _end_at_once(self, why: str) -> None:
+        if (at_once := self.at_once) is not None:
             code = self.exit_code_of(why)
-            _say(f"\n{_name(why)}: {NOTHING_YET}\n")
+            _say(f"{_name(why)}: stopping, there is nothing to save yet.")
             try:
-                self.at_once(why, code)
+                at_once(why, code)
             finally:
                 os._exit(code)
 
     def _received(self, number: signal.Signals) -> None:
-        now = time.monotonic()
         if number == TRACE:
             self.traces += 1
-            _say(f"\n{number.name}: a trace was asked for.\n")
+            _say(f"{number.name}: a trace was asked for.")
         elif self.reason is None:
-            self._first = now
-            self.exit_code = EXIT_CODES[number]
-            self.reason = number.name  # set after `exit_code`, because the loop checks `reason`
-            if self.at_once is not None:
-                _say(f"\n{self.name}: {NOTHING_YET}\n")
-                try:
-                    self.at_once(number.name, self.exit_code)
-                finally:
-                    os._exit(self.exit_code)
-            _say(f"\n{self.name}: finishing this step, then saving. Again to leave at once.\n")
+            self.reason, self._first = number.name, time.monotonic()
+            self._end_at_once(number.name)
+            _say(f"{_name(number.name)}: finishing this step, then saving. Again to leave at once.")
             self._ask(number.name)
-        elif now - self._first > SAME_REQUEST_S:
-            _say(f"\n{number.name} again: stopping at once. Steps after the last checkpoint are lost.\n")
+        elif time.monotonic() - self._first > SAME_REQUEST_S:
+            _say(f"{number.name} again: stopping at once. Steps after the last checkpoint are lost.")
             os._exit(EXIT_CODES[number])
 
 
@@ -143,8 +125,5 @@ def _name(why: str) -> str:
 
 
 def _say(text: str) -> None:
-    try:
-        # Not through sys.stderr: its lock may be held by the interrupted thread.
-        os.write(2, text.encode(errors="backslashreplace"))
-    except OSError:
-        return  # the terminal is gone; the run's end is still written to its receipt
+    with contextlib.suppress(OSError):  # the terminal is gone; the run's end is still written to its receipt
+        os.write(2, f"\n{text}\n".encode(errors="backslashreplace"))  # sys.stderr's lock may be held by the main thread

@@ -4,30 +4,41 @@ Each activity of a run has a budget (`BUDGETS`, in seconds): the phases of its m
 A thread checks the clock. When a budget is used up, it writes a folder `hang-YYYYMMDD-HHMMSS` into the run's folder and ends
 the process with 124:
 
-    cause.txt     the budget, in one sentence
-    stacks.txt    the stack of every Python thread, and the state of every thread of the process
-    report.json   the cause, the running activities with their ages, and the last facts of the run
+    cause.txt     where the processes of the run are, and the budget, in one line
+    stacks.txt    the stack of every Python thread
+    report.json   the cause, the running activities with their ages, where the processes are, and the last facts of the run
 
-(`cause.1.txt` and so on for processes other than 0.) The thread runs only while Python runs: a call into C that never returns
-and holds the interpreter's lock (the GIL) blocks the thread too. XLA, tensorstore and the operating system release the lock.
+(`cause.1.txt` and so on for processes other than 0.) In a run of several processes, a second thread publishes where this
+process is (progress.py). The first watchdog that finds a hang tells the others, so all processes write their evidence and end
+with 124.
+
+The threads run only while Python runs: a call into C that never returns and holds the interpreter's lock (the GIL) blocks them
+too. XLA, tensorstore and the operating system release the lock. Of several processes, the others report such a process.
 """
 
 import contextlib
-import faulthandler
+import dataclasses
+import functools
 import json
 import logging
 import math
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import Problem, nearest
+from jaxtrain.runtime import progress
+
+if TYPE_CHECKING:
+    from jaxtrain.runtime.peers import Peers
 
 LOGGER = logging.getLogger("jaxtrain")
 KEY = "train.timeouts"
@@ -40,18 +51,19 @@ BUDGETS: dict[str, float] = {  # seconds; 0: not watched
     "checkpoint": 1800.0,
     "data": 900.0,
 }
-CAUSES = {  # the name of a phase that took too long; the seconds follow
+CAUSES = {  # what took too long, as `phase` and `begin` name it; the seconds follow. Of others: NAME has not finished after
     "startup": "the run has not started after",
     "compile": "compiling has not finished after",
     "step": "no step finished within",
-    "checkpoint": "saving has not finished after",
+    "eval": "no batch of an evaluation finished within",
+    "save": "saving has not finished after",
+    "restore": "restoring has not finished after",
     "data": "waiting for data for",
 }
 
-# Seconds for each step of ending the process: file systems, devices and terminals may be the cause of the hang.
-STACKS_S, FACTS_S, REPORT_S, LOG_S, ENDED_S = 3.0, 3.0, 2.0, 2.0, 5.0
-
 POLL_S = 2.0  # the longest interval between two checks
+EVIDENCE_S = 4.0  # for each part of the evidence: file systems, devices and terminals may be the cause of the hang
+TOGETHER_S = 10.0  # for the other processes to write theirs
 
 
 def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
@@ -61,70 +73,37 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
     """
     budgets, named, problems = dict(BUDGETS), set(), []
     for item in filter(None, (part.strip() for part in text.split(","))):
-        name, given, value = (part.strip() for part in item.partition("="))
-        if not (given and name and value):
-            problems.append(Problem(KEY, item, "must be NAME=SECONDS", f"For example {name or 'step'}=600."))
-            continue
-        if name not in BUDGETS:
-            problems.append(Problem(KEY, item, f"there is no {name!r} to watch", nearest(name, list(BUDGETS))))
-            continue
-        if name in named:
-            problems.append(Problem(KEY, item, f"{name!r} is named twice", "Keep one of them."))
-            continue
-        named.add(name)
-        try:
+        name, _, value = (part.strip() for part in item.partition("="))
+        seconds = math.nan
+        with contextlib.suppress(ValueError):
             seconds = float(value)
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds < math.inf:
+        if not (name and value):
+            problems.append(Problem(KEY, item, "must be NAME=SECONDS", f"For example {name or 'step'}=600."))
+        elif name not in BUDGETS:
+            problems.append(Problem(KEY, item, f"there is no {name!r} to watch", nearest(name, list(BUDGETS))))
+        elif name in named:
+            problems.append(Problem(KEY, item, f"{name!r} is named twice", "Keep one of them."))
+        elif not 0 <= seconds < math.inf:
             rule = "a budget is a number of seconds above 0, or 0 for none"
             problems.append(Problem(KEY, item, rule, f"{name}={BUDGETS[name]:g} is the default."))
-            continue
-        budgets[name] = seconds
+        else:
+            budgets[name] = seconds
+        named.add(name)
     return budgets, problems
 
 
-class _Activity:
-    """A running activity, and the seconds of its budget that are used."""
+@dataclasses.dataclass(eq=False)
+class Activity:
+    """A running activity. Its clock shows the seconds of its budget that are used; times are those of time.monotonic()."""
 
-    def __init__(self, name: str, what: str | None, budget: float):
-        self.name, self.what, self.budget = name, what, budget  # what: only for background activities; seconds, 0: none
-        self.began = self.since = time.monotonic()
-        self.used = 0.0  # seconds of the budget, those after `since` not counted
-        self.stands = False  # whether its clock is paused, because a phase within it runs
-
-    def seconds(self, now: float) -> float:
-        """Return the used seconds of the budget."""
-        return self.used if self.stands else self.used + now - self.since
-
-    def pause(self, now: float) -> None:
-        self.used, self.stands = self.seconds(now), True
-
-    def resume(self, now: float) -> None:
-        self.since, self.stands = now, False
-
-    def restart(self, now: float) -> None:
-        self.used, self.since = 0.0, now
+    budget: str  # in BUDGETS
+    what: str  # in CAUSES, or in words
+    budget_s: float  # 0: not watched
+    since: float  # the clock's zero: the last progress, later by the time for which the clock was paused
 
     def over(self, now: float) -> float:
         """Return seconds beyond the budget; negative within it, and -inf without a budget."""
-        return self.seconds(now) - self.budget if self.budget else -math.inf
-
-    def cause(self) -> str:
-        """Return the sentence of cause.txt for a budget that is used up."""
-        began = f"{self.what} has not finished after" if self.what else CAUSES[self.name]
-        return f"{began} {duration(self.budget)} ({KEY}: {self.name}={self.budget:g})"
-
-    def fields(self, now: float) -> dict[str, Any]:
-        """Return the activity's fields in report.json; times in seconds."""
-        return {
-            "name": self.name,
-            "what": self.what,
-            "seconds": self.seconds(now),
-            "budget_s": self.budget or None,
-            "since_begun_s": now - self.began,
-            "stands": self.stands,
-        }
+        return now - self.since - self.budget_s if self.budget_s else -math.inf
 
 
 class Watchdog:
@@ -133,32 +112,26 @@ class Watchdog:
     Args:
         budgets: seconds by name, from `parse_budgets`; if all are 0, no thread is started.
         workdir: the run's folder. Created at a hang if it is missing.
+        ended: called with the cause after the folder is written, to finish the receipt, for at most EVIDENCE_S seconds.
+        process_index: part of the files' names.
+
+    Attributes:
         facts: returns facts about the run (last steps, a pending save, device memory) for report.json. Called at a hang, in its
-            own thread, for at most FACTS_S seconds. An exception is written into the report.
-        ended: called with the cause after the folder is written, to finish the receipt. The call may take ENDED_S seconds.
-        process_index: part of the files' names. May be set later, once it is known.
+            own thread, for at most EVIDENCE_S seconds. An exception is written into the report.
+        peers: the processes of the run, once they are connected.
     """
 
-    def __init__(
-        self,
-        budgets: Mapping[str, float],
-        workdir: Path,
-        *,
-        ended: Callable[[str], None],
-        process_index: int = 0,
-    ):
-        self.process_index = process_index
+    def __init__(self, budgets: Mapping[str, float], workdir: Path, *, ended: Callable[[str], None], process_index: int = 0):
+        self.facts: Callable[[], dict[str, Any]] = dict
+        self.peers: Peers | None = None
         self._budgets = {name: budgets.get(name, 0.0) for name in BUDGETS}
         self._workdir = Path(workdir).absolute()
-        self._ended = ended
-        self.facts: Callable[[], dict[str, Any]] = dict
-        self.peers: Any = None
-        on = [seconds for seconds in self._budgets.values() if seconds]
-        self._interval = min(POLL_S, min(on, default=0.0) / 20)
+        self._ended, self._process_index = ended, process_index
+        self._interval = min(POLL_S, min(filter(None, self._budgets.values()), default=0.0) / 20)
         self._lock = threading.Lock()
-        self._phases: list[_Activity] = []  # of the main thread, the innermost last
-        self._beside: dict[int, _Activity] = {}
-        self._tokens = 0
+        self._step: int | None = None
+        self._phases: list[Activity] = []  # of the main thread, the innermost last
+        self._beside: set[Activity] = set()  # in the background
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -166,24 +139,25 @@ class Watchdog:
         if self._interval:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._publish, name="watchdog: progress", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+
+    def _activity(self, budget: str, what: str) -> Activity:
+        return Activity(budget, what, self._budgets[budget], time.monotonic())
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, what: str = "") -> Iterator[None]:
         """Give the main thread's work in this block the budget `name`; the budget of the enclosing block is paused.
 
-        Raises KeyError for a name that is not in BUDGETS.
+        what: names the work, as in CAUSES, if it is not `name`. Raises KeyError for a name that is not in BUDGETS.
         """
-        activity = _Activity(name, None, self._budgets[name])
+        activity, began = self._activity(name, what or name), time.monotonic()
         with self._lock:
-            if self._phases:
-                self._phases[-1].pause(activity.began)
             self._phases.append(activity)
         try:
             yield
@@ -191,177 +165,172 @@ class Watchdog:
             with self._lock:
                 self._phases.pop()
                 if self._phases:
-                    self._phases[-1].resume(time.monotonic())
+                    now, outer = time.monotonic(), self._phases[-1]
+                    outer.since = min(outer.since + now - began, now)
 
     def budget(self, name: str) -> float:
         """Return the seconds of a budget; 0: not watched."""
         return self._budgets[name]
 
     def beat(self, step: int | None = None) -> None:
-        """Reset the budget of the innermost phase, which made progress."""
+        """Reset the budget of the innermost phase, which made progress. step: the one that now begins, counted from 1."""
         with self._lock:
+            self._step = step or self._step
             if self._phases:
-                self._phases[-1].restart(time.monotonic())
+                self._phases[-1].since = time.monotonic()
 
-    def begin(self, name: str, what: str) -> int:
+    def begin(self, name: str, what: str) -> Activity:
         """Begin an activity in the background with the budget `name`; `what` ("the save of step 500") names it in the cause.
 
-        Returns the token for `end`. Raises KeyError for a name that is not in BUDGETS."""
-        activity = _Activity(name, what, self._budgets[name])
+        Raises KeyError for a name that is not in BUDGETS."""
+        activity = self._activity(name, what)
         with self._lock:
-            self._tokens += 1
-            self._beside[self._tokens] = activity
-            return self._tokens
+            self._beside.add(activity)
+        return activity
 
-    def end(self, token: int) -> None:
-        """End a background activity. Raises KeyError for a token that has ended before."""
+    def end(self, activity: Activity) -> None:
+        """End what `begin` has begun. Raises KeyError if it has ended before."""
         with self._lock:
-            del self._beside[token]
+            self._beside.remove(activity)
 
-    # ---- The watchdog's thread
+    # ---- The watchdog's threads
+
+    def _publish(self) -> None:
+        """Publish where this process is. Not in the thread that watches, because this one waits if process 0 is stopped."""
+        while not self._stop.wait(progress.PUBLISH_S):
+            inner = self._phases[-1:]
+            if inner and self.peers is not None and self.peers.count > 1:
+                since, waits_at = time.monotonic() - inner[0].since, self.peers.waits_at()
+                with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
+                    self.peers.publish(progress.record(self._step, inner[0].what, since, waits_at))
 
     def _watch(self) -> None:
         try:
             last = time.monotonic()
             while not self._stop.wait(self._interval):
                 now = time.monotonic()
+                # Time in which the process did not run (it was stopped, or its node suspended) uses no budget. A call into C
+                # that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
                 late, last = now - last - self._interval, now
                 with self._lock:
-                    if late > self._interval:
-                        self._give_back(late, now)
-                    report = self._overdue(now)
-                if report:
-                    self._leave(report)
+                    for activity in (*self._phases, *self._beside) if late > self._interval else ():
+                        activity.since = min(activity.since + late, now)  # one that began after the pause is not extended
+                    overdue = self._overdue(now)
+                if overdue or (self.peers is not None and self.peers.hang is not None):
+                    self._leave(self._report(overdue))
         except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
             LOGGER.exception("the watchdog has failed; the run continues without it")
 
-    def _under_way(self) -> list[_Activity]:
-        return [*self._phases, *self._beside.values()]
+    def _running(self) -> list[Activity]:
+        return [*self._phases[-1:], *self._beside]
 
-    def _give_back(self, late: float, now: float) -> None:
-        """Extend all budgets by `late` seconds in which the process did not run (it was stopped, or its node suspended).
+    def _overdue(self, now: float) -> Activity | None:
+        """Return the activity that is furthest beyond its budget, or None."""
+        late = max(self._running(), key=lambda activity: activity.over(now), default=None)
+        return late if late is not None and late.over(now) > 0 else None
 
-        A call into C that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
-        """
-        for activity in self._under_way():
-            activity.since = min(activity.since + late, now)  # an activity that began after the pause is not extended
-
-    def _overdue(self, now: float) -> dict[str, Any] | None:
-        """Return the report of the activity that is furthest beyond its budget, or None."""
-        running = [*self._phases[-1:], *self._beside.values()]
-        late = max(running, key=lambda activity: activity.over(now), default=None)
-        if late is None or late.over(now) <= 0:
-            return None
-        return {
-            "cause": late.cause(),
-            "phase": self._phases[-1].name if self._phases else None,
-            "budget": late.name,
-            "budget_s": late.budget,
-            "seconds": late.seconds(now),
-            "activities": [activity.fields(now) for activity in self._under_way()],
-            **_here(os.getpid(), self.process_index),
-        }
+    # ---- The end
 
     def _leave(self, report: dict[str, Any]) -> None:
         """Write the evidence and end the process, even if something else hangs or fails."""
+        faults: list[str] = []
+
+        def attempt(failure: str, call: Callable[[], Any], seconds: float = EVIDENCE_S) -> str | None:
+            if (fault := _within(seconds, call)) is not None:
+                faults.append(f"{failure}: {fault}")
+            return fault
+
         try:
-            cause, faults = report["cause"], []
+            peers = self.peers if self.peers is not None and self.peers.count > 1 else None
+            if peers is not None:
+                attempt("unknown where all are", lambda: self._compare(report, peers), progress.SILENT_S + EVIDENCE_S)
+            cause = report["cause"]
             # The stacks first: asking a device for facts may end this process. They go elsewhere if the run's folder hangs.
             for place in (self._workdir, Path(tempfile.gettempdir())):
-                folder = _folder(place)
-                _, fault = _within(STACKS_S, lambda folder=folder: self._write_stacks(folder, cause))
-                if fault is None:
+                folder = place / report["folder"]
+                write = functools.partial(self._write_stacks, folder, cause)
+                if attempt(f"{folder} could not be written", write) is None:
                     break
-                faults.append(f"{folder} could not be written: {fault}")
-            facts, fault = _within(FACTS_S, lambda: _plain(self.facts()))
-            report["facts"] = {"error": fault} if fault is not None else facts
-            path = folder / _name("report", "json", self.process_index)
-            _, fault = _within(REPORT_S, lambda: path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8"))
-            if fault is not None:
-                faults.append(f"{path} could not be written: {fault}")
+            if fault := attempt("facts are missing", lambda: report.update(facts=self.facts())):
+                report["facts"] = {"error": fault}
+            attempt(
+                "report.json could not be written",
+                lambda: self._write(folder, "report.json", json.dumps(report, indent=1, default=str) + "\n"),
+            )
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
-            _within(LOG_S, lambda: LOGGER.error("%s", text))
-            _, fault = _within(ENDED_S, lambda: self._ended(cause))
-            if fault is not None:
-                _within(LOG_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
+            _within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
+            if fault := _within(EVIDENCE_S, lambda: self._ended(cause)):
+                _within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
+            if peers is not None:  # the end of process 0 would abort the others
+                _within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
         finally:
             os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
 
+    def _report(self, overdue: Activity | None) -> dict[str, Any]:
+        """Return the fields of report.json that are known at once."""
+        now, cause = time.monotonic(), ""
+        if overdue is not None:
+            cause = CAUSES.get(overdue.what, f"{overdue.what} has not finished after")
+            cause += f" {duration(overdue.budget_s)} ({KEY}: {overdue.budget}={overdue.budget_s:g})"
+        return {
+            "cause": cause,
+            "phase": self._phases[-1].what if self._phases else None,
+            "step": self._step,
+            "budget": overdue and overdue.budget,
+            "budget_s": overdue and overdue.budget_s,
+            "seconds": overdue and now - overdue.since,
+            "activities": [{"name": a.budget, "what": a.what, "seconds": now - a.since} for a in self._running()],
+            "folder": time.strftime("hang-%Y%m%d-%H%M%S"),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process_index": self._process_index,
+        }
+
+    def _compare(self, report: dict[str, Any], peers: "Peers") -> None:
+        """Add where all processes are to the cause and the report. The first process to find this tells it to the others."""
+        if (told := peers.hang) is None:
+            before = peers.published()
+            time.sleep(progress.SILENT_S)
+            now = peers.published()
+            places = progress.places(now, peers.count, [i for i in now if now[i] == before.get(i)])
+            cause = ": ".join(filter(None, (progress.in_words(places, peers.name), report["cause"])))
+            told = peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
+        report |= json.loads(told)
+
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _name("cause", "txt", self.process_index)).write_bytes(f"{cause}\n".encode(errors="backslashreplace"))
-        names = [f"  Thread 0x{t.ident or 0:016x}  {t.native_id}  {t.name}" for t in threading.enumerate()]
-        # A temporary file first: faulthandler holds the GIL while it writes, and would block Python if the folder hangs.
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as dumped:
-            faulthandler.dump_traceback(dumped, all_threads=True)
-            dumped.seek(0)
-            stacks = dumped.read()
-        text = "\n".join([cause, "", "Python's threads: as below, native id, name", *names, "", stacks])
-        text += _native_threads(os.getpid())
-        (folder / _name("stacks", "txt", self.process_index)).write_bytes(text.encode(errors="backslashreplace"))
+        self._write(folder, "cause.txt", f"{cause}\n")
+        # Not by faulthandler, which holds the GIL while it writes: if the folder hangs, it would block Python.
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [cause]
+        for ident, frame in sys._current_frames().items():
+            lines += ["", f"Thread {names.get(ident, ident)} (most recent call first):"]
+            for each, line in traceback.walk_stack(frame):
+                lines.append(f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}')
+        self._write(folder, "stacks.txt", "\n".join(lines) + "\n")
+
+    def _write(self, folder: Path, name: str, text: str) -> None:
+        stem, suffix = name.split(".")
+        name = f"{stem}.{self._process_index}.{suffix}" if self._process_index else name
+        (folder / name).write_bytes(text.encode(errors="backslashreplace"))
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Call a function in its own thread. Return (its result, None), or (None, its exception or the timeout)."""
-    found: list[tuple[Any, str | None]] = []
+def _within(seconds: float, call: Callable[[], Any]) -> str | None:
+    """Call a function in its own thread. Return its exception, or that it takes longer; None if it has returned."""
+    faults: list[str | None] = []
 
     def run() -> None:
         try:
-            found.append((call(), None))
+            call()
+            faults.append(None)
         except BaseException as error:  # SystemExit too: the caller ends the process, and the error is reported
-            found.append((None, repr(error)))
+            faults.append(repr(error))
 
     try:
         thread = threading.Thread(target=run, name="watchdog's evidence", daemon=True)
         thread.start()
     except RuntimeError as error:  # no more threads may be started
-        return None, repr(error)
+        return repr(error)
     thread.join(seconds)
-    return found[0] if found else (None, f"not done within {seconds:g} s")
-
-
-def _plain(facts: Any) -> Any:
-    """Return facts for JSON: values that JSON does not have, such as NaN, become text."""
-    try:
-        return json.loads(json.dumps(facts, default=str), parse_constant=str)
-    except (TypeError, ValueError):  # keys that are no text, a cycle
-        return {"text": repr(facts)}
-
-
-def _here(pid: int, process_index: int) -> dict[str, Any]:
-    """Return the fields of a report that identify the process and the time."""
-    at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"time": at, "host": socket.gethostname(), "pid": pid, "process_index": process_index}
-
-
-def _folder(workdir: Path) -> Path:
-    return workdir / time.strftime("hang-%Y%m%d-%H%M%S")
-
-
-def _name(stem: str, suffix: str, process_index: int) -> str:
-    return f"{stem}.{suffix}" if process_index == 0 else f"{stem}.{process_index}.{suffix}"
-
-
-def _native_threads(pid: int) -> str:
-    """Return every thread of a process: native id, name, state, and the kernel's function that it waits in, if readable."""
-    tasks = Path(f"/proc/{pid}/task")
-    if not tasks.exists():
-        return "\nThe system does not list the threads of a process.\n"
-    lines = ["", "All threads of the process: native id, name, state (R runs, S waits, D waits for a device), waits in"]
-    for task in sorted(tasks.iterdir(), key=lambda task: int(task.name)):
-        try:
-            name = (task / "comm").read_text(encoding="utf-8", errors="replace").strip()
-            state = _state(task / "stat")
-        except OSError:
-            continue  # it ended meanwhile
-        try:
-            waits = (task / "wchan").read_text(encoding="utf-8").strip("0")
-        except OSError:
-            waits = ""  # not readable for this user
-        lines.append(f"  {task.name}  {name}  {state}  {waits}".rstrip())
-    return "\n".join(lines) + "\n"
-
-
-def _state(stat: Path) -> str:
-    """Return the state letter of a process or thread from its file `stat`: T if it is stopped."""
-    return stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return faults[0] if faults else f"not done within {seconds:g} s"

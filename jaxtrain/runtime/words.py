@@ -10,11 +10,11 @@ def this_process() -> str:
 
 
 def listed(processes: Sequence[int]) -> str:
-    """Return processes as text, shortened if there are more than 8: "processes 1 and 2", "processes 1, ..., 7 and 40 more"."""
-    shown = [str(i) for i in (processes if len(processes) <= 8 else processes[:7])]
-    if len(shown) < len(processes):
-        shown.append(f"{len(processes) - len(shown)} more")
-    return f"process {shown[0]}" if len(shown) == 1 else f"processes {', '.join(shown[:-1])} and {shown[-1]}"
+    """Return processes, in order, as text: "process 1", "processes 1 and 2", "processes 0 to 4, 6 and 7"."""
+    ends = [i for i in processes if not {i - 1, i + 1} <= {*processes}]
+    texts = [f"{i} to" if i + 2 in processes and i + 1 in processes else str(i) for i in ends]
+    text = ", ".join(texts).replace(" to, ", " to ")
+    return f"process {text}" if len(processes) == 1 else f"processes {' and '.join(text.rsplit(', ', 1))}"
 
 
 def reason(error: OSError) -> str:

@@ -140,6 +140,7 @@ def choose(program: Program, card: Card | None) -> Chosen:
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after this time XLA ends the process, in case the watchdog does not
+TRACKING = "xla_gpu_execution_progress_tracking"  # so many first and last pending thunks are in XLA's message then
 # The kinds of kernels in CUDA graphs; "" for none. A trace does not distinguish the kernels of a graph, and XLA's own
 # workaround (no graphs while a profiler runs) leaves xprof's table of operations empty (xprof #2544, #3070).
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -157,12 +158,12 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     if gpu and traced and GRAPHS not in chosen.options:
         more[GRAPHS] = ""
     if gpu and step_s:
-        more[TIMEOUT] = f"{math.ceil(1.5 * step_s)}s"
+        more |= {TIMEOUT: f"{math.ceil(1.5 * step_s)}s"} | ({} if TRACKING in chosen.options else {TRACKING: "8"})
     if gpu and repeatable:
         path = workdir / AUTOTUNED
         more[LOAD if path.exists() else DUMP] = str(path)
     # Requested without a file: the run's folder may not exist yet, and is not needed for the answer.
-    lost = [name for name, value in more.items() if not _known(name, value if name == TIMEOUT else "")]
+    lost = [name for name, value in more.items() if not _known(name, value if name in (TIMEOUT, TRACKING) else "")]
     options = chosen.options | {name: value for name, value in more.items() if name not in lost}
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
 
@@ -178,7 +179,7 @@ def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]
 
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the program itself, without the options that `for_run` added for the run's folder and watchdog."""
-    return {name: value for name, value in options.items() if name not in (TIMEOUT, LOAD, DUMP)}
+    return {name: value for name, value in options.items() if name not in (TIMEOUT, TRACKING, LOAD, DUMP)}
 
 
 def autotuned(options: Mapping[str, Any]) -> Path | None:

@@ -142,8 +142,8 @@ class Loop:
                 self._slow_start.start()
                 self._do_missed_work()
                 while self.done < steps and services.may_start(self.done + 1):
+                    services.watchdog.beat(self.done + 1)
                     self._step()
-                    services.watchdog.beat(self.done)
                 self._read_metrics()
                 if self.applied:
                     self.save()

@@ -75,7 +75,7 @@ class Services:
     @contextlib.contextmanager
     def phase(self, budget: str, cause: str) -> Iterator[None]:
         """Run a block under the watchdog's budget `budget`. The ledger adds the block's wall time to the total of `cause`."""
-        with self.watchdog.phase(budget), self.ledger.during(cause):
+        with self.watchdog.phase(budget, cause), self.ledger.during(cause):
             yield
 
     @property

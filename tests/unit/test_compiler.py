@@ -138,4 +138,12 @@ def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
     own.touch()
     assert compiler.for_size(options(), 16) == {compiler.LOAD: str(own)}
     assert compiler.for_size({"x": True}, 16) == {"x": True}
-    assert options(step_s=9.0, repeatable=False) == {compiler.TIMEOUT: "14s"}  # half as long again, and up
+
+
+def test_xla_ends_a_step_after_half_as_long_again_as_the_watchdog_and_says_what_is_pending(tmp_path):
+    def options(**asked: str):
+        return dict(compiler.for_run(compiler.Chosen(asked, "", ()), True, 9.0, False, tmp_path).options)
+
+    assert options() == {compiler.TIMEOUT: "14s", compiler.TRACKING: "8"}
+    assert options(**{compiler.TRACKING: "0"})[compiler.TRACKING] == "0", "the user's own"
+    assert compiler.remove_run_options(options()) == {}

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from jax._src import clusters
 
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import ConfigError, Problem, default_config
-from jaxtrain.runtime import distributed, service
+from jaxtrain.runtime import distributed, progress, service
 from jaxtrain.runtime.agreement import refusal
 from jaxtrain.runtime.cluster import all_devices, node_names
 from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, detect
@@ -466,6 +467,14 @@ def test_a_shared_folder_may_appear_late(connect: Connect, monkeypatch: pytest.M
 # ---- A process that dies or fails. tests/campaign/test_peers.py uses real processes.
 
 
+def soon(what: Callable[[], bool], limit_s: float = 10) -> bool:
+    """Return whether `what()` becomes true."""
+    deadline = time.monotonic() + limit_s
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return what()
+
+
 class Losses:
     """Collect the messages about lost processes, by process."""
 
@@ -532,10 +541,14 @@ def test_all_report_the_same_dead_process(connect: Connect, monkeypatch: pytest.
     peers = connect(store, 3)
     losses = Losses(peers)
     store.live = {0, 2}
+    for i, step in enumerate((13, 12, 13)):
+        peers[i].publish(progress.record(step, "step", 0.0, None))
     for i in (0, 2):
         threading.Thread(target=peers[i]._watch_live, daemon=True).start()
     for i in (0, 2):
-        assert losses.of(i).startswith("process 1 (host h1, pid 1) is dead")
+        message = losses.of(i)
+        assert message.startswith("process 1 (host h1, pid 1) is dead")
+        assert message.index("step 12") < message.index("processes 0 and 2") < message.index("step 13")
 
 
 @pytest.mark.parametrize("aborting", [False, True])
@@ -560,21 +573,43 @@ def test_the_end_of_the_service_is_reported():
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxtrain.runtime.peers.HEARTBEAT_S", LONG_S)
+    monkeypatch.setattr("jaxtrain.runtime.peers.LEAVE_S", 0)
     store = Store()
     peers = connect(store, 2)
-    store.live, store.barrier = {0, 1}, threading.Barrier(2)
+    store.barrier = threading.Barrier(1)
     losses = Losses(peers)
     first = threading.Thread(target=peers[0].close, daemon=True)
     first.start()
-    peers[1].close()
     first.join(0.1)
-    assert first.is_alive()  # it waits until the service reports that all others have left
-    store.live.discard(1)
-    peers[0]._watch_live()
+    assert first.is_alive()  # it waits until all others have left
+    peers[1].close()
     first.join(LONG_S)
     assert not first.is_alive() and losses.none(0, 1)
     peers[0].ask_to_stop("too late")
     assert peers[0].stop_reason is None
+
+
+def test_a_hang_ends_all_processes_and_no_process_is_lost_then(connect: Connect):
+    store = Store()
+    peers = connect(store, 3)
+    losses = Losses(peers)
+    peers[2].tell_hang("why")
+    for one in peers:
+        assert soon(lambda one=one: one.hang == "why" and one._ending.is_set())
+    store.gone = True
+    assert losses.none(0, 1, 2)
+
+
+def test_each_process_says_in_which_exchange_it_waits(connect: Connect):
+    peers = connect(Store(), 2)
+    waiting = threading.Thread(target=peers[0].gather, args=("best", "", LONG_S), daemon=True)
+    waiting.start()
+    assert soon(lambda: peers[0].waits_at() == "best") and peers[1].waits_at() is None
+    peers[1].gather("best", "", LONG_S)
+    waiting.join(LONG_S)
+    assert peers[0].waits_at() is None
+    peers[1].publish("here")
+    assert peers[0].published() == {1: "here"}
 
 
 # ---- The start

@@ -4,6 +4,7 @@ tests/campaign/test_hangs.py has real hangs.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from fakes import Clock, Turns
 
-from jaxtrain.runtime import watchdog
+from jaxtrain.runtime import progress, watchdog
 from jaxtrain.runtime.watchdog import BUDGETS, Watchdog, parse_budgets
 
 DOG: dict[str, float] = {"step": 10, "data": 5, "checkpoint": 20, "compile": 0}
@@ -25,13 +26,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watching(folder: Path, **more: Any) -> Watchdog:
-    return Watchdog(DOG, folder / "run", **{"facts": dict, "ended": lambda cause: None, **more})
+    return Watchdog(DOG, folder / "run", **{"ended": lambda cause: None, **more})
 
 
 def late(dog: Watchdog, clock: Clock) -> str | None:
     """Return the name of the budget that is exceeded."""
-    report = dog._overdue(clock.now)
-    return report and report["budget"]
+    activity = dog._overdue(clock.now)
+    return activity and activity.budget
 
 
 def test_a_phase_has_its_budget_and_a_beat_gives_it_back(clock: Clock, tmp_path: Path):
@@ -63,10 +64,9 @@ def test_an_outer_phase_stands_still_while_an_inner_one_runs(clock: Clock, tmp_p
                 assert late(dog, clock) is None
         with dog.phase("data"):
             clock.now += 5.1
-            report = dog._overdue(clock.now)
-            assert report and (report["budget"], report["budget_s"], report["phase"]) == ("data", 5, "data")
-            activities = [(a["name"], a["stands"], round(a["seconds"], 6)) for a in report["activities"]]
-            assert activities == [("step", True, 6.0), ("data", False, 5.1)]
+            report = dog._report(dog._overdue(clock.now))
+            assert (report["budget"], report["budget_s"], report["phase"]) == ("data", 5, "data")
+            assert [(a["name"], round(a["seconds"], 6)) for a in report["activities"]] == [("data", 5.1)]
         clock.now += 4
         assert late(dog, clock) is None
         clock.now += 0.1
@@ -85,8 +85,8 @@ def test_what_goes_on_beside_the_main_thread_is_watched_too(clock: Clock, tmp_pa
         clock.now += 9
         assert late(dog, clock) is None
         clock.now += 0.5
-        report = dog._overdue(clock.now)
-        assert report and "the save of step 500" in report["cause"]
+        report = dog._report(dog._overdue(clock.now))
+        assert "the save of step 500" in report["cause"]
         assert (report["budget"], report["phase"]) == ("checkpoint", "step")
         clock.now += 1
         assert late(dog, clock) == "checkpoint", "the furthest beyond its budget"
@@ -136,8 +136,9 @@ def test_it_leaves_evidence_and_ends_the_process(
     index: int, suffix: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ended: list[str] = []
-    known = {"last_step": 7, "loss": float("nan"), "path": tmp_path}
-    hang(watching(tmp_path, facts=lambda: known, ended=ended.append, process_index=index), clock, monkeypatch)
+    dog = watching(tmp_path, ended=ended.append, process_index=index)
+    dog.facts = lambda: {"last_step": 7, "path": tmp_path}
+    hang(dog, clock, monkeypatch)
     (folder,) = (tmp_path / "run").glob("hang-????????-??????")
     texts = {path.name: path.read_text() for path in folder.iterdir()}
     assert texts.keys() == {f"cause{suffix}.txt", f"report{suffix}.json", f"stacks{suffix}.txt"}
@@ -145,7 +146,7 @@ def test_it_leaves_evidence_and_ends_the_process(
     assert "step=10" in cause and texts[f"cause{suffix}.txt"] == f"{cause}\n"
     assert "MainThread" in texts[f"stacks{suffix}.txt"] and "test_watchdog.py" in texts[f"stacks{suffix}.txt"]
     told = json.loads(texts[f"report{suffix}.json"])
-    assert told["facts"] == {"last_step": 7, "loss": "NaN", "path": str(tmp_path)}
+    assert told["facts"] == {"last_step": 7, "path": str(tmp_path)}
     assert (told["phase"], told["seconds"], told["budget_s"], told["process_index"]) == ("step", 10.25, 10, index)
     assert {"host", "pid", "time", "activities"} <= set(told)
 
@@ -164,10 +165,90 @@ def test_it_ends_the_process_whatever_fails(
     (tmp_path / "run").write_text("no folder")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(watchdog.tempfile, "tempdir", str(tmp_path / "tmp"))
-    hang(watching(tmp_path, facts=facts, ended=ended), clock, monkeypatch)
+    dog = watching(tmp_path, ended=ended)
+    dog.facts = facts
+    hang(dog, clock, monkeypatch)
     (folder,) = (tmp_path / "tmp").glob("hang-*")
     assert json.loads((folder / "report.json").read_text())["facts"] == {"error": "SystemExit(3)"}
     assert all(word in caplog.text for word in (str(folder), str(tmp_path / "run"), "NotADirectory", "ZeroDivisionError"))
+
+
+# ---- Of several processes
+
+
+class FakePeers:
+    """The other processes as the watchdog sees them. records: what each publishes; process 1 stops after the first look."""
+
+    count = 3
+
+    def __init__(self, *records: dict[str, Any]):
+        self.hang: str | None = None
+        self.records = records
+        self.looks = 0
+
+    def published(self) -> dict[int, str]:
+        self.looks += 1
+        return {i: json.dumps(record | {"time": 990 + (self.looks if i != 1 else 1)}) for i, record in enumerate(self.records)}
+
+    def name(self, index: int) -> str:
+        return f"process {index} (host h, pid {index})"
+
+    def tell_hang(self, text: str) -> str:
+        self.hang = text
+        return text
+
+    def meet(self, name: str, timeout_s: float) -> None: ...
+
+    def waits_at(self) -> str | None: ...
+
+    def publish(self, text: str) -> None: ...
+
+
+def record(step: int | None, phase: str, seconds: float = 9.0, waits_at: str | None = None) -> dict[str, Any]:
+    return {"step": step, "phase": phase, "seconds": seconds, "waits_at": waits_at}
+
+
+def test_the_report_says_where_several_processes_are(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first process to find a hang tells it to the others, which write the same into the folder of the same name."""
+    peers, ended = FakePeers(record(7, "step"), record(6, "data"), record(7, "step")), list[str]()
+    for index in (0, 2):
+        dog = watching(tmp_path, ended=ended.append, process_index=index)
+        dog.peers = peers  # type: ignore[assignment]
+        if index == 0:
+            hang(dog, clock, monkeypatch)
+        else:
+            assert watch(dog, clock, monkeypatch, lambda: None) == [124]
+    (folder,) = (tmp_path / "run").glob("hang-*")
+    first, other = (json.loads((folder / name).read_text()) for name in ("report.json", "report.2.json"))
+    assert first["processes"] == other["processes"] and first["cause"] == other["cause"] == ended[0] == ended[1]
+    assert (first["budget"], other["budget"]) == ("step", None)
+    silent = [place.pop("silent_s") for place in first["processes"]]
+    assert silent[0] is silent[2] is None and silent[1] > 0
+    assert first["processes"] == [{"process": i, **each} for i, each in enumerate(peers.records)]
+    assert ended[0].startswith("process 1 (host h, pid 1) ")
+
+
+@pytest.mark.parametrize(
+    ("records", "silent", "order"),
+    [
+        ([record(7, "step"), record(7, "data"), record(8, "step"), record(8, "step")], (), [[1], [0], [2, 3]]),
+        ([record(8, "step"), record(7, "data"), record(8, "step")], (), [[1], [0, 2]]),
+        ([record(8, "step"), record(8, "save"), record(8, "step")], (), [[1], [0, 2]]),
+        ([record(4, "step", waits_at="best"), record(5, "step"), record(4, "step", waits_at="best")], (), [[1], [0, 2]]),
+        ([record(7, "step"), record(9, "step"), record(9, "step")], [1], [[1], [0], [2]]),
+        ([record(None, "compile"), record(None, "startup"), record(None, "compile")], (), [[1], [0, 2]]),
+    ],
+)
+def test_who_others_may_wait_for_comes_first(records: list[dict[str, Any]], silent: tuple[int, ...], order: list[list[int]]):
+    texts = {i: json.dumps(each | {"time": 0.0}) for i, each in enumerate(records)}
+    parts = progress.in_words(progress.places(texts, len(records), silent), lambda i: f"process {i}").split("; ")
+    assert [[int(digit) for digit in re.findall(r"\d+", re.split(" is | are | wait| ha", part)[0])] for part in parts] == order
+
+
+def test_before_anything_is_published_nothing_is_said():
+    assert progress.in_words(progress.places({}, 3, ()), str) == ""
+    words = progress.in_words(progress.places({0: json.dumps(record(1, "step") | {"time": 0.0})}, 2, ()), str)
+    assert words.startswith("process 1 ")
 
 
 def test_budgets_come_from_the_config():
