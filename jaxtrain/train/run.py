@@ -168,7 +168,7 @@ def attempt(
         except BaseException as error:
             peers.close(f"{type(error).__name__}: {first_line(error)}", refused=isinstance(error, ConfigError))
             raise
-        record.finish(result.exit_code, result.reason)  # from here on another process's end does not change the exit code
+        record.settle(result.exit_code)
         # All processes raise these together, so none reports itself as failed.
         together = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
         together |= isinstance(result.error, BadInit) and result.error.alike
@@ -208,7 +208,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             """End this process at a request to stop before the first step: there is nothing to save."""
             peers.ask_to_stop(name)
             forbid_restart(name)
-            record.finish(code, f"{name} before the first step")
+            record.finish(code, f"{name} before the first step", settle=True)
             peers.close()
             if line := next_command(setup, peers, code, None, 0, own_process):
                 console.say(line)

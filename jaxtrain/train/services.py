@@ -17,7 +17,7 @@ from jaxtrain.runtime.watchdog import Watchdog
 
 
 class Record:
-    """The receipt and the ledger of an attempt. Every thread may finish them, and the first one does."""
+    """The receipt and the ledger of an attempt, whose end any thread may write."""
 
     def __init__(self):
         self.receipt: Receipt | None = None  # None before the run's folder is locked
@@ -26,28 +26,33 @@ class Record:
         self._lock = threading.RLock()
         self._code: int | None = None
 
-    def finish(self, code: int, reason: str) -> int:
-        """Write the end of the attempt to ledger and receipt, unless this was done before. Return the first call's `code`.
+    def finish(self, code: int, reason: str, *, settle: bool = False) -> None:
+        """Write the end of the attempt to ledger and receipt, unless the exit code is settled. settle: settle it then.
 
         Raises NotWritten if the receipt cannot be written.
         """
         with self._lock:
             if self._code is None:
-                self._code = code
                 if self.ledger is not None:
                     self.ledger.end(code, reason)
                 if self.receipt is not None:
                     self.receipt.finish(code, reason, self.facts)
-            return self._code
+                self._code = code if settle else None
+
+    def settle(self, code: int) -> None:
+        """Set the exit code of an attempt that has ended by itself: the end of another process no longer changes it."""
+        with self._lock:
+            self._code = code
 
     def leave(self, code: int, reason: str) -> None:
-        """End this process at once, from any thread, with the exit code of `finish`."""
-        try:
-            code = self.finish(code, reason)
-        except NotWritten as error:
-            os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
-        finally:
-            os._exit(code)
+        """End this process at once, from any thread, with the settled exit code or else with `code`."""
+        with self._lock:
+            try:
+                self.finish(code, reason)
+            except NotWritten as error:
+                os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
+            finally:
+                os._exit(code if self._code is None else self._code)
 
 
 @dataclasses.dataclass(frozen=True)
