@@ -1,7 +1,6 @@
 """Exchange messages between the processes of a run, through JAX's coordination service and never through the devices."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxtrain.runtime import progress
-from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, is_aborting
+from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, append_news, is_aborting
 from jaxtrain.runtime.words import first_line, listed
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
@@ -188,10 +187,8 @@ class Peers:
 
     def _append(self, kind: str, text: str) -> None:
         """Append the entry [kind, text] to the news. Raises PeerLost if process 0 cannot be reached."""
-        for k in itertools.count(self._news):
-            with _asking("ALREADY_EXISTS"):
-                self._client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
-                return
+        with _asking():
+            append_news(self._client, kind, text, self._news)
 
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import itertools
+import json
 import signal
 import socket
 import threading
@@ -80,6 +82,11 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
             client.key_value_set("jaxtrain/count", str(cluster.num_processes))
         count = int(client.blocking_key_value_get("jaxtrain/count", 1000 * init_timeout_s))
     except RuntimeError as error:
+        if "ALREADY_EXISTS" in str(error):
+            what = f"process {cluster.process_id} was started again ({this_process()}), so its earlier attempt is lost"
+            with contextlib.suppress(RuntimeError):
+                append_news(client, "failed", what)  # the others would notice it later, if at all: this one sends heartbeats
+            raise ClusterError(f"{what}. The other processes end too, to be started again") from error
         what = f"process {cluster.process_id} has lost process 0 at {cluster.coordinator} right after it connected: {error}"
         raise ClusterError(what) from error
     # JAX does not compare the counts, and a process with a higher one would wait for processes that do not exist.
@@ -88,6 +95,17 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
             f"process {cluster.process_id} was started as one of {cluster.num_processes} processes, process 0 as one of "
             f"{count}. Fix: give all processes the same count. It comes from {cluster.source}."
         )
+
+
+def append_news(client: Any, kind: str, text: str, first: int = 0) -> None:
+    """Append [kind, text] to the news (peers.py). first: an entry that may be free. Raises RuntimeError without process 0."""
+    for k in itertools.count(first):
+        try:
+            client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
+            return
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
 
 
 def _await_free_port(cluster: Cluster) -> None:
