@@ -100,11 +100,14 @@ class Origin:
         """
         if not ema:
             if self.averaged:
-                print(f"note: {self.name} has an average of its weights too, which --ema would use", file=sys.stderr)
+                print(
+                    f"note: {self.name} has an average of its weights too, which --ema (in Python ema=True) would use",
+                    file=sys.stderr,
+                )
             return self
         if not self.averaged:
             rule = f"{self.name} has no average of weights"
-            raise ConfigError([Problem("--ema", None, rule, "Leave --ema out.")])
+            raise ConfigError([Problem("--ema", None, rule, "Leave --ema (in Python ema=True) out.")])
         places = averages(self.stored)
         stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
 

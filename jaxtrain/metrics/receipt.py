@@ -158,7 +158,7 @@ class Receipt:
 
 
 def checkout(root: Path = REPO) -> tuple[str | None, bool | None]:
-    """Return (commit, whether files that git tracks changed since it) of a checkout whose top folder is `root`.
+    """Return (commit, whether files changed since it) of a checkout whose top folder is `root`.
 
     Both are None without git, without a checkout, or if git does not answer in GIT_S seconds.
     """
@@ -174,7 +174,9 @@ def checkout(root: Path = REPO) -> tuple[str | None, bool | None]:
         folder, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
         if Path(folder).resolve() != root.resolve():
             return None, None
-        return commit, git("status", "--porcelain", "--untracked-files=no") != ""
+        # New files count in the folders from which a run may import.
+        new = git("ls-files", "--others", "--exclude-standard", "jaxtrain", "configs")
+        return commit, bool(new or git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None, None
 

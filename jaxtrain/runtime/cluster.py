@@ -26,13 +26,16 @@ MEANINGS = {
     "num-processes": "the same number in every process.",
     "process-id": "0, 1, 2 and so on.",
 }
-# Launchers set these variables. If one has more than 1 and no launcher that is read here describes the run, each process would
-# train alone.
-COUNTS = (
-    *("WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "SKYPILOT_NUM_NODES"),
-    *("HOROVOD_SIZE", "LWS_GROUP_SIZE", "AWS_BATCH_JOB_NUM_NODES", "NNODES", "PET_NNODES", "JAX_PROCESS_COUNT"),
+# The count of processes and the index of one, as launchers set them. If they tell of several processes and no launcher that is
+# read here describes the run, each process would train alone. "": no variable has the count.
+OTHERS = (
+    *(("WORLD_SIZE", "RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")),
+    *(("PMI_SIZE", "PALS_RANKID"), ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK")),
+    *(("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"), ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")),
+    *(("HOROVOD_SIZE", "HOROVOD_RANK"), ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"), ("PET_NNODES", "PET_NODE_RANK")),
+    *(("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"), ("NNODES", "NODE_RANK")),
+    *(("JAX_PROCESS_COUNT", "JAX_PROCESS_INDEX"), ("", "PMIX_RANK")),
 )
-INDICES = ("RANK", "PMIX_RANK")  # set for one of several processes, whose count no variable may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +132,14 @@ class _Reader:
             if self.problems or (found and found.num_processes > 1):
                 return found
             alone = alone or found is not None
-        counts = [name for name in COUNTS if (text := re.fullmatch(r"(?:\d+:)?(\d+)", self.text(name))) and int(text[1]) > 1]
+        # torchrun's MIN:MAX counts as MAX.
+        texts = {count: re.fullmatch(r"(?:\d+:)?(\d+)", self.text(count)) for count, _ in OTHERS if count}
+        sizes = {count: int(text[1]) for count, text in texts.items() if text}
+        counts = [count for count, size in sizes.items() if size > 1]
         if self.text("PROCESS_ID") and self.text("NUM_PROCESSES") not in ("", "1"):
             counts.append("NUM_PROCESSES")
-        for name in (counts or [name for name in INDICES if self.text(name) and not alone])[:1]:
+        alone = alone or 1 in sizes.values()
+        for name in (counts or [index for _, index in OTHERS if self.text(index) and not alone])[:1]:
             rule = "belongs to a run of several processes, and does not tell jaxtrain their address, count and index"
             address, count, index, devices = (variables[0] for variables in OPTIONS.values())
             remedy = f"Set {address}, {count} and {index} in every process (and {devices} where a node has several), or"
@@ -142,12 +149,14 @@ class _Reader:
     def torchrun(self) -> Cluster | None:
         if not (self.text("WORLD_SIZE") and self.text("RANK")):
             return None
+        if self.text("PET_NNODES") and not self.text("LOCAL_RANK"):
+            return None  # Kubeflow sets all of them for one torchrun on each node, which is not there
         here = self.process("torchrun", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
         if here.num_processes == 1 or "coordinator" in self.given:
             return here
         host, port = self.needed("MASTER_ADDR"), self.number("MASTER_PORT", self.needed("MASTER_PORT"), 1, 65535)
         if self.text("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            port += 1  # torchrun itself listens on MASTER_PORT, and passes this to its processes
+            port += 1 if port < 65535 else -1  # torchrun itself listens on MASTER_PORT, and passes this to its processes
         host = f"[{host}]" if ":" in host and host[0] != "[" else host  # IPv6
         return dataclasses.replace(here, coordinator=self.address("MASTER_ADDR", f"{host}:{port}") if host else "")
 
@@ -162,6 +171,11 @@ class _Reader:
             return None  # not under srun: a batch script runs its commands once, for any number of tasks
         if self.text("PMI_SIZE") not in ("", self.text(count)):
             return None  # mpiexec uses srun to start itself on the nodes
+        if self.text("SLURM_HET_SIZE") not in ("", "1"):
+            rule = "this is a heterogeneous job, and no variable has the count of processes in all its components"
+            remedy = "Set JAXTRAIN_COORDINATOR, JAXTRAIN_NUM_PROCESSES and JAXTRAIN_PROCESS_ID in every process, or"
+            self.wrong("SLURM_HET_SIZE", self.text("SLURM_HET_SIZE"), rule, f"{remedy} unset it for a step of one component.")
+            return None
         here = self.process("Slurm", count, "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID")
         if here.num_processes == 1 or "coordinator" in self.given:
             return here

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from jaxtrain.runtime import progress
-from jaxtrain.runtime.service import HEARTBEAT_S, LEAVE_S, append_news, is_aborting
+from jaxtrain.runtime.service import HEARTBEAT_S, append_news, is_aborting
 from jaxtrain.runtime.words import first_line, listed
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
@@ -65,6 +65,7 @@ class Peers:
         self._lost: str | None = None  # the first loss
         self._news = 0  # entries read so far
         self._ending = threading.Event()  # no loss is reported any more
+        self._live = threading.Thread(target=self._watch_live, name="peers: live", daemon=True)
         self._closing = threading.Lock()
         self._closed = count == 1
         if count > 1:
@@ -89,7 +90,7 @@ class Peers:
         if state.client is None or state.num_processes == 1:
             return cls(0, 1)
         peers = cls(state.process_id, state.num_processes, state.client)
-        threading.Thread(target=peers._watch_live, name="peers: live", daemon=True).start()
+        peers._live.start()
         return peers
 
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
@@ -156,8 +157,8 @@ class Peers:
             del self._waits[threading.get_ident()]
 
     def waits_at(self) -> str | None:
-        """Return the exchange in which this process waits for the others: the name of a `gather`, or "end"; None for none."""
-        return " and ".join(list(self._waits.values())) or None
+        """Return the exchange in which the main thread waits for the others: the name of a `gather`, or "end"; or None."""
+        return self._waits.get(threading.main_thread().ident or 0)
 
     def publish(self, text: str) -> None:
         """Publish where this process is. Waits without end if process 0 is stopped."""
@@ -166,6 +167,11 @@ class Peers:
     def published(self) -> dict[int, str]:
         """Return process -> what it published last."""
         return self._read("progress")
+
+    def present(self) -> list[int]:
+        """Return the processes that have not left at the end of the run."""
+        left = self._read("left")
+        return [i for i in range(self.count) if i not in left]
 
     def tell_hang(self, text: str) -> str:
         """Set `hang` on all processes, unless one has done so, and return it.
@@ -227,6 +233,8 @@ class Peers:
     def _watch_live(self) -> None:
         """Ask the service repeatedly which processes are alive. Report a lost process in the news, then return.
 
+        At the end process 0 returns when it is alone: its own end would abort the others.
+
         `get_live_nodes` returns when every process that is alive has called it.
         """
         everyone = range(self.count)
@@ -237,12 +245,15 @@ class Peers:
                 dead = [i for i in everyone if i not in live and i not in left]
                 if dead and not self._ending.is_set():
                     names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                    where = progress.in_words(progress.places(self.published(), self.count, dead), self.name)
+                    where = progress.in_words(progress.places(self.published(), self.present(), dead), self.name)
                     lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
                     self._append("failed", "; ".join(filter(None, (lost, where))))  # in the news, so all name the same one
                     return
             except RuntimeError:
                 continue
+        with contextlib.suppress(RuntimeError):
+            while self.process_index == 0 and len(self._client.get_live_nodes(list(everyone))) > 1:
+                time.sleep(0.1)
 
     def _report(self, message: str) -> None:
         with self._reporting:
@@ -365,7 +376,8 @@ class Peers:
             self._set(f"left/{self.process_index}", "")
             if self.process_index == 0:
                 self._of_all("left", "end", HEARTBEAT_S)
-                time.sleep(LEAVE_S)
+                if self._live.is_alive():
+                    self._live.join(HEARTBEAT_S)
                 return
         import jax
 

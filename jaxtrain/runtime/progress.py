@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.durations import duration
@@ -24,13 +24,13 @@ def record(step: int | None, phase: str, seconds: float, waits_at: str | None) -
     return json.dumps({"step": step, "phase": phase, "seconds": seconds, "waits_at": waits_at, "time": time.time()})
 
 
-def places(records: Mapping[int, str], count: int, silent: Collection[int]) -> list[dict[str, Any]]:
-    """Return where all processes are: the fields of `record`, and `silent_s`, the age of a record that has stayed the same.
+def places(records: Mapping[int, str], processes: Iterable[int], silent: Collection[int]) -> list[dict[str, Any]]:
+    """Return where these processes are: the fields of `record`, and `silent_s`, the age of a record that has stayed the same.
 
     A process that has published nothing has the phase None. silent: processes that do not answer.
     """
     found = []
-    for i in range(count):
+    for i in processes:
         place = json.loads(records[i]) if i in records else {"step": None, "phase": None, "seconds": 0.0, "waits_at": None}
         silent_s = max(time.time() - place.pop("time", math.inf), 0.0)
         found.append({"process": i, **place, "silent_s": silent_s if i in silent else None})
@@ -53,20 +53,21 @@ def in_words(found: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> 
         rank = answers, place["waits_at"] is not None, step or 0, phase == "step"
         groups.setdefault((*rank, phase or "", place["waits_at"] or ""), []).append(place)
     ordered = sorted(groups.items(), key=lambda item: (item[0][:4], len(item[1])))
-    return "; ".join(_in_words(group, name) for _, group in ordered)
+    return "; ".join(_in_words(group, name if i == 0 else None) for i, (_, group) in enumerate(ordered))
 
 
-def _in_words(group: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> str:
-    """Return the part of the sentence on processes that are at the same place."""
+def _in_words(group: Sequence[Mapping[str, Any]], name: Callable[[int], str] | None) -> str:
+    """Return the part of the sentence on processes that are at the same place. name: names a process that is alone there."""
     first, one = group[0], len(group) == 1
     who, has = listed([place["process"] for place in group]), "has" if one else "have"
+    if one and name is not None:
+        who = name(first["process"])
     if first["phase"] is None:
         return f"{who} {has} not published anything"
     where = f"in phase {first['phase']}" if first["step"] is None else f"in step {first['step']}, phase {first['phase']}"
     if first["waits_at"]:
         where += f", at the exchange {first['waits_at']!r}"
     if first["silent_s"] is not None:
-        who = name(first["process"]) if one else who
         return f"{who} {has} not answered for {duration(max(place['silent_s'] for place in group))}, last {where}"
     verb = ("waits" if one else "wait") if first["waits_at"] else ("is" if one else "are")
     return f"{who} {verb} {where}, for {duration(max(place['seconds'] for place in group))}"

@@ -65,6 +65,11 @@ class Stop:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Handle signals as before, and end no process at once any more."""
+        self.at_once = None
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()

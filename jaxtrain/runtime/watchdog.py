@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import Problem, nearest
 from jaxtrain.runtime import progress
+from jaxtrain.runtime.service import LEAVE_S
 
 if TYPE_CHECKING:
     from jaxtrain.runtime.peers import Peers
@@ -112,7 +113,8 @@ class Watchdog:
     Args:
         budgets: seconds by name, from `parse_budgets`; if all are 0, no thread is started.
         workdir: the run's folder. Created at a hang if it is missing.
-        ended: called with the cause after the folder is written, to finish the receipt, for at most EVIDENCE_S seconds.
+        ended: called with the cause after the folder is written, to finish the receipt, for at most EVIDENCE_S seconds. Returns
+            the exit code: EXIT_CODE, or that of a run that had ended before.
         process_index: part of the files' names.
 
     Attributes:
@@ -121,7 +123,7 @@ class Watchdog:
         peers: the processes of the run, once they are connected.
     """
 
-    def __init__(self, budgets: Mapping[str, float], workdir: Path, *, ended: Callable[[str], None], process_index: int = 0):
+    def __init__(self, budgets: Mapping[str, float], workdir: Path, *, ended: Callable[[str], int], process_index: int = 0):
         self.facts: Callable[[], dict[str, Any]] = dict
         self.peers: Peers | None = None
         self._budgets = {name: budgets.get(name, 0.0) for name in BUDGETS}
@@ -132,6 +134,7 @@ class Watchdog:
         self._step: int | None = None
         self._phases: list[Activity] = []  # of the main thread, the innermost last
         self._beside: set[Activity] = set()  # in the background
+        self._left = time.monotonic()  # when the last phase ended
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -164,8 +167,9 @@ class Watchdog:
         finally:
             with self._lock:
                 self._phases.pop()
+                self._left = now = time.monotonic()
                 if self._phases:
-                    now, outer = time.monotonic(), self._phases[-1]
+                    outer = self._phases[-1]
                     outer.since = min(outer.since + now - began, now)
 
     def budget(self, name: str) -> float:
@@ -198,11 +202,12 @@ class Watchdog:
     def _publish(self) -> None:
         """Publish where this process is. Not in the thread that watches, because this one waits if process 0 is stopped."""
         while not self._stop.wait(progress.PUBLISH_S):
-            inner = self._phases[-1:]
-            if inner and self.peers is not None and self.peers.count > 1:
-                since, waits_at = time.monotonic() - inner[0].since, self.peers.waits_at()
+            if self.peers is not None and self.peers.count > 1:
+                with self._lock:
+                    inner = self._phases[-1] if self._phases else Activity("", "end", 0.0, self._left)
+                since, waits_at = time.monotonic() - inner.since, self.peers.waits_at()
                 with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
-                    self.peers.publish(progress.record(self._step, inner[0].what, since, waits_at))
+                    self.peers.publish(progress.record(self._step, inner.what, since, waits_at))
 
     def _watch(self) -> None:
         try:
@@ -216,8 +221,10 @@ class Watchdog:
                     for activity in (*self._phases, *self._beside) if late > self._interval else ():
                         activity.since = min(activity.since + late, now)  # one that began after the pause is not extended
                     overdue = self._overdue(now)
-                if overdue or (self.peers is not None and self.peers.hang is not None):
-                    self._leave(self._report(overdue))
+                    told = self.peers is not None and self.peers.hang is not None
+                    report = self._report(overdue) if overdue or told else None
+                if report:
+                    self._leave(report)
         except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
             LOGGER.exception("the watchdog has failed; the run continues without it")
 
@@ -233,7 +240,7 @@ class Watchdog:
 
     def _leave(self, report: dict[str, Any]) -> None:
         """Write the evidence and end the process, even if something else hangs or fails."""
-        faults: list[str] = []
+        faults, codes = list[str](), [EXIT_CODE]
 
         def attempt(failure: str, call: Callable[[], Any], seconds: float = EVIDENCE_S) -> str | None:
             if (fault := _within(seconds, call)) is not None:
@@ -259,12 +266,14 @@ class Watchdog:
             )
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
             _within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
-            if fault := _within(EVIDENCE_S, lambda: self._ended(cause)):
+            if fault := _within(EVIDENCE_S, lambda: codes.append(self._ended(cause))):
                 _within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
             if peers is not None:  # the end of process 0 would abort the others
                 _within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
+                if peers.process_index == 0:
+                    time.sleep(LEAVE_S)  # until the others have the answer
         finally:
-            os._exit(EXIT_CODE)  # sys.exit would end only this thread, and the main thread hangs
+            os._exit(codes[-1])  # sys.exit would end only this thread, and the main thread hangs
 
     def _report(self, overdue: Activity | None) -> dict[str, Any]:
         """Return the fields of report.json that are known at once."""
@@ -293,7 +302,7 @@ class Watchdog:
             before = peers.published()
             time.sleep(progress.SILENT_S)
             now = peers.published()
-            places = progress.places(now, peers.count, [i for i in now if now[i] == before.get(i)])
+            places = progress.places(now, peers.present(), [i for i in now if now[i] == before.get(i)])
             cause = ": ".join(filter(None, (progress.in_words(places, peers.name), report["cause"])))
             told = peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
         report |= json.loads(told)

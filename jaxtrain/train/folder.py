@@ -204,14 +204,16 @@ def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any
     born = time.time() - (process_age_s() if guards.own_process else 0.0)
     try:
         preflight = keep_preflight(workdir) if process == 0 else None
+        guards.record.receipt = receipt
         note = receipt.start(first_facts(setup) | trackers.facts | {"env": env, "preflight": preflight})
         # The log is closed last: all else may have something to tell.
         console = opened.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
         ledger = opened.enter_context(Ledger(workdir / goodput.FILE, born, active=process == 0))
-    except NotWritten:
+    except NotWritten as error:
+        guards.record.end(REFUSED, str(error))
         writers.close(REFUSED)
         raise
-    guards.record.receipt, guards.record.ledger = receipt, ledger
+    guards.record.ledger = ledger
     stop = opened.enter_context(Stop(peers.ask_to_stop))
     if note:
         console.warn(note)

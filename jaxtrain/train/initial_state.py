@@ -316,7 +316,7 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
     source = open_origin(start.base or run.init.from_)
     fresh = dataclasses.replace(fresh, ema=()) if program.adapters else state.without_params(fresh)
     wanted = init_tensors(program)
-    read = stored_form.stored_tensors(wanted, source.stored)
+    read, before = stored_form.stored_tensors(wanted, source.stored), source
     try:
         tensors = stored_form.converted(source.read(read), wanted)
         if start.adapters:
@@ -329,8 +329,9 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
     for note in source.notes:
         say(f"note: {note}")
-    if source.averaged:
-        say(f"note: {source.name} has an average of its weights too, which is not used; hf export --ema writes it")
+    if before.averaged:
+        command = "hf export-adapter" if start.adapters else "hf export"
+        say(f"note: {before.name} has an average of its weights too, which is not used; {command} --ema writes it")
     return begin_average(program, state.from_tensors(bare, tensors, fresh), 0, say)
 
 

@@ -61,7 +61,7 @@ class Loop:
     ):
         """sizes: the compiled steps, by the sequences of a step."""
         self.setup, self.services, self.saver, self.log = setup, services, saver, log
-        self.compiled, self._sizes = sizes[setup.run.ramp.size(restored.start.step)], sizes
+        self.compiled, self._sizes = next(iter(sizes.values())), sizes
         self.run, self.program, self.data = setup.run, setup.program, setup.data
         self.loss: float | None = None  # of the newest step that was applied and whose metrics were read
         self.held_out = HeldOut(self.program, setup.held_out, services)
@@ -103,7 +103,7 @@ class Loop:
     def _begin_size(self) -> None:
         """Begin the steps after step `done` that have the same number of sequences, and start to read their batches.
 
-        After a rollback to before the first step of this attempt, the train step of this size may have to be compiled.
+        If the state is older than the step that this attempt was to begin with, the train step may have to be compiled.
         """
         services, ramp = self.services, self.run.ramp
         size, until = ramp.size(self.done), ramp.until(self.done)
@@ -302,7 +302,7 @@ class Loop:
         self._slow_start.cancel()
         seconds = services.ledger.seconds()
         parts = ", ".join(f"{cause} {duration(s)}" for cause, s in seconds.items())
-        services.console.say(f"first step {duration(sum(seconds.values()))} after the process began: {parts}")
+        services.console.say(f"first step {duration(sum(seconds.values()))} after the start: {parts}")
         services.receipt.update(start_s=seconds)
         for name in own_settings(self.run.own).unread:
             services.console.warn(f"own.{name}: the family, loss, optimizer and data source of this run do not read it")

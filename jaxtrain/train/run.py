@@ -7,6 +7,7 @@ written. The step is compiled next, and device memory is allocated only if the c
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from etils import epath
 
 DONE, FAILED, REFUSED, AGAIN, DIVERGED, HUNG, INTERRUPTED = 0, 1, 2, 75, 76, 124, 130  # exit codes
+COMPILED_S = 5400.0  # timeout of processes that wait for one that compiles what they found in their caches
 # Exceptions that may end training, reported by their message alone.
 EXPECTED = (
     Diverged,
@@ -150,10 +152,7 @@ def attempt(
         os.write(2, f"\n{words}: {then}.\n".encode())
         record.leave(code, words)
 
-    def hung(cause: str) -> None:
-        record.finish(HUNG, cause)
-
-    with Watchdog(budgets, workdir, ended=hung, process_index=jax.process_index()) as watchdog:
+    with Watchdog(budgets, workdir, ended=functools.partial(record.end, HUNG), process_index=jax.process_index()) as watchdog:
         watchdog.peers = peers
         if own_process:
             peers.watch(lost)
@@ -208,7 +207,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             """End this process at a request to stop before the first step: there is nothing to save."""
             peers.ask_to_stop(name)
             forbid_restart(name)
-            record.finish(code, f"{name} before the first step", settle=True)
+            record.end(code, f"{name} before the first step", settle=True)
             peers.close()
             if line := next_command(setup, peers, code, None, 0, own_process):
                 console.say(line)
@@ -228,7 +227,8 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             reason = str(own_parts.problem_of(error) or f"{type(error).__name__}: {first_line(error)}")
             raise
         finally:
-            # The end of the files.
+            # The end of the files. A signal no longer changes it.
+            services.stop.close()
             done = setup.start.step if ledger.step is None else ledger.step
             if (spent := ledger.close(code, reason)) is not None:
                 console.say(goodput.words(spent))
@@ -253,6 +253,7 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
         restored = None
         if setup.start.step == steps:
             restored = restore(asked, setup.program, setup.start, setup.checkpoints, services)
+            saver.newest = restored.start.step
             if restored.start.step == steps:
                 return DONE, nothing_left(setup, restored, services)
             # The last checkpoint was damaged, and the one before is not the last step.
@@ -269,6 +270,7 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
             sizes = {compiled.size: compiled}
             for each in run.ramp.sizes(setup.start.step, steps)[1:]:
                 sizes[each] = resized(setup, compiled, each, services)  # a step that does not fit ends the run here
+            services.peers.gather("compiled", "", COMPILED_S)  # the wait for a slower process has compile's budget
 
         with out_of_memory_explained(setup.run, compiled.memory):
             # The first state.

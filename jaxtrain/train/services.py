@@ -39,20 +39,26 @@ class Record:
                     self.receipt.finish(code, reason, self.facts)
                 self._code = code if settle else None
 
+    def end(self, code: int, reason: str, *, settle: bool = False) -> int:
+        """Do what `finish` does, and report an error on stderr. Return the settled exit code, or else `code`."""
+        with self._lock:
+            try:
+                self.finish(code, reason, settle=settle)
+            except NotWritten as error:
+                os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
+            return code if self._code is None else self._code
+
     def settle(self, code: int) -> None:
         """Set the exit code of an attempt that has ended by itself: the end of another process no longer changes it."""
         with self._lock:
             self._code = code
 
     def leave(self, code: int, reason: str) -> None:
-        """End this process at once, from any thread, with the settled exit code or else with `code`."""
-        with self._lock:
-            try:
-                self.finish(code, reason)
-            except NotWritten as error:
-                os.write(2, f"error: {error}\n".encode(errors="backslashreplace"))
-            finally:
-                os._exit(code if self._code is None else self._code)
+        """End this process at once, from any thread, with the exit code of `end`."""
+        try:
+            code = self.end(code, reason)
+        finally:
+            os._exit(code)
 
 
 @dataclasses.dataclass(frozen=True)
