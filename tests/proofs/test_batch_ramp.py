@@ -98,6 +98,19 @@ def test_the_ramp_may_change_on_resume_if_it_is_allowed(mixture: str, tmp_path: 
     assert [(entry["step"], entry["ramp"], entry["unit"]) for entry in entries] == [(0, "8:3,16:5", 8), (2, "16:4", 16)]
 
 
+def test_a_damaged_checkpoint_is_passed_over_across_a_border(base: Path, mixture: str, tmp_path: Path) -> None:
+    """The run resumes before the size that it compiled, and takes the same steps again."""
+    workdir = tmp_path / "run"
+    assert train(workdir, mixture, checkpoint__every_steps=4, checkpoint__keep=9) == 0
+    for path in (workdir / "checkpoints/8/arrays/state").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(path.read_bytes()[:500])
+    assert train(workdir, mixture, train__steps=9, checkpoint__allow_change="train.steps") == 0
+    assert runs.receipt(workdir)["resumed_from_step"] == 4
+    found, wanted = runs.losses(workdir), runs.losses(base)
+    assert list(found) == list(range(1, 10)) and {step: found[step] for step in wanted} == wanted
+
+
 def test_a_rollback_across_a_border_passes_over_the_steps_data(
     mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -82,6 +82,14 @@ def test_the_findings_of_preflight_are_kept(tmp_path: Path, monkeypatch: pytest.
     assert "gone.json" in folder.keep_preflight(tmp_path)["error"]
 
 
+@pytest.mark.parametrize("name", ["log.txt", "goodput.jsonl"])
+def test_a_file_that_cannot_be_opened_ends_the_receipt(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    assert run(tmp_path / "run") == 2
+    receipt = runs.receipt(tmp_path / "run")
+    assert receipt["exit_code"] == 2 and name in receipt["reason"] and receipt["ended"]
+
+
 def test_a_slow_first_step_says_what_would_make_it_faster(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

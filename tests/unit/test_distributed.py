@@ -86,6 +86,7 @@ FOUND: list[tuple[dict[str, str], dict[str, str], str]] = [
     ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMIX_RANK": "0"}, ""),  # the shell of salloc
     ({}, {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, ""),
     *(({}, {name: count}, "") for name, count in (("WORLD_SIZE", "1"), ("PMI_SIZE", "1"), ("PET_NNODES", "1:1"))),
+    ({}, {"NNODES": "1", "NODE_RANK": "0"}, ""),
     ({}, {"NUM_PROCESSES": "4"}, ""),
     ({}, {"JOB_COMPLETION_INDEX": "1"}, ""),  # may be that of one of several runs
     ({"num-processes": "1"}, {"RANK": "1"} | PMI, ""),
@@ -98,6 +99,8 @@ FOUND: list[tuple[dict[str, str], dict[str, str], str]] = [
 ]
 UNREAD = ("WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE", "SKYPILOT_NUM_NODES")
 UNREAD += ("HOROVOD_SIZE", "LWS_GROUP_SIZE", "AWS_BATCH_JOB_NUM_NODES", "NNODES", "PET_NNODES", "JAX_PROCESS_COUNT")
+
+INDICES = ("RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "NODE_RANK", "OMPI_COMM_WORLD_RANK")
 
 # options, environment, and the key of each problem, in order
 WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
@@ -131,7 +134,9 @@ WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
     *(({}, {name: "2"}, name) for name in UNREAD),
     ({}, {"PET_NNODES": "1:2", "PET_NODE_RANK": "0"}, "PET_NNODES"),
     ({}, {"NUM_PROCESSES": "2", "PROCESS_ID": "1"}, "NUM_PROCESSES"),
-    *(({}, {name: "0"}, name) for name in ("RANK", "PMIX_RANK")),
+    *(({}, {name: "0"}, name) for name in INDICES),
+    ({}, {"PET_NNODES": "2", "PET_NODE_RANK": "1", "WORLD_SIZE": "16", "RANK": "1"}, "WORLD_SIZE"),  # Kubeflow
+    ({}, SLURM | {"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE"),
     ({}, PMI | HEAD, "PMI_SIZE"),
     ({}, SLURM | PMI, "PMI_SIZE"),  # mpiexec within a job
     ({}, SLURM | {"SLURM_NTASKS": "1"} | PMI, "PMI_SIZE"),

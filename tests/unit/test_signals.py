@@ -64,3 +64,14 @@ def test_where_nothing_is_there_to_save_a_run_leaves_at_once(here: bool, why: st
 def test_with_something_to_save_the_loop_ends_the_run(left: list[int]):
     Stop().asked_elsewhere("SIGTERM")
     assert not left
+
+
+def test_after_its_end_a_run_is_ended_by_no_request_and_signals_are_handled_as_before(left: list[int]):
+    before = signal.getsignal(TERM)
+    with Stop() as stop:
+        stop.at_once = lambda name, code: None
+        assert signal.getsignal(TERM) is not before
+        stop.close()
+        assert signal.getsignal(TERM) is before
+        stop.asked_elsewhere("SIGTERM")
+    assert signal.getsignal(TERM) is before and not left
