@@ -266,11 +266,11 @@ class Watchdog:
             )
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
             _within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
-            if fault := _within(EVIDENCE_S, lambda: codes.append(self._ended(cause))):
+            if fault := _within(EVIDENCE_S, lambda: codes.append(int(self._ended(cause)))):
                 _within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
             if peers is not None:  # the end of process 0 would abort the others
                 _within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
-                if peers.process_index == 0:
+                if self._process_index == 0:
                     time.sleep(LEAVE_S)  # until the others have the answer
         finally:
             os._exit(codes[-1])  # sys.exit would end only this thread, and the main thread hangs

@@ -22,7 +22,7 @@ from jaxtrain.runtime import watchdog
 from jaxtrain.runtime.watchdog import Watchdog
 workdir = Path(sys.argv[1])
 def facts(): return {{"last_step": 7}}
-def ended(cause): print("ended:", cause, flush=True)
+def ended(cause): print("ended:", cause, flush=True); return 124
 {before}
 dog = Watchdog({{"step": 0.5}}, workdir, ended=ended)
 dog.facts = facts

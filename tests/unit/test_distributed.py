@@ -578,7 +578,6 @@ def test_the_end_of_the_service_is_reported():
 
 def test_process_0_leaves_last(connect: Connect, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxtrain.runtime.peers.HEARTBEAT_S", LONG_S)
-    monkeypatch.setattr("jaxtrain.runtime.peers.LEAVE_S", 0)
     store = Store()
     peers = connect(store, 2)
     store.barrier = threading.Barrier(1)
@@ -605,16 +604,23 @@ def test_a_hang_ends_all_processes_and_no_process_is_lost_then(connect: Connect)
     assert losses.none(0, 1, 2)
 
 
-def test_each_process_says_in_which_exchange_it_waits(connect: Connect):
-    peers = connect(Store(), 2)
-    waiting = threading.Thread(target=peers[0].gather, args=("best", "", LONG_S), daemon=True)
-    waiting.start()
-    assert soon(lambda: peers[0].waits_at() == "best") and peers[1].waits_at() is None
-    peers[1].gather("best", "", LONG_S)
-    waiting.join(LONG_S)
-    assert peers[0].waits_at() is None
+def test_each_process_says_in_which_exchange_its_main_thread_waits(connect: Connect):
+    peers, seen = connect(Store(), 2), []
+
+    def answer() -> None:
+        soon(lambda: peers[0].waits_at() is not None)
+        seen.extend(one.waits_at() for one in peers)
+        peers[1].gather("best", "", LONG_S)  # in a thread of its own, as a save's
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    peers[0].gather("best", "", LONG_S)
+    other.join(LONG_S)
+    assert seen == ["best", None] and peers[0].waits_at() is None
     peers[1].publish("here")
-    assert peers[0].published() == {1: "here"}
+    assert peers[0].published() == {1: "here"} and peers[0].present() == [0, 1]
+    peers[0]._set("left/1", "")
+    assert peers[0].present() == [0]
 
 
 # ---- The start

@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watching(folder: Path, **more: Any) -> Watchdog:
-    return Watchdog(DOG, folder / "run", **{"ended": lambda cause: None, **more})
+    return Watchdog(DOG, folder / "run", **{"ended": lambda cause: 124, **more})
 
 
 def late(dog: Watchdog, clock: Clock) -> str | None:
@@ -136,7 +136,7 @@ def test_it_leaves_evidence_and_ends_the_process(
     index: int, suffix: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ended: list[str] = []
-    dog = watching(tmp_path, ended=ended.append, process_index=index)
+    dog = watching(tmp_path, ended=lambda cause: ended.append(cause) or 124, process_index=index)
     dog.facts = lambda: {"last_step": 7, "path": tmp_path}
     hang(dog, clock, monkeypatch)
     (folder,) = (tmp_path / "run").glob("hang-????????-??????")
@@ -190,6 +190,9 @@ class FakePeers:
         self.looks += 1
         return {i: json.dumps(record | {"time": 990 + (self.looks if i != 1 else 1)}) for i, record in enumerate(self.records)}
 
+    def present(self) -> list[int]:
+        return [0, 1, 2]
+
     def name(self, index: int) -> str:
         return f"process {index} (host h, pid {index})"
 
@@ -212,7 +215,7 @@ def test_the_report_says_where_several_processes_are(clock: Clock, tmp_path: Pat
     """The first process to find a hang tells it to the others, which write the same into the folder of the same name."""
     peers, ended = FakePeers(record(7, "step"), record(6, "data"), record(7, "step")), list[str]()
     for index in (0, 2):
-        dog = watching(tmp_path, ended=ended.append, process_index=index)
+        dog = watching(tmp_path, ended=lambda cause: ended.append(cause) or 124, process_index=index)
         dog.peers = peers  # type: ignore[assignment]
         if index == 0:
             hang(dog, clock, monkeypatch)
@@ -241,13 +244,15 @@ def test_the_report_says_where_several_processes_are(clock: Clock, tmp_path: Pat
 )
 def test_who_others_may_wait_for_comes_first(records: list[dict[str, Any]], silent: tuple[int, ...], order: list[list[int]]):
     texts = {i: json.dumps(each | {"time": 0.0}) for i, each in enumerate(records)}
-    parts = progress.in_words(progress.places(texts, len(records), silent), lambda i: f"process {i}").split("; ")
+    parts = progress.in_words(progress.places(texts, range(len(records)), silent), lambda i: f"process {i}").split("; ")
     assert [[int(digit) for digit in re.findall(r"\d+", re.split(" is | are | wait| ha", part)[0])] for part in parts] == order
 
 
 def test_before_anything_is_published_nothing_is_said():
-    assert progress.in_words(progress.places({}, 3, ()), str) == ""
-    words = progress.in_words(progress.places({0: json.dumps(record(1, "step") | {"time": 0.0})}, 2, ()), str)
+    assert progress.in_words(progress.places({}, range(3), ()), str) == ""
+    words = progress.in_words(
+        progress.places({0: json.dumps(record(1, "step") | {"time": 0.0})}, range(2), ()), lambda i: f"process {i}"
+    )
     assert words.startswith("process 1 ")
 
 

@@ -191,8 +191,8 @@ BUGS = (
     Bug(
         "processes: each process of a launcher that is not read trains alone",
         "jaxtrain/runtime/cluster.py",
-        "and int(text[1]) > 1]",
-        "and int(text[1]) > 2]",
+        "for count, size in sizes.items() if size > 1]",
+        "for count, size in sizes.items() if size > 2]",
         "unit/test_distributed.py -k named_with",
     ),
     Bug(
