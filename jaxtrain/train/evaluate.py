@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config.context import Context
 from jaxtrain.metrics import samples
 from jaxtrain.metrics.files import Writers
@@ -23,6 +24,7 @@ from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Setup
 
+AGREE_S = 5400.0  # timeout of processes that wait for each other
 CONVERSATIONS = 2  # most held-out conversations that samples answer
 LOOKED_AT = 1000  # documents of a file in which conversations to answer are searched
 
@@ -135,6 +137,18 @@ class HeldOut:
         """Return the mean loss over the sets after step `done`; None if it is not finite, or not of the newest evaluation."""
         step, loss = self._newest or (-1, math.nan)
         return loss if step == done and math.isfinite(loss) else None
+
+    def is_best(self, done: int, checkpoints: Checkpoints) -> bool:
+        """Return whether the loss after step `done` is lower than that of each checkpoint. All processes call it."""
+        if (loss := self.loss_of(done)) is None:
+            return False
+        best, services = True, self._services
+        if services.peers.process_index == 0:  # other processes may list the steps of a network file system late
+            try:
+                best = loss < checkpoints.best(self.sets)
+            except CheckpointError as error:
+                services.console.warn(f"step {done} is saved, because the best one is not known: {error}")
+        return json.loads(services.peers.gather("best", json.dumps(best), AGREE_S)[0])
 
     def evaluate(self, eval_step: Any, params: Params, done: int, finish: bool) -> None:
         """Write the losses of all sets to metrics, log and receipt.

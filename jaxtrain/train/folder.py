@@ -28,7 +28,7 @@ from jaxtrain.runtime.shared import find_unshared
 from jaxtrain.runtime.signals import Stop
 from jaxtrain.runtime.variables import PREFLIGHT, RESTART
 from jaxtrain.train import references
-from jaxtrain.train.services import Guards, Services
+from jaxtrain.train.services import Guards, Record, Services
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.timing import process_age_s
 
@@ -190,7 +190,7 @@ def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 
 
 def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any], guards: Guards) -> Services:
-    """Open the files of an attempt, and handle signals, until `opened` is closed. `Record.finish` and `Writers.close` stay.
+    """Open the files of an attempt, and handle signals, until `opened` is closed. `close_files` completes them.
 
     env: the entry `env` of the receipt. Raises ConfigError if a tracker cannot be opened, and NotWritten for the other files.
     """
@@ -204,13 +204,14 @@ def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any
     born = time.time() - (process_age_s() if guards.own_process else 0.0)
     try:
         preflight = keep_preflight(workdir) if process == 0 else None
-        guards.record.receipt = receipt
         note = receipt.start(first_facts(setup) | trackers.facts | {"env": env, "preflight": preflight})
+        guards.record.receipt = receipt
         # The log is closed last: all else may have something to tell.
         console = opened.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
         ledger = opened.enter_context(Ledger(workdir / goodput.FILE, born, active=process == 0))
     except NotWritten as error:
-        guards.record.end(REFUSED, str(error))
+        with contextlib.suppress(NotWritten):  # it is the same disk
+            guards.record.finish(REFUSED, str(error))
         writers.close(REFUSED)
         raise
     guards.record.ledger = ledger
@@ -218,6 +219,21 @@ def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any
     if note:
         console.warn(note)
     return Services(console, writers, receipt, ledger, guards.watchdog, peers, stop)
+
+
+def close_files(record: Record, services: Services, code: int, reason: str) -> NotWritten | None:
+    """Complete receipt, metrics and trackers, each even if another one cannot be written. Return the first error."""
+    errors = []
+    for close in (
+        lambda: record.finish(code, reason),
+        lambda: services.writers.note("receipt", services.receipt.fields),
+        lambda: services.writers.close(code),
+    ):
+        try:
+            close()
+        except NotWritten as error:
+            errors.append(error)
+    return errors[0] if errors else None
 
 
 def keep_preflight(workdir: Path) -> dict[str, Any] | None:

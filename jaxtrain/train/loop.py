@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS, CheckpointError
+from jaxtrain.checkpoint import HELD_OUT, HELD_OUT_SETS
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import own_settings
 from jaxtrain.metrics.profiling import Tracer
@@ -243,24 +243,13 @@ class Loop:
             self._write_samples(done)
 
     def _evaluate(self, done: int) -> None:
-        """Compute the held-out losses, and have the step saved if they are the best so far."""
-        self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=done == self.run.train.steps)
-        self._save_due |= self._is_best()
+        """Compute the held-out losses, and have the step saved if they are the best so far (checkpoint.keep_best).
 
-    def _is_best(self) -> bool:
-        """Return whether step `done` has the lowest held-out loss so far, and is to be saved for it.
-
-        While steps are skipped the answer is no, because the state is older than its step.
+        While steps are skipped it is not, because the state is older than its step.
         """
-        if not self.run.checkpoint.keep_best or self.skips.in_a_row or (loss := self.held_out.loss_of(self.done)) is None:
-            return False
-        best = True
-        if self.services.peers.process_index == 0:  # other processes may list the steps of a network file system late
-            try:
-                best = loss < self.saver.checkpoints.best(self.held_out.sets)
-            except CheckpointError as error:
-                self.services.console.warn(f"step {self.done} is saved, because the best one is not known: {error}")
-        return json.loads(self.services.peers.gather("best", json.dumps(best), AGREE_S)[0])
+        self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=done == self.run.train.steps)
+        if self.run.checkpoint.keep_best and not self.skips.in_a_row:
+            self._save_due |= self.held_out.is_best(done, self.saver.checkpoints)
 
     def _write_samples(self, done: int) -> None:
         self.samples.write(state.evaluated(self.current), done)

@@ -235,7 +235,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
                 record.facts["goodput"] = spent.record()
             if line := next_command(setup, peers, code, failure, done, own_process):
                 console.say(line)
-            if (unwritten := close_files(record, services, code, reason)) and failure is None:
+            if (unwritten := folder.close_files(record, services, code, reason)) and failure is None:
                 code, reason, failure = FAILED, first_line(unwritten), unwritten
                 print(f"error: {unwritten}", file=sys.stderr)
     return Result(code, reason, done, {} if failure else newest(workdir), checkpoints.directory, failure)
@@ -359,21 +359,6 @@ def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     if not writer.written(steps):
         writer.write(state.evaluated(restored.state), steps)
     return f"{steps} steps were done already"
-
-
-def close_files(record: Record, services: Services, code: int, reason: str) -> NotWritten | None:
-    """Complete receipt, metrics and trackers, each even if another one cannot be written. Return the first error."""
-    errors = []
-    for close in (
-        lambda: record.finish(code, reason),
-        lambda: services.writers.note("receipt", services.receipt.fields),
-        lambda: services.writers.close(code),
-    ):
-        try:
-            close()
-        except NotWritten as error:
-            errors.append(error)
-    return errors[0] if errors else None
 
 
 def next_command(setup: Setup, peers: Peers, code: int, failure: Exception | None, done: int, own_process: bool) -> str:
