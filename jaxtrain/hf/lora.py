@@ -21,7 +21,6 @@ from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params, is_stacked
-from jaxtrain.step import stored_form
 from jaxtrain.step.state import Tensors
 
 
@@ -118,7 +117,7 @@ def restore_base(path: str, wanted: Tensors) -> Tensors:
     except (CheckpointError, HuggingFaceError) as error:
         raise gone(path, error) from error
     try:
-        return stored_form.converted(source.read(stored_form.stored_tensors(wanted, source.stored)), wanted)
+        return source.read(wanted)
     except (CheckpointError, HuggingFaceError) as error:
         raise CheckpointError(f"the base of these adapters: {error}") from error
 

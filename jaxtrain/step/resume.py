@@ -64,6 +64,8 @@ def compare(
         rule = resume_of(name)
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             rule = Resume("never", "parameters that change their optimizer store other tensors")
+        if name in ("dtypes.m", "dtypes.v") and "int8" in (before[name], after[name]):
+            rule = Resume("never", "8-bit blocks are other tensors, and moments are not converted to them or from them")
         if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
             rule = Resume("ask", "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values")
         if name == "data.max_segments" and {before[name], after[name]} == {0, schema.MOST_DOCUMENTS}:

@@ -29,7 +29,7 @@ from jaxtrain.hf.importing import NotFinite, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.optim.optimizer import make_schedule
 from jaxtrain.runtime.timelimit import launch_time
-from jaxtrain.step import resume, state, stored_form
+from jaxtrain.step import resume, state
 from jaxtrain.step.program import Program
 from jaxtrain.train import position
 from jaxtrain.train.position import Position
@@ -226,6 +226,12 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     if source.hugging_face and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
+    elif run.init.what != "weights":
+        was, now = schema.resolve(source.meta["config"])[0].flat, run.flat
+        if blocks := [name for name in ("dtypes.m", "dtypes.v") if (was[name] == "int8") != (now[name] == "int8")]:
+            rule = f"moments in 8-bit blocks are not converted, and {source.name} has other {' and '.join(blocks)}"
+            remedy = f"Set {' '.join(f'{name}={was[name]}' for name in blocks)}, or init.what=weights."
+            problems.append(schema.Problem("init.what", run.init.what, rule, remedy))
     if source.adapters:
         rule = f"{source.name} holds only adapters"
         remedy = (
@@ -237,7 +243,7 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = stored_form.stored_tensors(init_tensors(program), stored)
+    wanted = init_tensors(program)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     if not run.model.mtp_layers:  # a model may drop its modules of multi-token prediction: its logits do not depend on them
@@ -297,8 +303,7 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
         unused = averaged and not abstract.ema
         abstract = abstract if averaged else bare
         wanted = state.abstract_tensors(program.saved(abstract))
-        read = stored_form.stored_tensors(wanted, stored) if start.cast else wanted
-        tensors = stored_form.converted(checkpoints.restore(start.step, read, subset=unused, cast=start.cast), wanted)
+        tensors = checkpoints.restore(start.step, wanted, subset=unused, cast=start.cast)
         if start.base:
             tensors |= lora.restore_base(start.base, init_tensors(program))
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
@@ -315,10 +320,9 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
         return begin_average(program, fresh, 0, say)
     source = open_origin(start.base or run.init.from_)
     fresh = dataclasses.replace(fresh, ema=()) if program.adapters else state.without_params(fresh)
-    wanted = init_tensors(program)
-    read, before = stored_form.stored_tensors(wanted, source.stored), source
+    before = source
     try:
-        tensors = stored_form.converted(source.read(read), wanted)
+        tensors = source.read(init_tensors(program))
         if start.adapters:
             before = open_origin(start.adapters)
             own = {name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")}
