@@ -2,7 +2,7 @@
 
 If every expert of a device has the same number of rows, the matmuls are those of even.py. XLA turns each into one batched FP8
 call. For uneven rows, `times_uneven` multiplies in 8 bits by a Pallas kernel on Hopper. On CPU, it multiplies the same
-rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (grouped.outer). They are sums over rows,
+rounded numbers in bfloat16. Gradients of weights from uneven rows stay in bfloat16 (`outer`). They are sums over rows,
 and WGMMA needs the summed dimension contiguous for 8-bit numbers. So both operands would need transposed copies. In such a copy
 an expert's rows may begin at any index, but the layout of shared memory needs a multiple of 128.
 """
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels import fp8
-from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts import grouped_matmul
 
 
 def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.Array:
-    """Return `times` of grouped.py for experts with equal numbers of rows.
+    """Return `times` of grouped_matmul.py for experts with equal numbers of rows.
 
     gradient: the rows are a gradient, so they are rounded to e5m2, and products are summed in float32.
     """
@@ -27,10 +27,10 @@ def times(rows: jax.Array, w: fp8.Float8, contract: str, gradient: bool) -> jax.
 
 
 def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contract: str, gradient: bool) -> jax.Array:
-    """Return `times` of grouped.py for experts with unequal numbers of rows: (R, F) for `contract` "D", (R, D) for "F".
+    """Return `times` of grouped_matmul.py for experts with unequal numbers of rows: (R, F) for `contract` "D", (R, D) for "F".
 
     Args:
-      impl: an implementation of grouped.py.
+      impl: an implementation of grouped_matmul.py.
       gradient: as in `times`.
     """
     dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
@@ -47,11 +47,11 @@ def times_uneven(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, 
         numbers.astype(jnp.bfloat16) * by.reshape(()).astype(jnp.bfloat16)
         for numbers, by in ((rows8, scale), (w8_EDF, w.scale))
     )
-    return grouped.times(impl, a, b, sizes_E, contract, sums).astype(rows.dtype)
+    return grouped_matmul.times(impl, a, b, sizes_E, contract, sums).astype(rows.dtype)
 
 
 def outer(rows_RD: jax.Array, rows_RF: jax.Array, experts: int, out: jnp.dtype, gradient: str) -> jax.Array:
-    """Return `outer` of grouped.py for experts with equal numbers of rows.
+    """Return `outer` of grouped_matmul.py for experts with equal numbers of rows.
 
     gradient: "D" if rows_RD are the gradient, "F" if rows_RF are. The gradient is rounded to e5m2, the other rows to e4m3.
     """

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.dot import Weight
-from jaxtrain.kernels.experts import eight, grouped, support
+from jaxtrain.kernels.experts import eight, grouped_matmul, support
 from jaxtrain.kernels.experts.exchange import Exchange, Route
 from jaxtrain.kernels.fp8 import Float8
 from jaxtrain.kernels.numerics import Numerics
@@ -43,7 +43,7 @@ class Spec:
 
     experts: int
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
-    impl: str  # an implementation of grouped.py, or auto
+    impl: str  # an implementation of grouped_matmul.py, or auto
     capacity: float
     placement: Placement
     numerics: Numerics
@@ -73,7 +73,7 @@ class Spec:
             return eight.times(rows, w_EDF, contract, gradient)
         if isinstance(w_EDF, Float8):
             return eight.times_uneven(self._by, rows, w_EDF, route.sizes_E, contract, gradient)
-        return grouped.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
+        return grouped_matmul.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
 
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
@@ -81,7 +81,7 @@ class Spec:
         """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
         if isinstance(w_EDF, Float8) and self._by == "even":
             return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
-        return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
+        return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
 
     @property
     def _by(self) -> str:

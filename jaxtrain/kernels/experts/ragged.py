@@ -10,7 +10,7 @@ _CONTRACTED = {"D": 1, "F": 2}
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """Implement `times` of grouped.py."""
+    """Implement `times` of grouped_matmul.py."""
     dims = jax.lax.RaggedDotDimensionNumbers((((1,), (_CONTRACTED[contract],)), ((), ())), [0], [0])
     return _dot(rows, w_EDF, sizes_E, dims, rows.dtype, precision)
 
@@ -18,7 +18,7 @@ def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, 
 def outer(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """Implement `outer` of grouped.py."""
+    """Implement `outer` of grouped_matmul.py."""
     dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return _dot(rows_RD, rows_RF, sizes_E, dims, out, precision)
 

@@ -1,4 +1,4 @@
-"""The limits of the grouped matmuls of experts, and the choice of their implementation (grouped.py). Imports no jax."""
+"""The limits of the grouped matmuls of experts, and the choice of their implementation (grouped_matmul.py). Imports no jax."""
 
 from collections.abc import Sequence
 
