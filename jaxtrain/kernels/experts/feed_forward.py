@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.dot import Weight
-from jaxtrain.kernels.experts import eight, grouped_matmul, support
+from jaxtrain.kernels.experts import grouped_matmul, support
 from jaxtrain.kernels.experts.exchange import Exchange, Route
 from jaxtrain.kernels.fp8 import Float8
 from jaxtrain.kernels.numerics import Numerics
@@ -69,19 +69,14 @@ class Spec:
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
         """Return each row times the weight of its expert, contracted over `contract`. gradient: the rows are gradients."""
-        if isinstance(w_EDF, Float8) and self._by == "even":
-            return eight.times(rows, w_EDF, contract, gradient)
-        if isinstance(w_EDF, Float8):
-            return eight.times_uneven(self._by, rows, w_EDF, route.sizes_E, contract, gradient)
-        return grouped_matmul.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
+        return grouped_matmul.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision, gradient)
 
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
     ) -> jax.Array:
         """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
-        if isinstance(w_EDF, Float8) and self._by == "even":
-            return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
-        return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
+        gradient8 = gradient if isinstance(w_EDF, Float8) else ""
+        return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
 
     @property
     def _by(self) -> str:

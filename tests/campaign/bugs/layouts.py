@@ -208,7 +208,7 @@ BUGS = (
     ),
     Bug(
         "fp8: gradients of expert rows are rounded as activations",
-        "jaxtrain/kernels/experts/eight.py",
+        "jaxtrain/kernels/experts/grouped_matmul.py",
         "dtype = fp8.E5M2 if gradient else fp8.E4M3",
         "dtype = fp8.E4M3",
         'proofs/test_fp8.py -k "rounded_numbers and experts"',
