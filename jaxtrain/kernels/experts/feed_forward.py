@@ -90,9 +90,7 @@ class Spec:
 
     @property
     def _alone(self) -> bool:
-        # With one expert per device, all rows belong to that expert, including empty rows. Then a plain matmul suffices, which
-        # is faster than a grouped matmul.
-        return self.impl == "auto" and self.placement.size(self.split) == self.experts
+        return support.alone(self.impl, self.experts, self.placement.size(self.split))
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
         """Return the router's weight of each row times f(gate, up), computed in float32 and rounded once."""

@@ -22,6 +22,14 @@ def choose(impl: str, hardware: Hardware, exact: bool) -> str:
     return "ragged" if pallas(hardware, exact) else "pallas"
 
 
+def alone(impl: str, experts: int, ranks: int) -> bool:
+    """Return whether one expert on each of `ranks` devices multiplies all slots, by a plain matmul, which is the fastest.
+
+    The expert's rows then include empty slots.
+    """
+    return impl == "auto" and ranks == experts
+
+
 def problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:
     """Return a problem if moe.impl is pallas, and the Pallas kernels do not support the rows."""
     if impl != "pallas" or not (rule := pallas(hardware, exact)):
