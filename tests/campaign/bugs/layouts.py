@@ -115,7 +115,7 @@ BUGS = (
     ),
     Bug(
         "ulysses: repeated key/value heads come in the wrong order",
-        f"{CONTEXT}/heads.py",
+        f"{CONTEXT}/split.py",
         "jnp.repeat(k, repeats, axis=2)",
         "jnp.tile(k, (1, 1, repeats, 1))",
         'proofs/test_context.py -k "over_several and ulysses and reference"',
