@@ -244,7 +244,7 @@ def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times
     """
     traced, (_, made) = jax.make_jaxpr(step, return_shape=True)(x, jnp.int32(0))
     tree = jax.tree.structure(made)
-    saved = traced.out_avals[len(traced.out_avals) - tree.num_leaves :]  # avals, which name their memory
+    saved: Any = traced.out_avals[len(traced.out_avals) - tree.num_leaves :]  # avals, which name their memory
     hosted = [a.memory_space == jax.memory.Space.Host for a in saved]
     like = [jax.ShapeDtypeStruct((times, *a.shape), a.dtype) for a, host in zip(saved, hosted, strict=True) if not host]
     stacks, x = zeros(like, after=x)
