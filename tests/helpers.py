@@ -287,6 +287,9 @@ LoopedFamily = _family(
         0, 2, lambda _, x: plan.run(body, x, layers, shared, kinds), x
     )
 )
+TwiceFamily = _family(
+    lambda plan, body, x, layers, shared, kinds: plan.run(body, plan.run(body, x, layers, shared, kinds), layers, shared, kinds)
+)
 SquashedFamily = _family(
     lambda plan, body, x, layers, shared, kinds: plan.run(body, x, jax.tree.map(jnp.tanh, layers), shared, kinds)
 )

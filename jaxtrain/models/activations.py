@@ -4,7 +4,7 @@ The model marks these tensors with `checkpoint_name`. A tensor that is saved (on
 is not recomputed. This module imports no jax, because FLOP counts and config checks import this module.
 """
 
-from jaxtrain.config.schema import Problem, Remat, choices, nearest
+from jaxtrain.config.schema import Problem, Remat, nearest
 
 # Name of an activation -> its description.
 ACTIVATIONS = {
@@ -59,7 +59,6 @@ KEPT = {
     # Results of matmuls and attention calls; fewer if they do not fit (auto_remat.py).
     "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
 }
-POLICIES = choices("remat.policy")
 
 
 def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:

@@ -45,6 +45,7 @@ from collections.abc import Sequence
 
 from jaxtrain.config.schema import Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
 from jaxtrain.config.shapes import FIRST_ROUND
+from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
 from jaxtrain.models.activations import kept
 
@@ -288,8 +289,7 @@ def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     device has one expert and moe.impl is auto. Then the dense matmul of a device covers its whole buffer
     (kernels/experts/feed_forward.py). Otherwise the factor is 1.
     """
-    alone = model.num_experts > 1 and mesh.expert == model.num_experts and moe.impl == "auto"
-    factor = moe.capacity_factor or (FIRST_ROUND if alone else 1.0)
+    factor = moe.capacity_factor or (FIRST_ROUND if support.alone(moe.impl, model.num_experts, mesh.expert) else 1.0)
     return min(model.experts_per_token * factor, model.num_experts)
 
 

@@ -3,21 +3,12 @@
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Mesh, Model, Moe, Problem, nearest, parts_of
+from jaxtrain.config.schema import Model, Problem, nearest, parts_of
 from jaxtrain.models import flops
 
 # Weights of a model with experts that have one matrix for each expert.
 EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
-
-
-def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
-    """Return whether the experts of a device may have different numbers of tokens.
-
-    If so, the matmuls of their weights' gradients stay in bfloat16.
-    """
-    alone = mesh.expert == model.num_experts and moe.impl == "auto"
-    return model.num_experts > 1 and not moe.capacity_factor and not alone
 
 
 def matmuls(model: Model) -> tuple[str, ...]:

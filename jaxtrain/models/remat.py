@@ -9,6 +9,7 @@ arithmetic, and only gradients are stacked. Then compile time grows with the num
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,12 +20,13 @@ from jaxtrain.config.schema import Remat
 from jaxtrain.kernels.experts.routing import CHOICE
 from jaxtrain.kernels.fp8 import SCALE
 from jaxtrain.models.activations import KEPT, parse_tensors
-from jaxtrain.models.zero import ComputeCopy, StackCheck, StackWeight, zeros
+from jaxtrain.models.zero import ComputeCopy, StackGradients, StackWeight, zeros
 
 # The kind of a layer: an int if it is known when the program is traced, an int32 () if a loop runs several kinds.
 Kind = int | jax.Array
 # (x, layer, arrays that all layers share, kind) -> x, which may be several arrays
 Body = Callable[[Any, Any, Any, Kind], Any]
+Arrays = list[jax.Array]
 
 # Gathered weights (zero.py). No policy saves them, not even `none`: the gathered weights of every layer would be in memory at
 # once. Exceptions: the last group, whose backward pass comes next, and all layers if sharding.gather = forward.
@@ -96,7 +98,7 @@ class Plan:
 
     def trips(self, num_layers: int) -> int:
         """Return the number of iterations of the loop over layers; 0 without a loop."""
-        return len(self._groups(num_layers)[0])
+        return self.groups(num_layers)[0]
 
     def run(self, body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
         """Return x after `x = body(x, layer, shared, kind)` for each of the layers stacked on axis 0, in order.
@@ -107,14 +109,14 @@ class Plan:
           kinds: the kind of each layer, passed to `body`.
         """
         stack, learnt, fixed, into = flatten(layers)
-        if stack.check is None:
+        if stack.gradients is None:
             # Autodiff gives gradients to the weights of a model whose stack does not come as StackWeight.
             return loop(self.checkpoint(body), x, layers, shared, kinds)
-        stack.check.note_run(len(kinds), into)
-        return self._run(body, x, stack, learnt, fixed, into, shared, kinds)
+        stack.gradients.use(into, len(kinds))
+        return _run_stack(StackRun(self, body, stack, kinds), x, into, learnt, fixed, shared)
 
-    def _groups(self, num_layers: int) -> tuple[range, list[range]]:
-        """Return the first layer of each group that a loop runs, and the groups after the loop, which run one by one."""
+    def groups(self, num_layers: int) -> tuple[int, list[range]]:
+        """Return the number of groups of layers that a loop runs, and the groups after the loop, which run one by one."""
         n = self.layers_each
         groups = [range(i, min(i + n, num_layers)) for i in range(0, num_layers, n)]
         # The last group runs outside of the loop: its backward pass comes next, and its activations need no stack. Under `dots`
@@ -125,85 +127,101 @@ class Plan:
             looped = num_layers // n
         else:
             looped = len(groups) - 1
-        return range(0, looped * n, n), groups[looped:]
+        return looped, groups[looped:]
 
     @property
-    def _last(self) -> "Plan":
+    def last(self) -> "Plan":
         """Return the plan of the last group. It saves gathered weights, and on the device the activations in `offload`."""
         return dataclasses.replace(self, keep_weights=True, keep=(*self.keep, *self.offload), offload=())
 
-    def _run(
-        self,
-        body: Body,
-        x: Any,
-        stack: "Stack",
-        learnt: list[jax.Array],
-        fixed: list[jax.Array],
-        into: list[jax.Array],
-        shared: Any,
-        kinds: Sequence[int],
-    ) -> Any:
-        """Compute `run` with an explicit backward pass.
 
-        With `Stack.adds`, the backward pass adds each layer's gradient to the sum over earlier microbatches at once. Autodiff
-        would first stack the gradients of all layers beside the sum. Without `Stack.adds`, the backward pass starts by
-        allocating a stack of gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
-        """
-        looped, rest = self._groups(len(kinds))
-        n = self.layers_each
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackRun:
+    """One run of a stack of layers, with an explicit backward pass; static under jit.
 
-        @jax.custom_vjp
-        def run(x: Any, into: list[jax.Array], learnt: list[jax.Array], fixed: list[jax.Array], shared: Any) -> Any:
-            # Without a backward pass nothing is saved, and a loop costs nothing.
-            return loop(body, x, stack.layers(learnt, fixed), shared, kinds)
+    With `Stack.adds`, the backward pass adds each layer's gradient to the sum over earlier microbatches at once. Autodiff
+    would first stack the gradients of all layers beside the sum. Without `Stack.adds`, the backward pass starts by allocating
+    a stack of gradients, in the dtype of `into`. XLA would allocate autodiff's stack before the forward pass.
+    """
 
-        def forward(x: Any, into: list[jax.Array], learnt: list[jax.Array], fixed: list[jax.Array], shared: Any) -> Any:
-            def through(x: Any, first: Any, count: int, in_loop: bool) -> tuple[Any, Any]:
-                plan = self._last if not in_loop and first + count == len(kinds) else self
-                # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
-                f = plan.checkpoint(several(body), in_loop and len(looped) > 1)
-                return stack.differentiate(f, x, learnt, fixed, first, count, shared, kinds_at(kinds, first, count))
+    plan: Plan
+    body: Body
+    stack: "Stack"
+    kinds: Sequence[int]
 
-            vjps, saved = None, []
-            if looped:
-                x, vjps = loop_saving(lambda x, i: through(x, i * n, n, True), x, len(looped))
-            for group in rest:
-                x, vjp = through(x, group[0], len(group), False)
-                saved.append(vjp)
-            return x, (vjps, saved, into, learnt, fixed, shared)
+    def forward(self, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> tuple[Any, Any]:
+        """Return x after all layers, and the residuals for `backward`."""
+        trips, rest = self.plan.groups(len(self.kinds))
+        each, weights = self.plan.layers_each, (learnt, fixed, shared)
+        vjps, saved = None, []
+        if trips:
+            # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
+            run = self.plan.checkpoint(self._layers, in_loop=trips > 1)
+            x, vjps = loop_saving(lambda x, i: self._differentiate(run, x, weights, i * each, each), x, trips)
+        for group in rest:
+            plan = self.plan.last if group is rest[-1] else self.plan
+            run = plan.checkpoint(self._layers, in_loop=False)
+            x, vjp = self._differentiate(run, x, weights, group[0], len(group))
+            saved.append(vjp)
+        return x, (vjps, saved, into, weights)
 
-        def backward(residuals: Any, dx: Any) -> Any:
-            vjps, saved, into, learnt, fixed, shared = residuals
-            sums, dx = (into, dx) if stack.adds else zeros(into, after=dx)
+    def backward(self, residuals: Any, dx: Any) -> tuple[Any, ...]:
+        """Return the gradients of `forward`'s arguments: those of x and, as the gradient of `into`, of `learnt`."""
+        vjps, saved, into, weights = residuals
+        trips, rest = self.plan.groups(len(self.kinds))
+        each, delays_load = self.plan.layers_each, self.plan.delays_load
+        sums, dx = (into, dx) if self.stack.adds else zeros(into, after=dx)
+        for group, vjp in reversed(list(zip(rest, saved, strict=True))):
+            dx, sums = self._add_gradients(vjp, dx, sums, weights, group[0], len(group))
+            # Without the barrier, XLA fuses the updates of all layers into one kernel that selects a layer per element.
+            sums = [jax.lax.optimization_barrier(total) for total in sums]
 
-            def back(dx: Any, sums: list[jax.Array], vjp: Any, first: Any, count: int) -> tuple[Any, list[jax.Array]]:
-                dx, grads = stack.backward(vjp, learnt, fixed, first, count, shared, dx)
-                put = add_at if stack.adds else put_at
-                for q, of_layer in enumerate(grads):
-                    sums = [put(total, g, first + q) for total, g in zip(sums, of_layer, strict=True)]
-                return dx, sums
+        def step(carry: tuple[Any, Arrays, jax.Array], _: None) -> tuple[Any, None]:
+            dx, sums, count = carry
+            i = trips - 1 - count
+            # The compiler unrolls this loop, and would recompute two layers at a time, both in memory. So the index of saved
+            # activations depends on the gradient. The index of weights does not: they can be gathered early.
+            dx, then = jax.lax.optimization_barrier((dx, i)) if delays_load else (dx, i)
+            vjp = layer_at(vjps, then)
+            vjp = vjp if delays_load else jax.lax.optimization_barrier(vjp)
+            return (*self._add_gradients(vjp, dx, sums, weights, i * each, each), count + 1), None
 
-            for group, vjp in reversed(list(zip(rest, saved, strict=True))):
-                dx, sums = back(dx, sums, vjp, group[0], len(group))
-                # Without the barrier, XLA fuses the updates of all layers into one kernel that selects a layer per element.
-                sums = [jax.lax.optimization_barrier(total) for total in sums]
-            if looped:
+        if trips:
+            (dx, sums, _), _ = jax.lax.scan(step, (dx, sums, jnp.int32(0)), None, length=trips)
+        return dx, sums, None, None, None
 
-                def one(carry: tuple[Any, Any, jax.Array], _: None) -> tuple[Any, None]:
-                    dx, sums, count = carry
-                    i = len(looped) - 1 - count
-                    # The compiler unrolls this loop, and would recompute two layers at a time, both in memory. So the index of
-                    # saved activations depends on the gradient. The index of weights does not: they can be gathered early.
-                    dx, then = jax.lax.optimization_barrier((dx, i)) if self.delays_load else (dx, i)
-                    vjp = jax.tree.map(lambda saved: at(saved, then), vjps)
-                    vjp = vjp if self.delays_load else jax.lax.optimization_barrier(vjp)
-                    return (*back(dx, sums, vjp, i * n, n), count + 1), None
+    def _layers(self, x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
+        """Return x after these layers, in order."""
+        for layer, kind in zip(layers, kinds, strict=True):
+            x = self.body(x, layer, shared, kind)
+        return x
 
-                (dx, sums, _), _ = jax.lax.scan(one, (dx, sums, jnp.int32(0)), None, length=len(looped))
-            return dx, sums, None, None, None
+    def _differentiate(
+        self, run: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
+    ) -> tuple[Any, Any]:
+        """Return x after `count` layers from `first`, and the layers' vjp. run: `_layers`, checkpointed."""
+        learnt, fixed, shared = weights
+        return self.stack.differentiate(run, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
 
-        run.defvjp(forward, backward)
-        return run(x, into, learnt, fixed, shared)
+    def _add_gradients(
+        self, vjp: Any, dx: Any, sums: Arrays, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
+    ) -> tuple[Any, Arrays]:
+        """Return the gradient of the input of `count` layers from `first`, and the sums with the layers' gradients."""
+        learnt, fixed, shared = weights
+        dx, grads = self.stack.backward(vjp, learnt, fixed, first, count, shared, dx)
+        put = add_at if self.stack.adds else put_at
+        for q, of_layer in enumerate(grads):
+            sums = [put(total, g, first + q) for total, g in zip(sums, of_layer, strict=True)]
+        return dx, sums
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_stack(run: StackRun, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> Any:
+    # Without a backward pass nothing is saved, and a loop costs nothing.
+    return loop(run.body, x, run.stack.layers(learnt, fixed), shared, run.kinds)
+
+
+_run_stack.defvjp(StackRun.forward, StackRun.backward)
 
 
 def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
@@ -224,23 +242,17 @@ def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times
 
     The index i is a counter in the carry. XLA starts a layer's gather one iteration early only if its index is such a counter.
     """
-    saved, tree = [], None
-
-    def flat(x: Any, i: jax.Array) -> tuple[Any, list[jax.Array]]:
-        nonlocal saved, tree
-        x, made = step(x, i)
-        leaves, tree = jax.tree.flatten(made)
-        saved = [jax.typeof(leaf) for leaf in leaves]  # avals, which name their memory
-        return x, leaves
-
-    jax.eval_shape(flat, x, jnp.int32(0))
+    traced, (_, made) = jax.make_jaxpr(step, return_shape=True)(x, jnp.int32(0))
+    tree = jax.tree.structure(made)
+    saved: Any = traced.out_avals[len(traced.out_avals) - tree.num_leaves :]  # avals, which name their memory
     hosted = [a.memory_space == jax.memory.Space.Host for a in saved]
     like = [jax.ShapeDtypeStruct((times, *a.shape), a.dtype) for a, host in zip(saved, hosted, strict=True) if not host]
     stacks, x = zeros(like, after=x)
 
     def one(carry: Any, _: None) -> Any:
         x, stacks, i = carry
-        x, leaves = flat(x, i)
+        x, made = step(x, i)
+        leaves = jax.tree.leaves(made)
         here = [leaf for leaf, host in zip(leaves, hosted, strict=True) if not host]
         stacks = [save_at(stack, leaf, i) for stack, leaf in zip(stacks, here, strict=True)]
         return (x, stacks, i + 1), [leaf for leaf, host in zip(leaves, hosted, strict=True) if host]
@@ -254,17 +266,6 @@ def save_at(stack: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
     """Return a stack of saved activations with `x` at index i."""
     with jax.named_scope(SLOTS):
         return jax.lax.dynamic_update_slice_in_dim(stack, x[None], i, 0, allow_negative_indices=False)
-
-
-def several(body: Body) -> Callable[..., Any]:
-    """Return a function that applies `body` to several layers in order: (x, layers, shared, *kinds) -> x."""
-
-    def run(x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
-        for layer, kind in zip(layers, kinds, strict=True):
-            x = body(x, layer, shared, kind)
-        return x
-
-    return run
 
 
 def kinds_at(kinds: Sequence[int], first: Any, count: int) -> list[Kind]:
@@ -307,12 +308,12 @@ class Stack:
 
     tree: Any
     learns: tuple[bool, ...]  # whether each leaf of the tree is differentiated
-    check: StackCheck | None = None  # of the `StackWeight` leaves; None if there are none
+    gradients: StackGradients | None = None  # of the `StackWeight` leaves; None if there are none
 
     @property
     def adds(self) -> bool:
         """Return whether the backward pass adds gradients to their sum over earlier microbatches."""
-        return self.check is not None and self.check.adds
+        return self.gradients is not None and self.gradients.adds
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
         """Return the tree with these differentiated (`learnt`) and fixed arrays, stacked for all layers or of one layer."""
@@ -363,7 +364,7 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
     which = tuple(jax.tree.leaves(jax.tree.map(learns, layers, is_leaf=is_learnt)))
     learnt = [w for w, learns in zip(arrays, which, strict=True) if learns]
     fixed = [w for w, learns in zip(arrays, which, strict=True) if not learns]
-    return Stack(tree, which, next((w.check for w in marked), None)), learnt, fixed, [w.into for w in marked]
+    return Stack(tree, which, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
 
 
 def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True) -> Plan:

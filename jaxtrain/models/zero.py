@@ -52,43 +52,29 @@ class ComputeCopy:
     master: Any
 
 
-class StackCheck:
-    """A check that a model runs its stack of layers once, completely, and with unchanged weights.
+@dataclasses.dataclass(eq=False)
+class StackGradients:
+    """The arrays that get the gradients of a model's stack of layers, for one run of all its layers with unchanged weights.
 
-    The stack has one backward pass, which gives its gradients to `StackWeight.into`. If the stack were run twice or partly,
-    sums of earlier microbatches would be added twice, or lost. If the model changed the weights before the stack runs, autodiff
-    would not differentiate the change.
-
-    Args:
-      into: the arrays of `StackWeight.into`.
-      adds: whether `into` has the sums of earlier microbatches' gradients, to which the backward pass adds.
+    If the stack were run twice or partly, sums of earlier microbatches would be added twice, or lost. If the model changed the
+    weights before the stack runs, autodiff would not differentiate the change.
     """
 
-    def __init__(self, into: Params, adds: bool):
-        arrays = jax.tree.leaves(into)
-        self.adds = adds
-        self._layers, self._arrays = len(arrays[0]), {id(a) for a in arrays}
-        self._trace, self._run = get_opaque_trace_state(convention="nnx"), False
+    into: Params
+    adds: bool  # `into` has the sums of earlier microbatches' gradients, to which the backward pass adds
+    trace: Any = dataclasses.field(default_factory=lambda: get_opaque_trace_state(convention="nnx"))
+    used: bool = False
 
-    def note_run(self, layers: int, into: Sequence[jax.Array]) -> None:
-        """Note a run of the stack. Raise TypeError for a second run, a run of some layers, changed weights, or a run in a loop.
-
-        layers: number of layers that are run. into: the `StackWeight.into` of their weights.
-        """
-        found = ""
-        if self._run:
-            found = "run twice"
-        elif layers != self._layers:
-            found = f"run in part, {layers} of {self._layers} layers"
-        elif self._trace != get_opaque_trace_state(convention="nnx"):
-            found = "run inside a loop or another transformation"
-        elif {id(a) for a in into} != self._arrays:
-            found = "changed before it is run"
-        if found:
+    def use(self, into: Sequence[jax.Array], layers: int) -> None:
+        """Note a run of `layers` layers, whose weights have the arrays `into`. Raise TypeError for any but the one run."""
+        mine = jax.tree.leaves(self.into)
+        whole = len(mine) == len(into) and all(a is b for a, b in zip(mine, into, strict=True)) and layers == len(mine[0])
+        if self.used or not whole or self.trace != get_opaque_trace_state(convention="nnx"):
             raise TypeError(
-                f"the model's stack of layers is {found}: set uses_plan_run = False in the model: autodiff allows that"
+                "the model runs its stack of layers twice, in part, with changed weights, or inside a loop or another "
+                "transformation: set uses_plan_run = False in the model: autodiff allows that"
             )
-        self._run = True
+        self.used = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +82,16 @@ class StackWeight:
     """A differentiated weight of a stack of layers, and the array that gets its gradient.
 
     The backward pass of the stack (models/remat.py) returns the weight's gradient as the gradient of `into`, in the dtype of
-    `into`. If `check.adds`, it returns the sum of `into` and the weight's gradient. It returns no gradient for the weight.
+    `into`. If `gradients.adds`, it returns the sum of `into` and the weight's gradient. It returns no gradient for the weight.
     """
 
     value: Any  # an array, or ComputeCopy
     into: Any
-    check: StackCheck
+    gradients: StackGradients
 
 
 jax.tree_util.register_dataclass(ComputeCopy, ["value", "master"], [])
-jax.tree_util.register_dataclass(StackWeight, ["value", "into"], ["check"])
+jax.tree_util.register_dataclass(StackWeight, ["value", "into"], ["gradients"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,10 +201,9 @@ class Zero:
         if not stack:
             return weights
         learnt = part(weights, jax.tree.map(lambda _: True, stack))
-        check = StackCheck(stack, adds)
-        return filled(
-            weights, jax.tree.map(lambda w, into: StackWeight(w, into, check), learnt, stack, is_leaf=_is_compute_copy)
-        )
+        gradients = StackGradients(stack, adds)
+        marked = jax.tree.map(lambda w, into: StackWeight(w, into, gradients), learnt, stack, is_leaf=_is_compute_copy)
+        return filled(weights, marked)
 
     def gradient_buffers(self, stack: Params) -> Params:
         """Return arrays for the gradients of a stack's weights, in the reduce dtype."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtrain.kernels import attention as attention_table
 from jaxtrain.kernels.attention.support import unable
-from jaxtrain.kernels.experts import grouped
+from jaxtrain.kernels.experts import grouped_matmul
 from jaxtrain.kernels.experts.support import choose
 from jaxtrain.kernels.norm import rms_norm
 from jaxtrain.kernels.numerics import DTYPES, Numerics
@@ -167,8 +167,8 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
         out: dtype of the result of "outer".
     """
     if which == "outer":
-        return grouped.outer(impl, a, b, sizes_E, out, precision)
-    return grouped.times(impl, a, b, sizes_E, which[-1], precision)
+        return grouped_matmul.outer(impl, a, b, sizes_E, out, precision)
+    return grouped_matmul.times(impl, a, b, sizes_E, which[-1], precision)
 
 
 def operands(which: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:

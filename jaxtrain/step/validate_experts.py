@@ -32,7 +32,7 @@ def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad
     if not hardware:
         return
     yield from support.problems(run.moe.impl, hardware, exact=run.precision == "f32")
-    even = run.moe.capacity_factor or (run.moe.impl == "auto" and ranks == m.num_experts)
+    even = run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, ranks)
     # Weights of a family from outside the package have names only after the model is built.
     if m.family in FAMILIES and not even and m.num_experts % ranks == 0:
         weights = EXPERTS & eight_bit(run.precision, run.fp8.exclude, matmuls(m))[0]

@@ -24,7 +24,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.config import ConfigError, Model, Problem
 from jaxtrain.kernels.attention import Rows
-from jaxtrain.kernels.context_parallel import heads
 from jaxtrain.kernels.dot import dot, einsum
 from jaxtrain.kernels.embedding import TABLE
 from jaxtrain.models.attention import Kernel, Shared, share
@@ -206,23 +205,21 @@ class GatedDeltaNet(nnx.Module):
             checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), n), name) for name in "qkvz"
         )
         ab_BTN2 = jnp.stack([einsum("BTD,DN->BTN", x_BTD, w[...], numerics=n) for w in (self.wa, self.wb)], -1)
-        q, k, v = heads.shard_heads(q, k, jnp.concatenate([v, ab_BTN2], -1), split)
+        q, k, v = split.shard_heads(q, k, jnp.concatenate([v, ab_BTN2], -1))
         v, a_BTN, b_BTN = v[..., :-2], v[..., -2].astype(jnp.float32), v[..., -1].astype(jnp.float32)
         q, k, v = (
-            short_convolution(x, heads.local_heads(getattr(self, f"taps_{name}")[...], split), segments_BT)
+            short_convolution(x, split.local_heads(getattr(self, f"taps_{name}")[...]), segments_BT)
             for name, x in zip("qkv", (q, k, v), strict=True)
         )
         of_values = self.family.value_heads // self.family.key_heads
         q, k = (jnp.repeat(unit(x), of_values, axis=2) for x in (q, k))
-        rate_N, shift_N = (
-            heads.local_heads(x[...], split).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift)
-        )
+        rate_N, shift_N = (split.local_heads(x[...]).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift))
         log_decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + shift_N)
         with jax.named_scope("delta_rule"):
             scale = self.family.key_dim**-0.5
             how = segments_BT, self.family.chunk, n.precision
             o = delta_rule(scale * q, k, v, log_decay_BTN, jax.nn.sigmoid(b_BTN), *how)
-        o = checkpoint_name(heads.shard_tokens(o.astype(n.compute), split), "attention_out")
+        o = checkpoint_name(split.shard_tokens(o.astype(n.compute)), "attention_out")
         o = (self.norm(o) * jax.nn.silu(z.astype(jnp.float32))).astype(n.compute)
         return dot("BTNH,DNH->BTD", o, self.wo.get_value(), n), cache
 
@@ -273,7 +270,7 @@ class Hybrid(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Return hidden states after the final norm, (B, T, D) in the residual layout."""
         rows = Rows(segments_BT, positions_BT, segments_BT, positions_BT)
-        shared = Tokens(share(self.model, self.kernel, rows), heads.gather(segments_BT, self.kernel.split))
+        shared = Tokens(share(self.model, self.kernel, rows), self.kernel.split.gather(segments_BT))
         with jax.named_scope("embed"):
             carry = self.embed(tokens_BT), ()
         with jax.named_scope("layers"):

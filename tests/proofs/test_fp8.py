@@ -21,7 +21,7 @@ from jaxtrain.config.schema import ConfigError
 from jaxtrain.data import loading
 from jaxtrain.kernels import fp8
 from jaxtrain.kernels.dot import dot
-from jaxtrain.kernels.experts import eight, feed_forward, pallas
+from jaxtrain.kernels.experts import feed_forward, grouped_matmul, pallas
 from jaxtrain.models import flops, layers, precision
 from jaxtrain.models.zero import ComputeCopy
 from jaxtrain.plan import fit, result
@@ -203,17 +203,25 @@ def test_matmuls_of_experts_are_those_of_rounded_numbers():
         in_8_bits(a, t).reshape(E, -1, a.shape[-1])
         for a, t in ((x_RD, fp8.E4M3), (h_RF, fp8.E4M3), (w_EDF, fp8.E4M3), (d_RF, fp8.E5M2), (x_RD, fp8.E5M2))
     )
+    sizes_E, fast = jnp.full((E,), R), jax.lax.Precision.DEFAULT
+
+    def times(rows: jax.Array, contract: str, gradient: bool) -> jax.Array:
+        return grouped_matmul.times("even", rows, held(w_EDF), sizes_E, contract, fast, gradient)
+
+    def outer(a_RD: jax.Array, b_RF: jax.Array, gradient: str) -> jax.Array:
+        return grouped_matmul.outer("even", a_RD, b_RF, sizes_E, jnp.dtype(jnp.bfloat16), fast, gradient)
+
     for got, eqn, a, b in (
-        (eight.times(x_RD, held(w_EDF), "D", gradient=False), "ERD,EDF->ERF", x, w),
-        (eight.times(h_RF, held(w_EDF), "F", gradient=False), "ERF,EDF->ERD", h, w),
-        (eight.times(d_RF, held(w_EDF), "F", gradient=True), "ERF,EDF->ERD", d, w),
-        (eight.outer(x_RD, d_RF, E, jnp.bfloat16, "F"), "ERD,ERF->EDF", x, d),
-        (eight.outer(x_RD, h_RF, E, jnp.bfloat16, "D"), "ERD,ERF->EDF", dy, h),
+        (times(x_RD, "D", gradient=False), "ERD,EDF->ERF", x, w),
+        (times(h_RF, "F", gradient=False), "ERF,EDF->ERD", h, w),
+        (times(d_RF, "F", gradient=True), "ERF,EDF->ERD", d, w),
+        (outer(x_RD, d_RF, "F"), "ERD,ERF->EDF", x, d),
+        (outer(x_RD, h_RF, "D"), "ERD,ERF->EDF", dy, h),
     ):
         assert close(got, np.einsum(eqn, a, b), np.einsum(eqn, abs(a), abs(b))), eqn
     for made in (
-        eight.times(x_RD.at[0, 0].set(np.inf), held(w_EDF), "D", gradient=False),
-        eight.outer(x_RD.at[0, 0].set(np.nan), d_RF, E, jnp.bfloat16, "F"),
+        times(x_RD.at[0, 0].set(np.inf), "D", gradient=False),
+        outer(x_RD.at[0, 0].set(np.nan), d_RF, "F"),
     ):  # all rows of a device share a scale, those of other experts too
         assert np.isnan(np.asarray(made, np.float32)).all()
 
@@ -233,7 +241,8 @@ def test_matmuls_of_uneven_rows_are_those_of_rounded_numbers(impl, monkeypatch):
     nobody, w = jnp.arange(E * R)[:, None] >= used, in_8_bits(w_EDF, fp8.E4M3)
     for rows, dtype, contract, eqn in ((x_RD, fp8.E4M3, "D", "rd,rdf->rf"), (d_RF, fp8.E5M2, "F", "rf,rdf->rd")):
         given = jnp.where(nobody, jnp.nan, rows)
-        got = np.asarray(eight.times_uneven(impl, given, held(w_EDF), jnp.array(ROWS), contract, dtype == fp8.E5M2), np.float64)
+        how = contract, jax.lax.Precision.DEFAULT, dtype == fp8.E5M2
+        got = np.asarray(grouped_matmul.times(impl, given, held(w_EDF), jnp.array(ROWS), *how), np.float64)
         a, by_row = in_8_bits(rows[:used], dtype), np.repeat(w, ROWS, axis=0)  # the weight of each row's expert
         assert close(got[:used], np.einsum(eqn, a, by_row), np.einsum(eqn, abs(a), abs(by_row)))
         assert not got[used:].any()

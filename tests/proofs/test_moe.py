@@ -18,7 +18,7 @@ from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 from jaxtrain.config.schema import Moe
 from jaxtrain.config.shapes import EXPERT_METRICS, FIRST_ROUND
 from jaxtrain.kernels.attention import Hardware
-from jaxtrain.kernels.experts import grouped, pallas, support
+from jaxtrain.kernels.experts import grouped_matmul, pallas, support
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.layers import Context
@@ -292,9 +292,9 @@ def interpreted(monkeypatch):
 
 def product(name, impl, x_RD, h_RF, w_EDF, sizes):
     if name == "outer":
-        return grouped.outer(impl, x_RD, h_RF, sizes, jnp.dtype(jnp.float32), HIGHEST)
+        return grouped_matmul.outer(impl, x_RD, h_RF, sizes, jnp.dtype(jnp.float32), HIGHEST)
     over = name[-1]
-    return grouped.times(impl, x_RD if over == "D" else h_RF, w_EDF, sizes, over, HIGHEST)
+    return grouped_matmul.times(impl, x_RD if over == "D" else h_RF, w_EDF, sizes, over, HIGHEST)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -157,6 +157,7 @@ def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_acros
     [
         ("OwnLoopFamily", "layer"),
         ("LoopedFamily", "microbatch"),
+        ("TwiceFamily", "layer"),
         ("HalfFamily", "layer"),
         ("SquashedFamily", "microbatch"),
     ],

@@ -107,24 +107,25 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _flash(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, spec: Spec) -> jax.Array:
-    return _forward(q, k, v, prepared, spec)[0]
+    return block_forward(q, k, v, prepared, spec, True, q.dtype)[0]
 
 
 def _flash_fwd(q, k, v, prepared, spec):
-    out, lse = _forward(q, k, v, prepared, spec)
+    out, lse = block_forward(q, k, v, prepared, spec, True, q.dtype)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, prepared, out, lse)
 
 
 def _flash_bwd(spec, residuals, do):
     q, k, v, prepared, out, lse = residuals
-    return *_backward(q, k, v, out, lse, do, prepared, spec), None
+    return *block_backward(q, k, v, out, lse, do, prepared, spec, True, q.dtype), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
-# ---- Blocks: see the package's docstring
+# ---- Blocks: see the package's docstring. `diagonal` changes only the kernels' names: the mask follows from segments and
+# positions.
 
 
 def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
@@ -133,10 +134,21 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Prepared:
 
 
 def block_forward(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Prepared, spec: Spec, diagonal: bool
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    described: Prepared,
+    spec: Spec,
+    diagonal: bool,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """Implement `block_forward` of the package; the output is f32."""
-    return _forward(q_BTNH, k_BSKH, v_BSKH, described, spec, diagonal, jnp.float32)
+    """Implement `block_forward` of the package; the output is in `dtype`."""
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    q, k, v = map(_filled, (q_BTNH, k_BSKH, v_BSKH))
+    B, filled, N, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
+    out, lse = _call(FORWARD, described.forward, described, (q, k, v), shapes, N, spec, diagonal)
+    return out[:, :T, :, :H], lse[:, :, :T]
 
 
 def block_backward(
@@ -149,28 +161,22 @@ def block_backward(
     described: Prepared,
     spec: Spec,
     diagonal: bool,
+    dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Implement `block_backward` of the package; the gradients are f32."""
-    return _backward(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, do_BTNH, described, spec, diagonal, jnp.float32)
+    """Implement `block_backward` of the package; the gradients are in `dtype`."""
+    (_, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
+    delta_BTN = (do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
+    q, k, v, do = map(_filled, (q_BTNH, k_BSKH, v_BSKH, do_BTNH))
+    rest = (0, 0), (0, 0), (0, q.shape[1] - T)
+    operands = (q, k, v, do, jnp.pad(lse_BNT, rest), jnp.pad(jnp.swapaxes(delta_BTN, 1, 2), rest))
+    shapes = [jax.ShapeDtypeStruct(q.shape, dtype)]
+    (dq,) = _call(QUERIES, described.queries, described, operands, shapes, q.shape[2], spec, diagonal)
+    shapes = [jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)]
+    dk, dv = _call(KEYS, described.keys, described, operands, shapes, k.shape[2], spec, diagonal)
+    return dq[:, :T, :, :H], dk[:, :S, :, :H], dv[:, :S, :, :H]
 
 
 # ---- Calls of the kernels
-
-
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """Return output in `dtype` (default: q's) and log-sum-exp in f32 (B, N, T).
-
-    causal: keys and queries are of the same tokens. This argument changes only the kernel's name. The mask follows from
-    segments and positions.
-    """
-    T, H = q.shape[1], q.shape[3]
-    q, k, v = map(_filled, (q, k, v))
-    B, filled, N, _ = q.shape
-    shapes = [jax.ShapeDtypeStruct(q.shape, dtype or q.dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
-    out, lse = _call(FORWARD, prepared.forward, prepared, (q, k, v), shapes, N, spec, causal)
-    return out[:, :T, :, :H], lse[:, :, :T]
 
 
 def forward_fp8(
@@ -183,7 +189,7 @@ def forward_fp8(
     causal: bool,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output in `dtype` and log-sum-exp as `_forward` does, for arrays in e4m3 and their scales (`_forward_kernel`)."""
+    """Return what `block_forward` returns, for arrays in e4m3 and their scales (`_forward_kernel`)."""
     T, H = q8.shape[1], q8.shape[3]
     q8, k8, v8 = map(_filled, (q8, k8, v8))
     B, filled, N, _ = q8.shape
@@ -192,23 +198,6 @@ def forward_fp8(
     operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
-
-
-def _backward(
-    q, k, v, out, lse, do, prepared: Prepared, spec: Spec, causal: bool = True, dtype: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of q, k and v in `dtype` (default: that of q)."""
-    (_, T, _, H), S, dtype = q.shape, k.shape[1], dtype or q.dtype
-    delta_BTN = (do.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
-    q, k, v, do = map(_filled, (q, k, v, do))
-    rest = (0, 0), (0, 0), (0, q.shape[1] - T)
-    operands = (q, k, v, do, jnp.pad(lse, rest), jnp.pad(jnp.swapaxes(delta_BTN, 1, 2), rest))
-    (dq,) = _call(
-        QUERIES, prepared.queries, prepared, operands, [jax.ShapeDtypeStruct(q.shape, dtype)], q.shape[2], spec, causal
-    )
-    shapes = [jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)]
-    dk, dv = _call(KEYS, prepared.keys, prepared, operands, shapes, k.shape[2], spec, causal)
-    return dq[:, :T, :, :H], dk[:, :S, :, :H], dv[:, :S, :, :H]
 
 
 def _filled(x_BTNH: jax.Array) -> jax.Array:
@@ -235,7 +224,7 @@ def _call(
       operands: q, k and the kernel's other arrays: (B, T or S, N or K, H), or (B, N, T) with a number for each query and head.
       outputs: shapes and dtypes of the results.
       heads: query heads, or key/value heads for the kernel of keys' gradients.
-      causal: see `_forward`.
+      causal: keys and queries are of the same tokens; changes only the name.
     """
     (B, _, N, H), K = operands[0].shape, operands[1].shape[2]
     static = Static(spec, tiles(spec.head_dim)[name], H, N // K, INTERPRET is not None, name == FORWARD_FP8)

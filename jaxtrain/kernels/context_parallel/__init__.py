@@ -6,7 +6,7 @@ Inside a shard_map that is manual over the whole mesh, each device calls these f
     attention(q, k, v, prepared, spec, kernel, split, sinks) -> o     (B, T, N, H), for the device's own tokens
 
 A ring rank has two chunks of each sequence (config/context.py). The devices of a Ulysses group shard the chunks of one ring
-rank. heads.py gathers the tokens of a group, each rank with some of the heads. ring.py merges blocks of keys from all ring
+rank. split.py gathers the tokens of a group, each rank with some of the heads. ring.py merges blocks of keys from all ring
 ranks. window.py fetches the tokens within a sliding window.
 """
 
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.kernels.attention import Rows, Spec, sinks
-from jaxtrain.kernels.context_parallel import heads, ring, window
+from jaxtrain.kernels.context_parallel import ring, window
 from jaxtrain.kernels.context_parallel.split import Split
 
 EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
@@ -24,7 +24,7 @@ EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     """Return this device's description of the batch, from the rows of its own tokens. kernel: the kernel's name."""
-    whole = Rows(*(heads.gather(x, split) for x in rows))
+    whole = Rows(*(split.gather(x) for x in rows))
     if split.context.ring == 1:
         return sinks.prepare(whole, spec, kernel)
     if spec.slides(whole.q_segments.shape[1] * split.context.ring):
@@ -47,8 +47,8 @@ def attention(
     Values narrower than keys are padded with zeros for the kernels in EQUAL_WIDTHS, and in a ring, which sends keys and values
     as one array. sinks_N: the sinks of the heads in q; None unless `spec.sinks`.
     """
-    q, k, v = heads.shard_heads(q, k, v, split)
-    sinks_N = None if sinks_N is None else heads.local_heads(sinks_N, split)
+    q, k, v = split.shard_heads(q, k, v)
+    sinks_N = None if sinks_N is None else split.local_heads(sinks_N)
     width = v.shape[-1]
     if width < k.shape[-1] and (split.context.ring > 1 or kernel in EQUAL_WIDTHS):
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
@@ -59,4 +59,4 @@ def attention(
         o = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
     else:
         o = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
-    return heads.shard_tokens(o[..., :width] if o.shape[-1] > width else o, split)
+    return split.shard_tokens(o[..., :width] if o.shape[-1] > width else o)

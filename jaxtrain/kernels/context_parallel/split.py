@@ -1,5 +1,8 @@
 """The ranks that shard a sequence, and the collectives between them.
 
+Ulysses (Jacobs et al. 2023, arXiv:2309.14509) is all-to-alls before attention, which gather tokens and shard heads, and their
+inverse after it.
+
 Call this module's functions inside a shard_map over the whole mesh. A rank is a device's index on the mesh axis that shards the
 sequence.
 """
@@ -7,6 +10,7 @@ sequence.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.config.context import Context
 
@@ -43,6 +47,42 @@ class Split:
         u, r = self.context.ulysses, self.context.ring
         ranks = [(self.rank(place, i), self.rank((place + by) % r, i)) for place in range(r) for i in range(u)]
         return jax.lax.ppermute(x, self.axis, ranks)
+
+    # ---- Ulysses
+
+    def gather(self, x_BT: jax.Array) -> jax.Array:
+        """Return the tokens of a Ulysses group in rank order, from this rank's tokens (B, T)."""
+        if self.context.ulysses == 1:
+            return x_BT
+        return jax.lax.all_gather(x_BT, self.axis, axis=1, tiled=True, axis_index_groups=self.groups)
+
+    def shard_heads(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return this rank's share of the heads for all tokens of its Ulysses group, from all heads of its own tokens.
+
+        If there are fewer key/value heads than ranks in the group, the key/value heads are repeated first. So each rank
+        receives the key/value head of its query heads.
+        """
+        if self.context.ulysses == 1:
+            return q, k, v
+        repeats = max(1, self.context.ulysses // k.shape[2])
+        if repeats > 1:
+            k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+        return self._swap(q, 2, 1), self._swap(k, 2, 1), self._swap(v, 2, 1)
+
+    def local_heads(self, x_N: jax.Array) -> jax.Array:
+        """Return the elements of x_N for the heads that this rank has after `shard_heads`. x_N: one number for each head."""
+        u = self.context.ulysses
+        if u == 1:
+            return x_N
+        count = x_N.shape[0] // u
+        return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axis) % u * count, count)
+
+    def shard_tokens(self, o: jax.Array) -> jax.Array:
+        """Invert `shard_heads`: return all heads of this rank's own tokens. o: the output of attention."""
+        return o if self.context.ulysses == 1 else self._swap(o, 1, 2)
+
+    def _swap(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        return jax.lax.all_to_all(x, self.axis, split_axis=split, concat_axis=concat, tiled=True, axis_index_groups=self.groups)
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:

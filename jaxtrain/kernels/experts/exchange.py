@@ -9,9 +9,9 @@ same number of slots for each device, and is its own inverse. The buffer has one
     without, on several         `room` slots for each device; assignments that do not fit are sent in further rounds of
                                 `further_room` slots, so none is dropped
 
-Received slots are sorted by expert for the matmuls (grouped.py). With one expert per device and moe.impl=auto, plain matmuls
-take all slots as the expert's rows, in the order received. Rows are gathered by index and never scatter-added, so results do
-not depend on an order of additions.
+Received slots are sorted by expert for grouped_matmul.py. With one expert per device and moe.impl=auto, plain matmuls take all
+slots as the expert's rows, in the order received. Rows are gathered by index and never scatter-added, so results do not depend
+on an order of additions.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.dot import Weight
-from jaxtrain.kernels.experts import eight, grouped, support
+from jaxtrain.kernels.experts import grouped_matmul, support
 from jaxtrain.kernels.experts.exchange import Exchange, Route
 from jaxtrain.kernels.fp8 import Float8
 from jaxtrain.kernels.numerics import Numerics
@@ -43,7 +43,7 @@ class Spec:
 
     experts: int
     activation: Callable[[jax.Array, jax.Array], jax.Array]  # of the gate and the up projection
-    impl: str  # an implementation of grouped.py, or auto
+    impl: str  # an implementation of grouped_matmul.py, or auto
     capacity: float
     placement: Placement
     numerics: Numerics
@@ -69,19 +69,14 @@ class Spec:
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
         """Return each row times the weight of its expert, contracted over `contract`. gradient: the rows are gradients."""
-        if isinstance(w_EDF, Float8) and self._by == "even":
-            return eight.times(rows, w_EDF, contract, gradient)
-        if isinstance(w_EDF, Float8):
-            return eight.times_uneven(self._by, rows, w_EDF, route.sizes_E, contract, gradient)
-        return grouped.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision)
+        return grouped_matmul.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision, gradient)
 
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
     ) -> jax.Array:
         """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
-        if isinstance(w_EDF, Float8) and self._by == "even":
-            return eight.outer(rows_RD, rows_RF, w_EDF.bits.shape[0], out, gradient)
-        return grouped.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision)
+        gradient8 = gradient if isinstance(w_EDF, Float8) else ""
+        return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
 
     @property
     def _by(self) -> str:
@@ -95,9 +90,7 @@ class Spec:
 
     @property
     def _alone(self) -> bool:
-        # With one expert per device, all rows belong to that expert, including empty rows. Then a plain matmul suffices, which
-        # is faster than a grouped matmul.
-        return self.impl == "auto" and self.placement.size(self.split) == self.experts
+        return support.alone(self.impl, self.experts, self.placement.size(self.split))
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
         """Return the router's weight of each row times f(gate, up), computed in float32 and rounded once."""

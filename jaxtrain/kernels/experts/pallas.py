@@ -44,7 +44,7 @@ TILES = {
 
 
 def times(rows: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, contract: str, precision: jax.lax.Precision) -> jax.Array:
-    """Implement `times` of grouped.py."""
+    """Implement `times` of grouped_matmul.py."""
     return _times(f"{TIMES}_{contract}", TILES[TIMES], rows, w_EDF, jnp.float32(1), sizes_E, contract == "F", rows.dtype)
 
 
@@ -85,7 +85,7 @@ def _times(
 def outer(
     rows_RD: jax.Array, rows_RF: jax.Array, sizes_E: jax.Array, out: jnp.dtype, precision: jax.lax.Precision
 ) -> jax.Array:
-    """Implement `outer` of grouped.py."""
+    """Implement `outer` of grouped_matmul.py."""
     D, F, E = rows_RD.shape[1], rows_RF.shape[1], sizes_E.shape[0]
     a, b = _filled(rows_RD), _filled(rows_RF)
     ends_E = jnp.cumsum(sizes_E)

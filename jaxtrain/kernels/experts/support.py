@@ -1,4 +1,4 @@
-"""The limits of the grouped matmuls of experts, and the choice of their implementation (grouped.py). Imports no jax."""
+"""The limits of the grouped matmuls of experts, and the choice of their implementation (grouped_matmul.py). Imports no jax."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,14 @@ def choose(impl: str, hardware: Hardware, exact: bool) -> str:
     if impl != "auto":
         return impl
     return "ragged" if pallas(hardware, exact) else "pallas"
+
+
+def alone(impl: str, experts: int, ranks: int) -> bool:
+    """Return whether one expert on each of `ranks` devices multiplies all slots, by a plain matmul, which is the fastest.
+
+    The expert's rows then include empty slots.
+    """
+    return impl == "auto" and ranks == experts
 
 
 def problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:

@@ -115,7 +115,7 @@ BUGS = (
     ),
     Bug(
         "ulysses: repeated key/value heads come in the wrong order",
-        f"{CONTEXT}/heads.py",
+        f"{CONTEXT}/split.py",
         "jnp.repeat(k, repeats, axis=2)",
         "jnp.tile(k, (1, 1, repeats, 1))",
         'proofs/test_context.py -k "over_several and ulysses and reference"',
@@ -208,7 +208,7 @@ BUGS = (
     ),
     Bug(
         "fp8: gradients of expert rows are rounded as activations",
-        "jaxtrain/kernels/experts/eight.py",
+        "jaxtrain/kernels/experts/grouped_matmul.py",
         "dtype = fp8.E5M2 if gradient else fp8.E4M3",
         "dtype = fp8.E4M3",
         'proofs/test_fp8.py -k "rounded_numbers and experts"',

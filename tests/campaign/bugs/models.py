@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "remat: the last group of layers is left out",
         "jaxtrain/models/remat.py",
-        "return range(0, looped * n, n), groups[looped:]",
-        "return range(0, looped * n, n), groups[looped:-1]",
+        "return looped, groups[looped:]",
+        "return looped, groups[looped:-1]",
         "proofs/test_model.py -k of_a_stack",
     ),
     Bug(
