@@ -104,8 +104,11 @@ class Storage:
     def files(self, folder: epath.Path) -> dict[str, int]:
         """Return every file below a folder: path within it -> bytes."""
         if not self.is_bucket:
-            found = (Path(above, name) for above, _, names in os.walk(folder) for name in names)
-            return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
+            found: dict[str, int] = {}
+            for path in (Path(above, name) for above, _, names in os.walk(folder) for name in names):
+                with contextlib.suppress(FileNotFoundError):  # a run that saves there has renamed or deleted it
+                    found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+            return found
         scheme, _, root = os.fspath(folder).rstrip("/").partition("://")
         root += "/"
         with _requests(folder) as client:
