@@ -141,10 +141,10 @@ class Storage:
         """Write a small file, atomically and durably. An existing file is replaced."""
         if self.is_bucket:
             with _requests(path):
-                path.write_text(text)
+                path.write_text(text, encoding="utf-8")
             return
         partial = path.with_name(f"{path.name}.partial")
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
