@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peer_torch
-from jaxtrain.checkpoint.steps import Steps
+from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import hardware, launch
 from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite
@@ -333,7 +333,7 @@ def kill_and_resume(node: Node, limit_s: float) -> Outcome:
     log, saved = node.path / "logs" / "resume_1.txt", []
     with open_program(command, log) as first:
         while first.poll() is None and time.monotonic() < deadline - limit_s / 3:
-            saved = Steps(folder / "checkpoints").steps()
+            saved = Checkpoints(folder / "checkpoints").steps()
             if saved and max(losses(), default=0) >= saved[-1] + REPEATED:
                 break
             time.sleep(0.02)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.checkpoint import Checkpoints, Failed, files
-from jaxtrain.checkpoint.steps import FORMAT
+from jaxtrain.checkpoint import Checkpoints, files
+from jaxtrain.checkpoint.manager import FORMAT
 
 
 def mesh(rows: int, columns: int) -> jax.sharding.Mesh:
@@ -57,7 +57,7 @@ def save_steps(folder: str | os.PathLike[str], *steps: int, keep: int = 100, **o
     for step in steps:
         found.save(step, placed(values(step), mesh(8, 1)), {"loss": 1.0 / step})
         for ended in found.wait():
-            if isinstance(ended, Failed):
+            if ended.error:
                 raise ended.error
     return found
 

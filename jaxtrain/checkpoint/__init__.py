@@ -18,11 +18,10 @@ import json
 import os
 from pathlib import Path
 
+from jaxtrain.checkpoint.manager import HELD_OUT as HELD_OUT
+from jaxtrain.checkpoint.manager import HELD_OUT_SETS as HELD_OUT_SETS
 from jaxtrain.checkpoint.manager import Checkpoints as Checkpoints
-from jaxtrain.checkpoint.manager import Failed as Failed
-from jaxtrain.checkpoint.manager import Saved as Saved
-from jaxtrain.checkpoint.steps import HELD_OUT as HELD_OUT
-from jaxtrain.checkpoint.steps import HELD_OUT_SETS as HELD_OUT_SETS
+from jaxtrain.checkpoint.manager import Save as Save
 from jaxtrain.checkpoint.storage import CheckpointError as CheckpointError
 from jaxtrain.checkpoint.storage import Damaged as Damaged
 from jaxtrain.checkpoint.storage import NotFinite as NotFinite

@@ -96,7 +96,7 @@ def differences(
 ) -> list[str]:
     """Return a line for each tensor that is only in the checkpoint or only in the run, or has another shape or dtype.
 
-    subset, cast: as in `Steps.restore`.
+    subset, cast: as in `Checkpoints.restore`.
     """
     import jax.numpy as jnp
 
@@ -125,8 +125,3 @@ def describe_error(error: Exception) -> str:
     error = first_cause(error)
     text = " ".join(str(error).partition("[tensorstore_spec=")[0].partition("[source locations=")[0].split())
     return f"{type(error).__name__}: {text if len(text) <= 400 else f'{text[:150]} ... {text[-250:]}'}"
-
-
-def join_errors(errors: list[str]) -> str:
-    """Return the errors of all processes in one line. errors: a text for each process, "" without an error."""
-    return "; ".join(f"process {i}: {error}" for i, error in enumerate(errors) if error)

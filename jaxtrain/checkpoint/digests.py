@@ -50,6 +50,12 @@ def _added(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Ar
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
+def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Return the mesh axes that shard each dimension of an array."""
+    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+
+
 def digest_layers(arrays: Sequence[jax.Array], stacked: Sequence[bool]) -> list[jax.Array]:
     """Begin to compute digests of arrays in device memory: uint32 (3,), or (layers, 3) for arrays stacked on axis 0."""
     return program(arrays, stacked)(*arrays)
@@ -73,24 +79,20 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
 
         return jax.jit(alone)
     mesh: Mesh = kinds[0][2].mesh
-    specs = [P(*sharding.spec, *[None] * (len(shape) - len(sharding.spec))) for shape, _, sharding in kinds]
-
-    def axes_of(part: Any) -> tuple[str, ...]:
-        return (part,) if isinstance(part, str) else tuple(part or ())
+    axes = [mesh_axes(sharding, len(shape)) for shape, _, sharding in kinds]
+    specs = [P(*(part or None for part in parts)) for parts in axes]
 
     def local(*arrays: jax.Array) -> jax.Array:
         found = []
-        for x, (shape, layers, _), spec in zip(arrays, kinds, specs, strict=True):
-            begin = [
-                jax.lax.axis_index(axes_of(part)) * n if axes_of(part) else 0 for part, n in zip(spec, x.shape, strict=True)
-            ]
+        for x, (shape, layers, _), parts in zip(arrays, kinds, axes, strict=True):
+            begin = [jax.lax.axis_index(part) * n if part else 0 for part, n in zip(parts, x.shape, strict=True)]
             if layers:
                 mine = jax.vmap(lambda y, begin=begin, shape=shape: sums(y, begin[1:], shape[1:]))(x)
                 every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
             else:
                 every = sums(x, begin, shape)[None]
             # One of the devices that hold replicas of a shard adds its sums, the others add zeros.
-            used = {axis for part in spec for axis in axes_of(part)}
+            used = {axis for part in parts for axis in part}
             first = jnp.asarray(True)
             for axis in mesh.axis_names:
                 first &= (jax.lax.axis_index(axis) == 0) | (axis in used)

@@ -4,24 +4,19 @@ The digests of files detect truncation, deletion or changed bytes after a save. 
 which every restore compares, also detect errors between a device and the files.
 """
 
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.checkpoint.storage import DIGESTS, Storage, Unreachable
+from jaxtrain.checkpoint.storage import DIGESTS, Storage, Unreachable, in_threads
 
 if TYPE_CHECKING:
     from etils import epath
 
 NAME = DIGESTS
-BLOCK = 1 << 22
-THREADS = 8  # crc32 runs outside the interpreter's lock, at 2 to 6 GB/s each
-
 Found = dict[str, tuple[int, str]]  # path within the step -> bytes, CRC-32 in hexadecimal
 
 
@@ -42,7 +37,7 @@ def listed(folder: "epath.Path") -> list[str]:
 def crc32(path: "epath.Path", progress: Callable[[int], None] = lambda _: None) -> tuple[int, str]:
     """Return (bytes, CRC-32) of a file. progress: called with the number of bytes of each block read."""
     size = crc = 0
-    for block in Storage(path).blocks(path, BLOCK):
+    for block in Storage(path).blocks(path):
         crc = zlib.crc32(block, crc)
         size += len(block)
         progress(len(block))
@@ -51,8 +46,7 @@ def crc32(path: "epath.Path", progress: Callable[[int], None] = lambda _: None) 
 
 def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
     """Return name -> (bytes, CRC-32) of the files `names` of a step. Raises OSError if a file cannot be read."""
-    with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: crc32(folder / name), names), strict=True))
+    return dict(zip(names, in_threads(lambda name: crc32(folder / name), names), strict=True))
 
 
 def encode(found: Mapping[str, Sequence[Any]]) -> str:
@@ -109,7 +103,6 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
             return f"{name}: has {now:,} bytes, was written with {size:,}", now
         return (f"{name}: its contents were changed (CRC-32 {found}, was {crc})" if found != crc else ""), now
 
-    with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        results = list(pool.map(problem, sorted(wanted)))
+    results = in_threads(problem, sorted(wanted))
     problems = tuple(text for text, _ in results if text)
     return Verdict(True, problems, sum(size for _, size in results))

@@ -1,14 +1,12 @@
-"""Save steps in the background, and delete old steps."""
+"""The steps in a folder of checkpoints: save them in the background, restore them on any mesh, and delete old ones."""
 
 import concurrent.futures
 import dataclasses
 import datetime
-import functools
 import json
 import logging
 import math
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,49 +14,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxtrain.checkpoint import arrays, files
-from jaxtrain.checkpoint.arrays import PEERS_S, describe_error, join_errors, orbax
-from jaxtrain.checkpoint.steps import FORMAT, HELD_OUT, Steps
-from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, NotFinite, Unreachable
+from jaxtrain.checkpoint import files
+from jaxtrain.checkpoint.arrays import PEERS_S, context, describe_error, differences, first_cause, orbax
+from jaxtrain.checkpoint.storage import ARRAYS, META, CheckpointError, Damaged, NotFinite, Storage, Unreachable
 from jaxtrain.runtime.distributed import Peers
 
 if TYPE_CHECKING:
     import jax
 
 LOGGER = logging.getLogger("jaxtrain")
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A save that is complete and durable."""
-
-    step: int
-    bytes: int  # of all tensors, over all processes
-    blocked_s: float  # seconds the training loop waited: for the start of this save, and for an earlier save before it
-    copied_s: float  # seconds the copies took, during which the devices run no step
-    total_s: float  # seconds from the loop's wait for this save until the files were durable and old steps deleted
-    host_gib: float  # peak host memory of this process so far, GiB
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """A save that failed. Its files are removed; complete steps are unchanged."""
-
-    step: int
-    error: CheckpointError
+# In meta.json of a step that was evaluated: the mean loss over the held-out sets, and a text that tells other sets apart
+HELD_OUT, HELD_OUT_SETS = "held_out_loss", "held_out_sets"
+FORMAT = 5  # of meta.json, with how the model's texts end and its longest sequence
 
 
 @dataclasses.dataclass
-class _Times:
-    """Timestamps of a save, from time.perf_counter()."""
+class Save:
+    """A save of a step, from its beginning to its end. Times are by time.perf_counter(), and 0.0 until they are reached."""
 
-    began: float
-    copying: float  # when copying began
-    returned: float = 0.0  # when `save` returned to the loop
-    copied: float = 0.0  # when all copies were made
+    step: int
+    bytes: int  # of all tensors, over all processes
+    held_out: float  # the step's held-out loss; inf if it has none
+    began: float  # when the loop began to wait for this save, and for an earlier save before it
+    copying: float  # when copying of the tensors began, during which the devices run no step
+    copied: float = 0.0
+    returned: float = 0.0  # to the loop
+    ended: float = 0.0  # when the files were durable and old steps deleted, or when it had failed
+    error: CheckpointError | None = None  # why it failed: its files are removed, and complete steps are unchanged
 
 
-class Checkpoints(Steps):
+class Checkpoints:
     """The steps in one folder, to save, restore and delete. The constructor writes nothing.
 
     Every process of a run calls the same methods in the same order.
@@ -83,31 +68,253 @@ class Checkpoints(Steps):
     ):
         if keep < 1:
             raise ValueError(f"checkpoint.keep = {keep}: at least the newest step is kept. Set it to 1 or more.")
-        super().__init__(directory, peers, finite)
-        self._keep = keep
-        self._keep_every = keep_every
-        self._keep_best = keep_best
+        self.storage = Storage(directory)
+        self.directory = self.storage.path
+        self._keep, self._keep_every, self._keep_best = keep, keep_every, keep_best
+        self._peers = peers or Peers(0, 1)
         self._primary = self._peers.process_index == 0
+        self._finite = finite
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: concurrent.futures.Future[Saved] | None = None
-        self._pending_step = -1
-        self._pending_loss = math.inf
-        self._finished: list[Saved | Failed] = []
+        self._running: tuple[Save, concurrent.futures.Future[None]] | None = None
+        self._finished: list[Save] = []
         self._newest = -1  # the newest step this object saved: a network file system may list it late
+
+    def _together(self, name: str, part: Callable[[], Any]) -> list[Any]:
+        """Call `part` on every process, and return all results, which are JSON values.
+
+        If a call fails, every process raises: its own error or, without one, CheckpointError with the errors of the others,
+        or Damaged if one of them is.
+        """
+        result, error = None, None
+        try:
+            result = part()
+        except Exception as e:  # Orbax, tensorstore and the file system each raise their own errors
+            error = e
+        answer = json.dumps([result, describe_error(error) if error else ""])
+        answers = [json.loads(text) for text in self._peers.gather(name, answer, PEERS_S)]
+        if error:
+            raise error
+        if errors := "; ".join(f"process {i}: {why}" for i, (_, why) in enumerate(answers) if why):
+            raise (Damaged if ": Damaged: " in errors else CheckpointError)(errors)
+        return [result for result, _ in answers]
+
+    # Listing
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the complete steps, ascending."""
+        return sorted(step for step, state in self.states().items() if state == "complete")
+
+    def states(self) -> dict[int, str]:
+        """Return step -> state of every step: 'complete', 'unfinished' or 'damaged'.
+
+        A step is unfinished if its save or its deletion was interrupted. A damaged step was complete, and lacks files now.
+        """
+        return self.storage.states()
+
+    def latest(self, damaged: dict[int, str] | None = None) -> int | None:
+        """Return the newest step whose meta.json can be read; None if no save was ever completed.
+
+        Args:
+          damaged: steps to ignore -> reasons. Steps whose meta.json is damaged are added. None: a damaged newest step is an
+            error.
+
+        Raises:
+          Damaged: the newest step is damaged, and `damaged` is None.
+          CheckpointError: all existing steps are ignored or damaged. Only the user may decide to start at step 0 over them.
+        """
+        steps = sorted((step for step, state in self.states().items() if state != "unfinished"), reverse=True)
+        for step in steps:
+            if damaged is not None and step in damaged:
+                continue
+            try:
+                self.meta(step)
+            except Damaged as error:
+                if damaged is None:
+                    raise
+                damaged[step] = str(error)
+                continue
+            return step
+        if not steps:
+            return None
+        reasons = "".join(f"\n  {step}: {why}" for step, why in sorted((damaged or {}).items(), reverse=True))
+        raise CheckpointError(
+            f"no good checkpoint is left in {self.directory}, and a run never starts at step 0 over existing ones:{reasons}\n"
+            "Restore one from a copy, or move the folder away to start at step 0."
+        )
+
+    def lowest(self, sets: str | None = None) -> tuple[int, float] | None:
+        """Return (step, held-out loss) of the complete step with the lowest finite `HELD_OUT` in its meta.json.
+
+        Only losses of the same held-out sets are compared. Of equal losses, the oldest step is returned. None: no step has one.
+        A damaged meta.json does not count. Raises CheckpointError if a meta.json cannot be read now.
+
+        sets: `HELD_OUT_SETS` of the losses; None: of the newest step that was evaluated.
+        """
+        found: list[tuple[float, int, str]] = []
+        for step in self.steps():
+            try:
+                meta = self.meta(step)
+            except Damaged:
+                continue
+            except CheckpointError:
+                if self.storage.state(step) in ("missing", "unfinished"):  # the run has deleted it since
+                    continue
+                raise
+            if isinstance(loss := meta.get(HELD_OUT), int | float) and math.isfinite(loss):
+                found.append((float(loss), step, meta.get(HELD_OUT_SETS, "")))
+        if not found:
+            return None
+        sets = max(found, key=lambda each: each[1])[2] if sets is None else sets
+        alike = [(loss, step) for loss, step, of in found if of == sets]
+        return (min(alike)[1], min(alike)[0]) if alike else None
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """Return meta.json of a step: `meta` of the save, and `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds).
+
+        Raises:
+          Damaged: meta.json is missing or was changed.
+          CheckpointError: the step does not exist, is unfinished, has another format, or cannot be read.
+        """
+        folder = self.directory / str(step)
+        state = self.storage.state(step)
+        if state in ("missing", "unfinished"):
+            what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
+            raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
+        try:
+            text = self.storage.read(folder / META)
+            version = json.loads(text).get("format")
+            if isinstance(version, int) and version != FORMAT:
+                raise CheckpointError(
+                    f"{folder / META}: format {version}, and this jaxtrain reads {FORMAT}. Use the version that wrote it (see "
+                    f"'versions' in that file). {self.remedy(step)}"
+                )
+            return files.unseal(text)
+        except (FileNotFoundError, ValueError, AttributeError) as e:
+            raise Damaged(f"{folder / META} cannot be read ({e}). {self.remedy(step)}") from e
+        except Unreachable:
+            raise
+        except OSError as e:  # of the disk or the network, and possibly temporary
+            raise CheckpointError(f"{folder / META} cannot be read now ({e}). {self.remedy(step)}") from e
+
+    def stored(self, step: int) -> "dict[str, jax.ShapeDtypeStruct]":
+        """Return name -> shape and dtype of every tensor of a step, without reading the tensors."""
+        return stored_in(self.meta(step))
+
+    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> files.Verdict:
+        """Check meta.json of a complete step, and compare every file with its digest. progress: called with bytes read."""
+        try:
+            self.meta(step)
+            problems = []
+        except CheckpointError as error:
+            problems = [str(error)]
+        verdict = files.check(self.directory / str(step), progress)
+        return dataclasses.replace(verdict, problems=(*problems, *verdict.problems))
+
+    def listing(self) -> str:
+        """Return the numbers of the complete steps as text, for messages."""
+        try:
+            return ", ".join(map(str, self.steps())) or "none"
+        except Unreachable:  # the text is for messages, also about this error
+            return "not known"
+
+    def remedy(self, step: int) -> str:
+        """Return the remedy, as text, for a step that cannot be used."""
+        earlier = [s for s in self.steps() if s < step]
+        if earlier:
+            return (
+                f"To go on from the step before: --config.checkpoint.step={earlier[-1]} (this one is set aside, not deleted)."
+            )
+        return (
+            f"There is no earlier step: restore {self.directory / str(step)} from a copy, or move it away to start at step 0."
+        )
+
+    # Restoring
+
+    def restore(
+        self,
+        step: int,
+        abstract: "Mapping[str, jax.ShapeDtypeStruct]",
+        *,
+        subset: bool = False,
+        cast: bool = False,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "dict[str, jax.Array]":
+        """Return the tensors of a step, each with the shape, dtype and sharding in `abstract`, on any mesh.
+
+        Args:
+          abstract: the tensors to return.
+          subset: if True, tensors of the step that `abstract` lacks are not read. If False, such a tensor is an error.
+          cast: if True, a float tensor may become another float type (rounded to nearest). If False, another dtype is an error.
+          meta: the step's meta.json, if the caller has read it; None: this method reads it.
+
+        Raises:
+          CheckpointError: the checkpoint does not fit `abstract` (no tensor is read then), or its arrays cannot be read
+            although their files are intact.
+          Damaged: the arrays differ from the saved arrays, cannot be read, or (with `finite`) have infinite or NaN parameters.
+        """
+        import jax
+
+        from jaxtrain.checkpoint import digests
+
+        self.storage.note_device()
+        meta = self.meta(step) if meta is None else meta
+        recorded, stored = meta["tensors"], stored_in(meta)
+        problems = differences(stored, abstract, subset=subset, cast=cast)
+        folder = self.directory / str(step)
+        if problems:
+            shown = problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else [])
+            raise CheckpointError(
+                f"checkpoint {folder} does not fit this run ({len(problems)} differences):\n  "
+                + "\n  ".join(shown)
+                + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
+            )
+        # Tensors are read in their stored dtypes, because digests are of the stored bits and Orbax would cast.
+        exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
+        tensors: dict[str, jax.Array] = {}
+        self._together("read", lambda: tensors.update(self._load(step, exactly, subset)))
+        found = digests.digest_arrays(tensors)
+        wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
+        if wrong:
+            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            raise Damaged(
+                f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
+                f"values read differs from that of the values on the devices then. {self.remedy(step)}"
+            )
+        if self._finite and (undefined := digests.list_not_finite(found)):
+            raise Damaged(f"checkpoint {folder}: weights are infinite or NaN: {undefined}. {self.remedy(step)}")
+        return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
+
+    def _load(self, step: int, exactly: "dict[str, jax.ShapeDtypeStruct]", partial: bool) -> "dict[str, jax.Array]":
+        import jax
+
+        folder = self.directory / str(step)
+        try:
+            with context(folder, partial=partial, processes=self._peers.count):
+                return orbax().load(folder / ARRAYS, exactly)
+        except Exception as e:  # a page of wrappers around one message
+            cause = first_cause(e)
+            if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
+                raise cause from None  # device memory is exhausted, and the files are intact
+            text = f"{folder / ARRAYS} cannot be read: {describe_error(e)}."
+        verdict = files.check(folder)
+        if verdict.proved and not verdict.problems:
+            raise CheckpointError(f"{text} Its files are intact.")
+        named = "; ".join(verdict.problems[:3])
+        raise Damaged(f"{text} {named + '. ' if named else ''}{self.remedy(step)}")
 
     # Saving
 
     @property
     def pending(self) -> int | None:
         """Return the step that is being saved; None if no save is running."""
-        return self._pending_step if self._pending is not None and not self._pending.done() else None
+        return self._running[0].step if self._running and not self._running[1].done() else None
 
     def best(self, sets: str) -> float:
         """Return the lowest held-out loss of all complete steps and of the step that is being saved; inf if there is none.
 
-        sets: `HELD_OUT_SETS` of the losses. Raises CheckpointError as `lowest` does.
+        sets: `HELD_OUT_SETS` of the losses, and of the step that is being saved. Raises CheckpointError as `lowest` does.
         """
-        pending = self._pending_loss if self.pending is not None else math.inf  # of this attempt, so of the same sets
+        pending = self._running[0].held_out if self._running and not self._running[1].done() else math.inf
         lowest = self.lowest(sets)
         return min(pending, lowest[1] if lowest else math.inf)
 
@@ -124,11 +331,11 @@ class Checkpoints(Steps):
         ended: Callable[[], None] = lambda: None,
         began: float | None = None,
         copying: float | None = None,
-    ) -> float | None:
-        """Begin a save. Return the seconds since `began`, for which the training loop has waited.
+    ) -> Save | None:
+        """Begin a save, and return it. `poll` returns it when it has ended.
 
         Return None, and write nothing, if this step is complete already. An earlier save that is running is awaited first.
-        `poll` returns the result of this save. With `finite`, a parameter that is infinite or NaN makes the save fail.
+        With `finite`, a parameter that is infinite or NaN makes the save fail.
 
         Args:
           tensors: copies that the save owns from here on. Their originals may be donated to the next step.
@@ -138,11 +345,9 @@ class Checkpoints(Steps):
           began: time.perf_counter() when the loop began to wait for this save; None: now.
           copying: time.perf_counter() when the copies of the tensors began; None: `began`.
         """
-        now = time.perf_counter() if began is None else began
-        times = _Times(now, now if copying is None else copying)
+        began = time.perf_counter() if began is None else began
         self._settle()
-        saved = "saved" if step == self._newest or self._is_complete(step) else ""
-        if self._peers.gather("save", saved, PEERS_S)[0]:
+        if self._together("save", lambda: step == self._newest or self._is_complete(step))[0]:
             return None
         size = sum(x.nbytes for x in tensors.values())
         if sums is None:
@@ -151,38 +356,41 @@ class Checkpoints(Steps):
             found = digests.digest_arrays(dict(tensors))
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
-        record["shapes"] = {name: [list(x.shape), x.dtype.name] for name, x in tensors.items()}
-        self._pending_step, self._pending_loss = step, meta.get(HELD_OUT, math.inf)
+        save = Save(step, size, meta.get(HELD_OUT, math.inf), began, began if copying is None else copying)
         if self._peers.count == 1:
-            job = functools.partial(self._write, record, dict(tensors), sums, times)
+            begun = self._worker.submit(self._begin, save, record, dict(tensors), sums)
         else:
             # Orbax begins with a collective over the devices, and collectives must be in the same order on all processes.
-            job = functools.partial(self._end, record, self._begun(record, dict(tensors), sums, times), times)
-        times.returned = time.perf_counter()
-        self._pending = self._worker.submit(job)
-        self._pending.add_done_callback(lambda _: ended())
-        return times.returned - times.began
+            begun = concurrent.futures.Future()
+            try:
+                begun.set_result(self._begin(save, record, dict(tensors), sums))
+            except Exception as e:
+                begun.set_exception(e)
+        save.returned = time.perf_counter()
+        self._running = save, self._worker.submit(self._end, save, begun)
+        self._running[1].add_done_callback(lambda _: ended())
+        return save
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
         """Save, wait until the files are durable, and accept no more saves. Raises CheckpointError if the save fails."""
         self.save(step, tensors, meta)
-        for result in self.close():
-            if isinstance(result, Failed):
-                raise result.error
+        for save in self.close():
+            if save.error:
+                raise save.error
 
-    def poll(self) -> list[Saved | Failed]:
-        """Return the results of saves that ended since the last call. Does not wait for a running save. Call it every step."""
-        if self._pending is not None and self._pending.done():
+    def poll(self) -> list[Save]:
+        """Return the saves that ended since the last call. Does not wait for a running save. Call it every step."""
+        if self._running and self._running[1].done():
             self._settle()
         finished, self._finished = self._finished, []
         return finished
 
-    def wait(self) -> list[Saved | Failed]:
+    def wait(self) -> list[Save]:
         """Wait until the running save ends, and return the result of `poll`."""
         self._settle()
         return self.poll()
 
-    def close(self) -> list[Saved | Failed]:
+    def close(self) -> list[Save]:
         """Wait until the running save ends, then accept no more saves. Return the result of `poll`.
 
         A program that ends without `close` may lose its last checkpoint."""
@@ -192,17 +400,13 @@ class Checkpoints(Steps):
             self._worker.shutdown()
 
     def _settle(self) -> None:
-        if self._pending is None:
+        if self._running is None:
             return
-        try:
-            saved = self._pending.result()
-        except Exception as e:  # Orbax, tensorstore and the file system each raise their own errors; all must be reported
-            self._pending = None
-            self._finished.append(Failed(self._pending_step, self._failed(e)))
-            return
-        self._pending = None
-        self._newest = saved.step
-        self._finished.append(saved)
+        save, job = self._running
+        job.result()
+        self._running = None
+        self._newest = self._newest if save.error else save.step
+        self._finished.append(save)
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -210,126 +414,85 @@ class Checkpoints(Steps):
         except Unreachable:  # the next save fails for the same reason, and reports it
             return False
 
-    def _failed(self, error: Exception) -> CheckpointError:
-        """Remove the files of a failed save, so that a full disk has space for the next save. Return the error to report."""
-        left = ""
-        if self._primary:
-            try:
-                if self.storage.state(self._pending_step) in ("complete", "damaged"):  # the failure came after the arrays
-                    self.storage.delete(self._pending_step)
-                self.storage.sweep()
-            except OSError as e:
-                left = f" Its files could not be removed ({e})."
-        if isinstance(error, NotFinite):
-            return NotFinite(f"step {self._pending_step} is not saved: {error}.{left}")
-        why = describe_error(error)
-        return CheckpointError(
-            f"saving step {self._pending_step} to {self.directory} failed: {why}.{left} Complete steps: "
-            f"{self.listing()}. {self.storage.remedy(why)}"
-        )
+    def _begin(self, save: Save, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> Any:
+        """Write meta.json durably, and let Orbax begin to write the arrays. Return Orbax's running save."""
+        self._together("begun", lambda: self._prepare(save, record, tensors, sums))
+        folder = self.directory / str(save.step)
+        with context(folder, tensors.values(), processes=self._peers.count):
+            return orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
 
-    def _write(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Saved:
-        """Run the whole save in the background, in a run of one process."""
-        self._prepare(record, tensors, sums, times)
-        folder = self.directory / str(record["step"])
-        with arrays.context(folder, tensors.values()):
-            orbax().save(folder / ARRAYS, tensors, overwrite=True)
-        tensors.clear()  # copies of a complete state
-        return self._commit(record, times)
-
-    def _begun(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> Any:
-        """Begin a save in a run of several processes. Return Orbax's running save, or the exception that prevented it."""
-        raised = None
-        try:
-            self._prepare(record, tensors, sums, times)
-        except Exception as e:
-            raised = e
-        errors = self._peers.gather("begun", describe_error(raised) if raised else "", PEERS_S)
-        if any(errors):  # all processes have the same digests, so all raise NotFinite together
-            return raised if isinstance(raised, NotFinite) else RuntimeError(join_errors(errors))
-        folder = self.directory / str(record["step"])
-        try:
-            with arrays.context(folder, tensors.values(), processes=self._peers.count):
-                return orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
-        except Exception as e:
-            return e
-
-    def _end(self, record: dict[str, Any], begun: Any, times: _Times) -> Saved:
-        """Finish the save that `_begun` began, in the background."""
-        error = begun if isinstance(begun, Exception) else None
-        if error is None:
-            try:
-                begun.result()  # pyright: ignore[reportAttributeAccessIssue]
-            except Exception as e:
-                error = e
-        errors = self._peers.gather("written", describe_error(error) if error else "", PEERS_S)
-        if any(errors):
-            raise error if isinstance(error, NotFinite) else RuntimeError(join_errors(errors))
-        return self._commit(record, times)
-
-    def _prepare(self, record: dict[str, Any], tensors: dict[str, Any], sums: Any, times: _Times) -> None:
+    def _prepare(self, save: Save, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> None:
         """Wait until `tensors` are computed, and write meta.json durably. Raises NotFinite for infinite or NaN parameters."""
         import jax
 
         from jaxtrain.checkpoint import digests
 
         jax.block_until_ready(tensors)
-        times.copied = time.perf_counter()
+        save.copied = time.perf_counter()
         found = sums()
+        # All processes have the same digests, so all raise NotFinite together.
         if self._finite and (wrong := digests.list_not_finite(found)):
             raise NotFinite(f"weights are infinite or NaN: {wrong}")
         if not self._primary:
             return
         if self._finite and (wrong := digests.list_not_finite(found, "optimizer.")):
-            LOGGER.warning("%s", f"step {record['step']} is saved with moments that are infinite or NaN: {wrong}")
-        self.storage.check(record["bytes"], self._keep, self._device)
-        folder = self.storage.make(record["step"])
-        self._device = self.storage.device()
-        shapes = record.pop("shapes")
-        record["tensors"] = {name: [*shapes[name], digests.text(x)] for name, x in found.items()}
+            LOGGER.warning("%s", f"step {save.step} is saved with moments that are infinite or NaN: {wrong}")
+        self.storage.check(save.bytes, self._keep)
+        folder = self.storage.make(save.step)
+        record["tensors"] = {k: [list(tensors[k].shape), tensors[k].dtype.name, digests.text(x)] for k, x in found.items()}
         self.storage.write(folder / META, files.sealed(record))
 
-    def _commit(self, record: dict[str, Any], times: _Times) -> Saved:
+    def _end(self, save: Save, begun: "concurrent.futures.Future[Any]") -> None:
+        """Finish the save that `_begin` began, in the background."""
+        try:
+            self._together("written", lambda: begun.result().result())
+            self._commit(save.step)
+        except Exception as e:
+            save.error = self._failed(save.step, e)
+        save.ended = time.perf_counter()
+
+    def _commit(self, step: int) -> None:
         """Sync the files, write their digests, then delete old steps. A failure of one process raises on all processes."""
-        step = record["step"]
         folder = self.directory / str(step)
 
-        def synced() -> str:
+        def synced() -> list[str]:
             # Orbax's small JSON files may be in the page cache only. Without this sync, a power cut could lose them after older
             # steps were deleted.
             self.storage.sync(step)
-            return json.dumps(files.listed(folder))
+            return files.listed(folder)
 
-        names = json.loads(self._together("synced", synced if self._primary else lambda: "")[0])
+        names = self._together("synced", synced if self._primary else list)[0]
         # Each process reads back its share: a write that did not reach the storage is found immediately.
-        shares = self._together(
-            "files", lambda: json.dumps(files.measure(folder, names[self._peers.process_index :: self._peers.count]))
-        )
+        mine = names[self._peers.process_index :: self._peers.count]
+        shares = self._together("files", lambda: files.measure(folder, mine))
 
-        def written() -> str:
-            found = {name: value for share in shares for name, value in json.loads(share).items()}
+        def written() -> None:
+            found = {name: value for share in shares for name, value in share.items()}
             self.storage.write(folder / files.NAME, files.encode(found))
-            return ""
 
-        self._together("integrity", written if self._primary else lambda: "")
+        self._together("integrity", written if self._primary else lambda: None)
         if self._primary:
             self._delete_old()
-        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        now = time.perf_counter()
-        blocked, copied, total = times.returned - times.began, times.copied - times.copying, now - times.began
-        return Saved(step, record["bytes"], blocked, copied, total, peak_gib)
 
-    def _together(self, name: str, part: Callable[[], str]) -> list[str]:
-        """Call `part` on every process, and return all results. Raises RuntimeError on all processes if one call fails."""
-        try:
-            result = "ok " + part()
-        except Exception as e:
-            result = "no " + describe_error(e)
-        answers = self._peers.gather(name, result, PEERS_S)
-        if any(answer.startswith("no ") for answer in answers):
-            errors = [answer[3:] if answer.startswith("no ") else "" for answer in answers]
-            raise RuntimeError(join_errors(errors) if self._peers.count > 1 else errors[0])
-        return [answer[3:] for answer in answers]
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        """Remove the files of a failed save, so that a full disk has space for the next save. Return the error to report."""
+        left = ""
+        if self._primary:
+            try:
+                if self.storage.state(step) in ("complete", "damaged"):  # the failure came after the arrays
+                    self.storage.delete(step)
+                self.storage.sweep()
+            except OSError as e:
+                left = f" Its files could not be removed ({e})."
+        if isinstance(error, NotFinite):
+            return NotFinite(f"step {step} is not saved: {error}.{left}")
+        why = describe_error(error)
+        return CheckpointError(
+            f"saving step {step} to {self.directory} failed: {why}.{left} Complete steps: "
+            f"{self.listing()}. {self.storage.remedy(why)}"
+        )
+
+    # Deleting
 
     def _delete_old(self) -> None:
         steps, best = self.steps(), None
@@ -365,3 +528,17 @@ class Checkpoints(Steps):
         if self._primary:
             self.storage.set_aside(later, target.name)
         return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
+
+
+def _cast(x: "jax.Array", dtype: Any) -> "jax.Array":
+    import jax
+
+    return x if x.dtype == dtype else jax.jit(lambda y: y.astype(dtype), out_shardings=x.sharding, donate_argnums=0)(x)
+
+
+def stored_in(meta: Mapping[str, Any]) -> "dict[str, jax.ShapeDtypeStruct]":
+    """Return name -> shape and dtype of every tensor of a step. meta: the result of `Checkpoints.meta`."""
+    import jax
+    import jax.numpy as jnp
+
+    return {name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype, _) in meta["tensors"].items()}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint.digests import WORDS
+from jaxtrain.checkpoint.digests import WORDS, mesh_axes
 
 ON_HOST = "pinned_host"
 
@@ -34,15 +34,9 @@ def _to_host(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 # ---- Sharding of one layer
 
 
-def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each dimension."""
-    spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
-
-
 def _stages(sharding: NamedSharding) -> tuple[str, ...]:
     """Return the mesh axes that shard the stack."""
-    return _parts(sharding, 1)[0]
+    return mesh_axes(sharding, 1)[0]
 
 
 def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
@@ -50,7 +44,7 @@ def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
 
     shape, sharding: of the stack.
     """
-    over, *parts = _parts(sharding, len(shape))
+    over, *parts = mesh_axes(sharding, len(shape))
     for dim, (size, axes) in enumerate(zip(shape[1:], parts, strict=True)):
         if over and size % math.prod(sharding.mesh.shape[a] for a in (*axes, *over)) == 0:
             return dim
@@ -59,7 +53,7 @@ def _shared_dim(shape: tuple[int, ...], sharding: NamedSharding) -> int | None:
 
 def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """Return the sharding of one layer of a stack: as in the stack, and over the stages if they divide a dimension."""
-    over, *parts = _parts(sharding, len(shape))
+    over, *parts = mesh_axes(sharding, len(shape))
     dim = _shared_dim(shape, sharding)
     if dim is not None:
         parts[dim] = (*parts[dim], *over)
@@ -69,7 +63,7 @@ def layer_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedShar
 
 def _spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Return the sharding, extended by its replica axes if they divide a dimension: each replica then copies one shard."""
-    mesh, parts = sharding.mesh, _parts(sharding, len(shape))
+    mesh, parts = sharding.mesh, mesh_axes(sharding, len(shape))
     used = {axis for part in parts for axis in part}
     for axis in (a for a, size in mesh.shape.items() if size > 1 and a not in used):
         for dim, size in enumerate(shape):

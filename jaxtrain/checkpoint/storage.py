@@ -1,18 +1,21 @@
 """The storage of checkpoints: a folder on a mounted disk, or a bucket at gs:// or s3://.
 
-Paths on disks and in buckets are paths of etils.epath, which Orbax uses too. Requests to buckets go through the fsspec clients
-that epath opens. A step is complete when meta.json and Orbax's mark `arrays/commit_success.txt` exist. On a disk Orbax writes
-`arrays` with the mark under another name, and renames the folder at the end. A bucket has no rename, so Orbax writes the mark
-last. Disks and buckets differ in four ways. A disk has a page cache to sync, atomic renames and limited space. A bucket is
-listed by prefix instead of by folder. On a disk, a folder `arrays` was complete once, or a user is copying it. So a step on a
-disk with `arrays` but without the mark counts as damaged, and is never removed.
+Paths are those of etils.epath, which Orbax uses too. epath reads and writes the small files. It does not list, copy, delete or
+sync here: it takes an unreadable path for a missing one, lists a bucket folder by folder, copies objects through this machine,
+and deletes them by requests whose refusal s3fs drops. The clients of buckets are those that epath opens. A step is complete
+when meta.json and Orbax's mark `arrays/commit_success.txt` exist. On a disk Orbax writes `arrays` with the mark under another
+name, and renames the folder at the end. A bucket has no rename, so Orbax writes the mark last. Disks and buckets differ in
+four ways. A disk has a page cache to sync, atomic renames and limited space. A bucket is listed by prefix instead of by
+folder. On a disk, a folder `arrays` was complete once, or a user is copying it. So a step on a disk with `arrays` but without
+the mark counts as damaged, and is never removed.
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ ARRAYS = "arrays"
 DIGESTS = "integrity.json"
 COMMITTED = f"{ARRAYS}/commit_success.txt"
 DELETED = f"{ARRAYS}.deleted"  # arrays of a step on a disk, while they are deleted
-BLOCK = 16 << 20  # bytes of one read request to a bucket
+BLOCK = 4 << 20  # bytes
+THREADS = 8  # for requests to a bucket, and for CRC-32, which runs outside the interpreter's lock at 2 to 6 GB/s each
 ELSEWHERE = "or move the folder to another disk and set checkpoint.dir to it, and start again."
 # Parts of the error of a save to a disk -> its remedy.
 REMEDIES = {
@@ -66,6 +70,7 @@ class Storage:
             raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
         self.is_bucket = stores.is_bucket(text)
         self.path = epath.Path(text.rstrip("/") if self.is_bucket else Path(text).expanduser().absolute())
+        self._device: int | None = None  # number (st_dev) of the disk's file system, once `note_device` was called
 
     def remedy(self, error: str) -> str:
         """Return the remedy, as text, for a save that failed with this error."""
@@ -73,6 +78,8 @@ class Storage:
             return "Check that the bucket can be reached and written to, and start again."
         known = (remedy for parts, remedy in REMEDIES.items() if any(part in error for part in parts))
         return next(known, f"Check this disk, {ELSEWHERE}")
+
+    # Reading
 
     def states(self) -> dict[int, str]:
         """Return step -> 'complete', 'unfinished' or 'damaged', for each step that has a folder."""
@@ -82,7 +89,6 @@ class Storage:
                 step, _, rest = name.partition("/")
                 if is_step(step) and rest:
                     names.setdefault(int(step), set()).add(rest)
-        # pathlib, because epath treats an unreadable path as one that does not exist.
         elif (root := Path(self.path)).exists():
             names = {int(f.name): _marks(f) for f in root.iterdir() if is_step(f.name) and f.is_dir()}
         return {step: _state_of(found) for step, found in names.items()}
@@ -98,8 +104,11 @@ class Storage:
     def files(self, folder: epath.Path) -> dict[str, int]:
         """Return every file below a folder: path within it -> bytes."""
         if not self.is_bucket:
-            found = (Path(above, name) for above, _, names in os.walk(folder) for name in names)
-            return {path.relative_to(folder).as_posix(): path.lstat().st_size for path in found}
+            found: dict[str, int] = {}
+            for path in (Path(above, name) for above, _, names in os.walk(folder) for name in names):
+                with contextlib.suppress(FileNotFoundError):  # a run that saves there has renamed or deleted it
+                    found[path.relative_to(folder).as_posix()] = path.lstat().st_size
+            return found
         scheme, _, root = os.fspath(folder).rstrip("/").partition("://")
         root += "/"
         with _requests(folder) as client:
@@ -117,75 +126,69 @@ class Storage:
 
     def read(self, path: epath.Path) -> bytes:
         """Return the contents of a small file. Raises FileNotFoundError if the file does not exist."""
-        return b"".join(self.blocks(path))
+        with _requests(path):
+            return path.read_bytes()
 
-    def blocks(self, path: epath.Path, size: int = BLOCK) -> Iterator[bytes]:
-        """Yield the contents of a file, at most `size` bytes at a time."""
-        with contextlib.ExitStack() as stack:
-            if self.is_bucket:
-                client = stack.enter_context(_requests(path))
-                file = stack.enter_context(client.open(os.fspath(path), "rb", block_size=BLOCK))
-            else:
-                file = stack.enter_context(open(path, "rb", buffering=0))
-            while block := file.read(size):
+    def blocks(self, path: epath.Path) -> Iterator[bytes]:
+        """Yield the contents of a file, at most `BLOCK` bytes at a time."""
+        with _requests(path), path.open("rb") as file:
+            while block := file.read(BLOCK):
                 yield block
+
+    # Saving
 
     def write(self, path: epath.Path, text: str) -> None:
         """Write a small file, atomically and durably. An existing file is replaced."""
         if self.is_bucket:
-            with _requests(path) as client:
-                client.pipe_file(os.fspath(path), text.encode())
+            with _requests(path):
+                path.write_text(text, encoding="utf-8")
             return
-        partial = Path(path.with_name(f"{path.name}.partial"))
-        with open(partial, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
         _fsync(path.parent)
 
-    def device(self) -> int | None:
-        """Return the device number (st_dev) of the folder's file system; None in a bucket."""
-        return None if self.is_bucket else os.stat(self.path).st_dev
+    def note_device(self) -> None:
+        """Remember the file system of the folder, which has checkpoints."""
+        self._device = None if self.is_bucket else os.stat(self.path).st_dev
 
-    def check(self, size: int, keep: int, device: int | None) -> None:
+    def check(self, size: int, keep: int) -> None:
         """Prepare a save of `size` bytes: remove the remains of killed saves, and check a disk's free space.
 
-        Args:
-          keep: checkpoint.keep, for the text of the error.
-          device: the number of the earlier checkpoints' file system; None: not known yet.
+        keep: checkpoint.keep, for the text of the error.
 
-        Raises:
-          OSError: the disk has less than `size` bytes free, or another file system is mounted there.
+        Raises OSError if the disk has less than `size` bytes free, or another file system is mounted there.
         """
-        if self.is_bucket:
-            return self.sweep()
-        nearest = next(path for path in map(Path, (self.path, *self.path.parents)) if path.exists())
         # If the disk was unmounted during the run, the save would go to a new folder on the disk of the mount point.
-        if device is not None and nearest.stat().st_dev != device:
+        if self._device is not None and (nearest := _nearest(Path(self.path))).stat().st_dev != self._device:
             raise OSError(f"{nearest} is on another file system than the earlier checkpoints: was it unmounted? Mount it again")
         self.sweep()
-        free = free_bytes(nearest)
+        free = self._free()
         if free is not None and free < size:
             raise OSError(f"{decimal(free)} are free there, a checkpoint needs {decimal(size)}, and checkpoint.keep is {keep}")
-        return None
 
     def room(self) -> int | None:
         """Return the free bytes for the next save, with those of unfinished steps, which it removes; None if not known."""
-        free = None if self.is_bucket else free_bytes(Path(self.path))
+        free = self._free()
         if free is None:
             return None
         return free + sum(sum(self.files(self.path / str(step)).values()) for step in self._remains())
 
+    def _free(self) -> int | None:
+        return None if self.is_bucket else free_bytes(Path(self.path))
+
     def make(self, step: int) -> epath.Path:
         """Return the folder of a step for a save. First remove its integrity.json and, in a bucket, its arrays."""
         folder = self.path / str(step)
-        if not self.is_bucket:
+        if self.is_bucket:  # Orbax would remove old arrays one by one, and would need more permissions for it
+            self._unlink(folder, [name for name in self.files(folder) if name.startswith((f"{ARRAYS}/", DIGESTS))])
+        else:
             folder.mkdir(parents=True, exist_ok=True)
-            Path(folder / DIGESTS).unlink(missing_ok=True)
-            return folder
-        # Orbax would remove old arrays one by one, and would need more permissions for it.
-        self._delete_objects(folder, [name for name in self.files(folder) if name.startswith((f"{ARRAYS}/", DIGESTS))])
+            self._unlink(folder, [DIGESTS])
+        self.note_device()
         return folder
 
     def sync(self, step: int) -> None:
@@ -197,6 +200,8 @@ class Storage:
                 _fsync(Path(folder, name))
             _fsync(folder)
         _fsync(self.path)
+
+    # Deleting
 
     def sweep(self) -> None:
         """Remove unfinished steps, which killed saves and deletions left. A step with any other file in its folder is kept."""
@@ -215,18 +220,15 @@ class Storage:
         leaves an unfinished step.
         """
         folder = self.path / str(step)
+        self._unlink(folder, [DIGESTS])
         if self.is_bucket:
-            for mark in (DIGESTS, COMMITTED):
-                self._delete_objects(folder, [mark])
-        else:
-            Path(folder / DIGESTS).unlink(missing_ok=True)
+            self._unlink(folder, [COMMITTED])
+        elif (arrays := Path(folder / ARRAYS)).exists():
+            deleted = Path(folder / DELETED)
+            if deleted.exists():  # left by an earlier deletion
+                shutil.rmtree(deleted)
+            arrays.rename(deleted)
             _fsync(folder)
-            arrays, deleted = Path(folder / ARRAYS), Path(folder / DELETED)
-            if arrays.exists():
-                if deleted.exists():  # left by an earlier deletion
-                    shutil.rmtree(deleted)
-                arrays.rename(deleted)
-                _fsync(folder)
         self._remove(step)
 
     def set_aside(self, steps: Iterable[int], name: str) -> epath.Path:
@@ -239,31 +241,41 @@ class Storage:
             if not self.is_bucket:
                 old.rename(new)
                 continue
-            with _requests(old) as client:
-                for file in self.files(old):
-                    client.cp_file(os.fspath(old / file), os.fspath(new / file))
+            with _requests(old) as client:  # epath would copy through this machine
+                in_threads(lambda file, a=old, b=new: client.cp_file(os.fspath(a / file), os.fspath(b / file)), self.files(old))
             self.delete(step)
         return target
 
     def _remove(self, step: int) -> None:
         folder = self.path / str(step)
         if self.is_bucket:
-            self._delete_objects(folder, list(self.files(folder)))
+            self._unlink(folder, self.files(folder))
         else:
             shutil.rmtree(folder)
 
-    def _delete_objects(self, folder: epath.Path, names: list[str]) -> None:
-        """Delete objects of a bucket. Raises Unreachable if one of them still exists at the end."""
-        if not names:
-            return
+    def _unlink(self, folder: epath.Path, names: Iterable[str]) -> None:
+        """Delete those files of a folder that exist, durably; in a bucket as many as it allows, before an error is raised."""
+        if not self.is_bucket:
+            for name in names:
+                Path(folder / name).unlink(missing_ok=True)
+            return _fsync(folder)
         with _requests(folder) as client:
-            with contextlib.suppress(FileNotFoundError):  # another process deleted it
-                client.rm([os.fspath(folder / name) for name in names])
-            # S3 may refuse single objects in an answer of status 200, and s3fs drops those errors. A request for a single
-            # object raises.
-            for name in sorted(self.files(folder).keys() & set(names)):
-                with contextlib.suppress(FileNotFoundError):
+
+            def remove(name: str) -> None:
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                    # A request of its own. To one for several objects, S3 may answer with status 200 and refuse single ones,
+                    # and s3fs drops those errors.
                     client.rm_file(os.fspath(folder / name))
+
+            in_threads(remove, names)
+        return None
+
+
+def in_threads[Item, Result](act: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results of `act` for all items, from threads. Every call has ended before the first error is raised."""
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        calls = [pool.submit(act, item) for item in items]
+    return [call.result() for call in calls]
 
 
 def is_step(name: str) -> bool:
@@ -273,7 +285,10 @@ def is_step(name: str) -> bool:
 
 @contextlib.contextmanager
 def _requests(path: epath.Path) -> Iterator[Any]:
-    """Yield the client of a bucket. Errors inside the `with` block become Unreachable, except FileNotFoundError."""
+    """Yield the client of a bucket; None for a disk. Errors of a bucket become Unreachable, except FileNotFoundError."""
+    if not stores.is_bucket(path):
+        yield None
+        return
     scheme = os.fspath(path).partition("://")[0]
     try:
         yield open_client(scheme)
@@ -300,7 +315,10 @@ def open_client(scheme: str) -> Any:
 
 
 def _marks(folder: Path) -> set[str]:
-    """Return those names in a step's folder on a disk that decide the step's state (`_state_of`)."""
+    """Return those names in a step's folder on a disk that decide the step's state (`_state_of`).
+
+    The folder is a path of pathlib, because epath treats an unreadable path as one that does not exist.
+    """
     return {name for name in (META, COMMITTED, DIGESTS, ARRAYS) if (folder / name).exists()}
 
 
@@ -325,9 +343,13 @@ def free_bytes(path: Path) -> int | None:
 
     None: the file system does not tell, as some network file systems. A quota counts if the file system counts it itself.
     """
-    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    found = shutil.disk_usage(there)
+    found = shutil.disk_usage(_nearest(path))
     return found.free if found.total else None
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def _fsync(path: "str | os.PathLike[str]") -> None:

@@ -1,37 +1,59 @@
-"""`python -m jaxtrain checkpoint list|verify DIR`: list the checkpoints of a run, or verify their files. Uses no device."""
+"""`python -m jaxtrain checkpoint`: list the checkpoints of a run, verify their files, or average their weights."""
 
 import datetime
+import functools
+import math
 import os
 from collections.abc import Sequence
 
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, whole
+from jaxtrain.config import hardware
+from jaxtrain.config.command_line import Args, Invalid, Parser, place, whole
 from jaxtrain.metrics.progress import progress_bar
 
 DAMAGED = 1
+MOST_WEIGHT = 1e9
 
 
 def parser() -> Parser:
     """Return the parser of the command line."""
     p = Parser(
         "checkpoint",
-        "List the checkpoints of a run, or verify their files. DIR is on a disk, at gs:// or at s3://.",
-        examples=("list runs/tiny", "verify runs/tiny --step=100"),
-        notes="Exit codes: 0 all is well; 1 something is damaged; 2 the command is wrong, or there is no checkpoint.",
+        "List the checkpoints of a run, verify their files, or average weights. Checkpoints are on a disk, at gs:// or at s3://.",
+        examples=("list runs/tiny", "verify runs/tiny --step=100", "average runs/a runs/b --out=runs/averaged --weights=1,3"),
+        notes="Exit codes: 0 all is well; 1 verify found damage, or the disk failed; 2 the command is wrong, there is no "
+        "checkpoint, or the checkpoints cannot be averaged: nothing was written.",
     )
     verify = "read every file of every step, and compare it with the digests from when it was written"
     for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
         p.command(name, text).argument("folder", "a run's folder, or its checkpoints folder", "DIR")
     p.commands["verify"].option("step", "only this step", "N", type=whole(0))
+    average = p.command("average", "the average of weights, to a checkpoint that training, sampling and hf export start from")
+    average.argument("checkpoints", "two or more runs, or checkpoints of runs, of one model", "CKPT", several=True)
+    average.option("out", "the folder to write, as a run's folder", "DIR", type=place, required=True)
+    text = "a number for each, in their order: their ratios count, and one may be negative. Default: all are equal"
+    average.option("weights", text, "W,W", (), type=numbers, example="1,3")
+    average.option("ema", "average the averages of the weights (train.ema_decay), not the weights of the last steps")
     return p
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers of a text such as 1,2.5,-1."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(abs(number) <= MOST_WEIGHT for number in found):  # NaN is not
+        raise Invalid(f"must be numbers of at most {MOST_WEIGHT:g} with commas between them")
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(
-        parser(), argv, lambda args: (_list if args.command == "list" else _verify)(args), errors=(CheckpointError,)
-    )
+    acts = {"list": _list, "verify": _verify, "average": _average}
+    # The errors of a model, a layout and a config are ValueErrors.
+    return run_command(parser(), argv, lambda args: acts[args.command](args), errors=(CheckpointError, ValueError))
 
 
 def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
@@ -88,3 +110,13 @@ def _verify(args: Args) -> int:
             damaged |= bool(problems)
             print(f"step {step}: {'DAMAGED' if problems else note}", *(f"  {problem}" for problem in problems), sep="\n")
     return DAMAGED if damaged else 0
+
+
+def _average(args: Args) -> int:
+    from jaxtrain.runtime.startup import start_jax
+
+    start_jax(hardware.probe())
+    from jaxtrain.train.average import average
+
+    average(args.checkpoints, args.out, weights=args.weights, ema=args.ema, say=functools.partial(print, flush=True))
+    return 0

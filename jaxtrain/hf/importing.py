@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
 from jaxtrain.checkpoint import Checkpoints, find
-from jaxtrain.checkpoint.steps import stored_in
+from jaxtrain.checkpoint.manager import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig

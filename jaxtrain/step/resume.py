@@ -107,13 +107,13 @@ def compare(
 
 
 def check_trained(meta: Mapping[str, Any], folder: str) -> list[Problem]:
-    """Return a problem if a checkpoint is an imported model, or imported adapters: it has no optimizer state.
+    """Return a problem if a checkpoint is an imported or averaged model, or imported adapters: it has no optimizer state.
 
     meta: meta.json of the checkpoint. folder: the folder of the run or of its checkpoints.
     """
-    if not {"hugging_face", "peft"} & meta.keys():
+    if not {"hugging_face", "peft", "averaged"} & meta.keys():
         return []
-    rule = "holds an imported model, which is no run to resume"
+    rule = f"holds an {'averaged' if 'averaged' in meta else 'imported'} model, which is no run to resume"
     return [Problem("--workdir", folder, rule, f"Name another folder, with --config.init.from={folder}")]
 
 

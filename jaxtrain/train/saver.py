@@ -5,12 +5,13 @@ import contextlib
 import functools
 import itertools
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint import CheckpointError, Failed, NotFinite, Saved
+from jaxtrain.checkpoint import CheckpointError, NotFinite, Save
 from jaxtrain.config import installed
 from jaxtrain.config.schema import to_dict
 from jaxtrain.metrics.files import NotWritten
@@ -125,11 +126,11 @@ class Saver:
         if self.not_finite:
             raise Diverged(explain(self.not_finite, self.newest, applied, weights=True, rollback=False))
 
-    def _report(self, ended: list[Saved | Failed]) -> None:
+    def _report(self, ended: list[Save]) -> None:
         """Report completed and failed saves in the log and the receipt."""
         services = self._services
         for one in ended:
-            if isinstance(one, Failed):
+            if one.error:
                 self.failures += 1
                 self.snapshots.forget()
                 if isinstance(one.error, NotFinite):
@@ -140,11 +141,13 @@ class Saver:
                 services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
                 continue
             self.failures, self.newest = 0, one.step
-            self.longest_s = max(self.longest_s, one.total_s)
-            rate = one.bytes / max(one.total_s, 1e-9) / 1e9
+            seconds = one.ended - one.began
+            self.longest_s = max(self.longest_s, seconds)
+            most_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             services.console.say(
-                f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {one.total_s:.1f} s ({rate:.2f} GB/s); the loop "
-                f"waited {one.blocked_s:.2f} s, copies took {one.copied_s:.2f} s, host memory at most {one.host_gib:.1f} GiB"
+                f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
+                f"({one.bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s); the loop waited {one.returned - one.began:.2f} s, copies "
+                f"took {one.copied - one.copying:.2f} s, host memory at most {most_gib:.1f} GiB"
             )
             resident_gib = read_resident_gib()
             if warning := self._host_memory.note(one.step, resident_gib):
