@@ -30,7 +30,8 @@ from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models import family
-from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
+from jaxtrain.models.hf_keys import FAMILY, OWN
+from jaxtrain.models.hugging_face import RAW, HuggingFaceError, format_of
 
 SHOWN = 8  # tensors named one by one
 YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]

@@ -26,8 +26,9 @@ from jaxtrain.data.rows import once
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.models import hugging_face, rules
-from jaxtrain.models.hugging_face import OWN, RAW, HuggingFaceError, Settings, family_of, format_of
+from jaxtrain.models import hf_keys, rules
+from jaxtrain.models.hf_keys import OWN, Key, Row, Settings
+from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # of PEFT
@@ -105,8 +106,8 @@ class Folder:
             shown = ", ".join(others[:SHOWN]) + f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
             whose = SINGLE if files == [SINGLE] else f"the files in {INDEX}"
             out.append(f"{self.path}: the weights are those of {whose}, as in transformers; not used: {shown}")
-        asked = {key: self.settings[key] for key in hugging_face.GENERATION if self.settings.get(key) is not None}
-        if asked := {key: value for key, value in asked.items() if value != hugging_face.GENERATION[key]}:
+        asked = {key: self.settings[key] for key in hf_keys.GENERATION if self.settings.get(key) is not None}
+        if asked := {key: value for key, value in asked.items() if value != hf_keys.GENERATION[key]}:
             shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
         if not self.seq_len:
@@ -337,29 +338,28 @@ def _no_number(word: str) -> Any:
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not support."""
     if settings.get("model_type") == RAW:
-        return _checked_model(settings.get("model"), path)
+        return _checked_model(settings.get("model"), path, {})
     family = family_of(settings, path)
     layout = format_of(family)
     named = settings.get("architectures") or [layout.architecture]
     if not isinstance(named, list) or layout.architecture not in named:
         rule = f"only {layout.architecture} is a language model of this kind"
         raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
-    found = Settings(settings, path)
-    if found.whole("max_position_embeddings", 1) >= 2**31:
-        rule = "positions are numbers of 32 bits"
-        raise HuggingFaceError(f"{path}: max_position_embeddings = {settings['max_position_embeddings']}: {rule}.")
-    values = {"family": family, **layout.read(found)}
-    std = settings.get("initializer_range")
-    return _checked_model(values | ({"init_std": std} if isinstance(std, float) else {}), path)
+    return _checked_model({"family": family, **layout.read(Settings(settings, path))}, path, layout.keys)
 
 
-def _checked_model(values: Any, path: str) -> Model:
-    """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have."""
+def _checked_model(values: Any, path: str, rows: Mapping[str, Row]) -> Model:
+    """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have.
+
+    rows: the table by which the keys were read, for errors.
+    """
     if not isinstance(values, Mapping):
         raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
     run, problems = schema.resolve(schema.to_dict(schema.RunConfig()) | {"model": values})
     if problems := problems or rules.problems_of(run.model):
-        raise HuggingFaceError(f"{path}: no run may have this model: " + "; ".join(map(str, problems)))
+        theirs = {f"model.{row.ours}": key for key, row in rows.items() if isinstance(row, Key)}
+        shown = (f"{theirs[p.key]}, which is {p}" if p.key in theirs else str(p) for p in problems)
+        raise HuggingFaceError(f"{path}: no run may have this model: {'; '.join(shown)}")
     return run.model
 
 

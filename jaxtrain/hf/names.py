@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxtrain.config.schema import Model
 from jaxtrain.config.shapes import DENSE, MTP, STACK
-from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError, format_of
+from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
+from jaxtrain.models.hugging_face import HuggingFaceError, format_of
 
 COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
 PREFIX = "params."  # prefix of parameters among the tensors of a train state

@@ -29,7 +29,8 @@ from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, base_digest, placed
 from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.models.hugging_face import HfTensor, HuggingFaceError
+from jaxtrain.models.hf_tensors import HfTensor
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
 from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
 

@@ -279,8 +279,8 @@ BUGS = (
     Bug(
         "Hugging Face: without num_key_value_heads there is one",
         "jaxtrain/models/hugging_face.py",
-        's.whole("num_key_value_heads", heads)',
-        's.whole("num_key_value_heads", 1)',
+        'Key("num_kv_heads", WHOLE, lambda given: given["num_attention_heads"])',
+        'Key("num_kv_heads", WHOLE, 1)',
         "unit/test_hf.py -k published_configs",
     ),
     Bug(
@@ -509,7 +509,7 @@ BUGS = (
     ),
     Bug(
         "folders: keys are neutral with any value",
-        "jaxtrain/models/hugging_face.py",
+        "jaxtrain/models/hf_keys.py",
         "return key in NEUTRAL and value == NEUTRAL[key] and isinstance",
         "return key in NEUTRAL and isinstance",
         "proofs/test_hf_folders.py -k refused_by_name",
