@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import math
-import operator
 import os
 import shlex
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
 from jaxtrain import checkpoint
 from jaxtrain.config import installed, schema
@@ -42,41 +42,57 @@ TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16")}
-DTYPES["U8"] = np.dtype("uint8")  # for MXFP4 alone
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
-DTYPES["F8_E4M3"] = FP8
-SHOWN = 6  # files named one by one
 SCALE = "_scale_inv"  # suffix of the scales of a tensor in FP8, one scale for each block of rows and columns
+SHOWN = 6  # files named one by one
+FP8, MXFP4, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype("uint8"), np.dtype(ml_dtypes.bfloat16)
+# The first two are read only with the scales of their blocks.
+DTYPES = {"F8_E4M3": FP8, "U8": MXFP4, "BF16": BF16, "F16": np.dtype("float16"), "F32": np.dtype("float32")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The file, offset, dtype and shape of a tensor in a safetensors file."""
+    """A tensor in a safetensors file.
+
+    Attributes:
+        file: the file.
+        offset: of the tensor's data in the file, in bytes.
+        dtype, dims: dtype and shape in the file.
+        scale: the scales by which its blocks are multiplied; None for a tensor that is not quantized.
+    """
 
     file: Path
-    offset: int  # of the tensor's data in the file, in bytes
+    offset: int
     dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    scale: "Stored | None" = None  # for a tensor in FP8, the scales by which its blocks are multiplied
+    dims: tuple[int, ...]
+    scale: "Stored | None" = None
 
     @property
     def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor after `Folder.read`: bfloat16 for FP8 and MXFP4, otherwise its dtype in the file."""
-        return DTYPES["BF16"] if self.scale else self.dtype
+        """Return the dtype of the tensor after `Folder.read`."""
+        return BF16 if self.scale else self.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the tensor after `Folder.read`. The dimensions of a tensor in MXFP4 are in hf/mxfp4.py."""
+        if not self.scale or self.dtype != MXFP4:
+            return self.dims
+        experts, outputs, count, _ = self.dims
+        return experts, count * mxfp4.BYTES * 2, outputs
 
     @property
     def bytes(self) -> int:
-        """Return the size of the tensor's data in the file, in bytes; for MXFP4, the size of the unpacked tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Return the size of the tensor after `Folder.read`."""
+        return math.prod(self.shape) * self.holds.itemsize
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Packed(Stored):
-    """A tensor in MXFP4, stored as blocks and scales. `dtype` and `shape` are those of the unpacked array (hf/mxfp4.py)."""
-
-    blocks: Stored
-    scales: Stored
+    def read(self, name: str) -> np.ndarray:
+        """Return the array in the file. name: of the tensor. Raises HuggingFaceError if the file ends early."""
+        # The library's own read holds Python's lock, so no tensor could be read while another is copied to devices.
+        out = np.empty(self.dims, self.dtype)
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            if file.readinto(out.reshape(-1).view(np.uint8)) < out.nbytes:
+                raise HuggingFaceError(f"{self.file}: ends inside {name}, which has {out.nbytes:,} bytes. Fetch it again.")
+        return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +106,7 @@ class Folder:
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
         """Return the tensors' descriptions by name. Raises HuggingFaceError for files that are missing or damaged."""
-        return with_packed(with_scales(list_tensors(self.path), self.path))
+        return with_scales(list_tensors(self.path))
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -134,7 +150,7 @@ class Folder:
 
     def keeps_f32(self, name: str) -> bool:
         """Return whether a tensor of a raw folder is float32 for any dtype of the matrices: no matrix, and float32 there."""
-        return self.tensors[name].dtype == DTYPES["F32"] and not is_matrix(name, self.tensors[name].shape)
+        return self.tensors[name].dtype == np.float32 and not is_matrix(name, self.tensors[name].shape)
 
     @property
     def bytes(self) -> int:
@@ -165,7 +181,7 @@ class Folder:
 
     def dtype(self, names: Iterable[str]) -> str:
         """Return bf16 if all these tensors are bfloat16 after reading, else f32, so that no tensor is rounded."""
-        return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
+        return "bf16" if all(self.tensors[name].holds == BF16 for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor in its stored dtype, or in bfloat16 if it is stored in FP8 or MXFP4.
@@ -174,10 +190,11 @@ class Folder:
         early.
         """
         stored = self.tensors[name]
-        if isinstance(stored, Packed):
-            return mxfp4.unpacked(self._read(f"{name}{BLOCKS}", stored.blocks), self._read(f"{name}{SCALES}", stored.scales))
-        found = self._read(name, stored)
-        return scaled(found, self._read(name + SCALE, stored.scale), self.block) if stored.scale else found
+        found = stored.read(name)
+        if not stored.scale:
+            return found
+        scale = stored.scale.read(f"the scales of {name}")
+        return mxfp4.unpacked(found, scale) if stored.dtype == MXFP4 else scaled(found, scale, self.block)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -188,42 +205,10 @@ class Folder:
             raise HuggingFaceError(f"{self.path / CONFIG}: quantization_config: {rule}, as [128, 128].")
         return given[0], given[1]
 
-    def _read(self, name: str, stored: Stored) -> np.ndarray:
-        # The library's own read holds Python's lock, so no tensor could be read while another is copied to devices.
-        return bytes_of(name, stored).view(stored.dtype).reshape(stored.shape)
-
-
-def bytes_of(name: str, stored: Stored) -> np.ndarray:
-    """Return the bytes of a tensor, uint8 [bytes]. Raises HuggingFaceError if the file ends early."""
-    data = np.empty(stored.bytes, np.uint8)
-    with open(stored.file, "rb") as file:
-        file.seek(stored.offset)
-        if file.readinto(data) < stored.bytes:
-            raise HuggingFaceError(f"{stored.file}: ends inside {name}, which has {stored.bytes:,} bytes. Fetch it again.")
-    return data
-
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor, by jaxtrain's name, is a matrix: those have dtypes.params, and norms and biases float32."""
     return len(shape) > 1 and not is_vector(name)
-
-
-def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a folder, with each pair of MXFP4 blocks and scales joined to one `Packed` tensor."""
-    out = dict(tensors)
-    for name, blocks in tensors.items():
-        whole = name.removesuffix(BLOCKS)
-        scales = tensors.get(whole + SCALES)
-        if whole == name or scales is None or blocks.dtype != DTYPES["U8"] or scales.dtype != DTYPES["U8"]:
-            continue
-        if blocks.shape != (*scales.shape, mxfp4.BYTES) or len(scales.shape) != 3:
-            rule = f"{list(blocks.shape)} does not fit its scales, {list(scales.shape)}"
-            raise HuggingFaceError(f"{blocks.file}: {name}: {rule}. Fetch it again.")
-        del out[name], out[whole + SCALES]
-        experts, outputs, count = scales.shape
-        shape = (experts, count * mxfp4.BYTES * 2, outputs)
-        out[whole] = Packed(blocks.file, blocks.offset, DTYPES["BF16"], shape, blocks=blocks, scales=scales)
-    return out
 
 
 def has_model(folder: Path) -> bool | None:
@@ -370,7 +355,11 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
 
     Raises HuggingFaceError if there are no weights, or if the index is damaged.
     """
-    named = read_index(path / INDEX) if os.path.lexists(path / INDEX) else {}
+    named = {}
+    if os.path.lexists(path / INDEX):
+        named = read_object(path / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+            raise HuggingFaceError(f"{path / INDEX}: weight_map is no object with the file of each tensor. Fetch it again.")
     if os.path.lexists(path / SINGLE):
         files, named = [SINGLE], named if set(named.values()) == {SINGLE} else {}
     else:
@@ -390,14 +379,6 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
     return files, named, unused + left
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor from an index of safetensors files. Raises HuggingFaceError if it cannot be read."""
-    named = read_object(path).get("weight_map")
-    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-        raise HuggingFaceError(f"{path}: weight_map is no object with the file of each tensor. Fetch it again.")
-    return named
-
-
 def list_tensors(path: Path) -> dict[str, Stored]:
     """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
     files, named, _ = weight_files(path)
@@ -405,10 +386,9 @@ def list_tensors(path: Path) -> dict[str, Stored]:
     for file in files:
         found = list_file(path / file)
         for name in sorted(found.keys() & out.keys()):
-            one, two = out[name], found[name]
-            same = (one.dtype, one.shape) == (two.dtype, two.shape)
-            if not (same and np.array_equal(bytes_of(name, one), bytes_of(name, two))):
-                raise HuggingFaceError(f"{path}: {name} is another tensor in {one.file.name} than in {file}. Fetch both again.")
+            if not same(out[name].read(name), found[name].read(name)):
+                rule = f"{name} is another tensor in {out[name].file.name} than in {file}"
+                raise HuggingFaceError(f"{path}: {rule}. Fetch both again.")
         out |= {name: stored for name, stored in found.items() if name not in out or named.get(name) == file}
     lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
     if lost:
@@ -416,15 +396,29 @@ def list_tensors(path: Path) -> dict[str, Stored]:
     return out
 
 
-def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors, each tensor in FP8 joined with its scales. Raises HuggingFaceError for FP8 without scales."""
+def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors, each in FP8 or MXFP4 joined with its scales.
+
+    Raises HuggingFaceError for FP8 without scales, and for scales that do not fit.
+    """
     out = {name: stored for name, stored in tensors.items() if not name.endswith(SCALE)}
     for name, stored in out.items():
         scale = tensors.get(name + SCALE)
         if (stored.dtype == FP8) != (scale is not None):
             rule = f"is {stored.dtype}, and there is {'no' if scale is None else 'a'} {name}{SCALE}"
-            raise HuggingFaceError(f"{path}: {name} {rule}: scales are read of tensors in FP8, and those with scales alone.")
+            scales = "scales are read of tensors in FP8, and those with scales alone"
+            raise HuggingFaceError(f"{stored.file}: {name} {rule}: {scales}.")
         out[name] = dataclasses.replace(stored, scale=scale)
+    for name in [name for name in out if name.endswith(BLOCKS)]:
+        whole = name.removesuffix(BLOCKS)
+        blocks, scale = out[name], out.get(whole + SCALES)
+        if scale is None or {blocks.dtype, scale.dtype} != {MXFP4}:
+            continue
+        if blocks.dims != (*scale.dims, mxfp4.BYTES) or len(scale.dims) != 3:
+            rule = f"{list(blocks.dims)} does not fit its scales, {list(scale.dims)}"
+            raise HuggingFaceError(f"{blocks.file}: {name}: {rule}. Fetch it again.")
+        del out[name], out[whole + SCALES]
+        out[whole] = dataclasses.replace(blocks, scale=scale)
     return out
 
 
@@ -439,56 +433,44 @@ def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarr
             f"scales {list(scale.shape)} of a tensor {list(x.shape)} in FP8: blocks of {block} have {wanted}."
         )
     rows, columns = (np.repeat(np.arange(n), of)[:size] for n, of, size in zip(wanted, block, x.shape, strict=True))
-    return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(DTYPES["BF16"])
+    return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(BF16)
+
+
+def same(one: np.ndarray, two: np.ndarray) -> bool:
+    """Return whether two arrays have the same dtype, shape and bits."""
+    bits = [x.reshape(-1).view(np.uint8) for x in (one, two)]
+    return (one.dtype, one.shape) == (two.dtype, two.shape) and np.array_equal(bits[0], bits[1])
 
 
 def list_file(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name. Raises HuggingFaceError if the file is damaged.
 
     The file begins with the length of its header (eight bytes) and the header (JSON). The data follows.
     """
+    first = b""
     try:
-        length = file.stat().st_size
         with open(file, "rb") as read:
             first = read.read(len(LFS))
-            start = 8 + int.from_bytes(first[:8], "little")
-            read.seek(8)
-            text = read.read(start - 8) if 8 < start <= length else b""
-        header = json.loads(text, object_pairs_hook=once) if text else None
+            with safetensors.safe_open(file, framework="np"):  # it checks that sizes fit, and that no tensors overlap
+                read.seek(0)
+                start = 8 + int.from_bytes(read.read(8), "little")
+                header = json.loads(read.read(start - 8), object_pairs_hook=once)
     except FileNotFoundError as error:
         raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise HuggingFaceError(f"{file}: is no safetensors file ({error}). Fetch it again.") from error
-    if first == LFS:
-        raise HuggingFaceError(
-            f"{file}: only names a file in Git LFS, which was not fetched. Fix: git lfs pull, in the folder."
-        )
-    if not isinstance(header, dict):
-        raise HuggingFaceError(f"{file}: is no safetensors file, or cut off in its header. Fetch it again.")
-    out, spans = {}, []
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        if first == LFS:
+            rule = "only names a file in Git LFS, which was not fetched"
+            raise HuggingFaceError(f"{file}: {rule}. Fix: git lfs pull, in the folder.") from error
+        raise HuggingFaceError(f"{file}: is no safetensors file, damaged or cut off ({error}). Fetch it again.") from error
+    header.pop("__metadata__", None)
     for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (begin, end) = about["dtype"], tuple(map(operator.index, about["shape"])), about["data_offsets"]
-            spans.append((operator.index(begin), operator.index(end)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise HuggingFaceError(f"{file}: its header does not describe {name} ({error!r}). Fetch it again.") from error
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are read. Save it as float32 first.")
-        out[name] = stored = Stored(file, start + begin, DTYPES[dtype], shape)
-        if start + end > length:
-            ends = f"{name} ends at byte {start + end:,}, the file at {length:,}"
-            raise HuggingFaceError(f"{file}: cut off: {ends}. Fetch it again.")
-        if stored.bytes != end - begin:
-            rule = f"{name} has {end - begin:,} bytes, and its shape {list(shape)} of {dtype} {stored.bytes:,}"
-            raise HuggingFaceError(f"{file}: {rule}. Fetch it again.")
-    spans.sort()
-    ends = [0, *(end for _, end in spans)]
-    if [*(begin for begin, _ in spans), length - start] != ends:
-        rule = "its tensors overlap, or leave bytes between them or at the end"
-        raise HuggingFaceError(f"{file}: is damaged: {rule}. Fetch it again.")
-    return out
+        if about["dtype"] not in DTYPES:
+            rule = f"{name} has dtype {about['dtype']}; {', '.join(DTYPES)} are read"
+            raise HuggingFaceError(f"{file}: {rule}. Save it as float32 first.")
+    return {
+        name: Stored(file, start + about["data_offsets"][0], DTYPES[about["dtype"]], tuple(about["shape"]))
+        for name, about in header.items()
+    }
 
 
 # ---- Runs of jaxtrain

@@ -32,7 +32,7 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
-from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
+from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, same, stored_run
 from jaxtrain.hf.names import PREFIX, TIED, Entry, as_stored, entries, match
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
@@ -198,15 +198,10 @@ def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
     found = entries(folder.model, shapes)
     unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
     for name in (name for name, why in unused.items() if why == TIED):
-        if not _same(folder.read(name), folder.read("model.embed_tokens.weight")):
+        if not same(folder.read(name), folder.read("model.embed_tokens.weight")):
             rule = f"tie_word_embeddings is true, but {name} is not the embedding"
             raise HuggingFaceError(f"{folder.path}: {rule}. Remove the wrong one of the two.")
     return found, unused
-
-
-def _same(one: np.ndarray, two: np.ndarray) -> bool:
-    """Return whether two arrays have the same type and the same bits."""
-    return one.dtype == two.dtype and np.array_equal(one.view(np.uint8), two.view(np.uint8))
 
 
 def load(
@@ -235,7 +230,7 @@ def load(
     def read(name: str) -> list[np.ndarray]:
         made = [folder.read(theirs) for theirs in found[name].read]
         for copy in found[name].copies:
-            if not _same(folder.read(copy), made[0]):
+            if not same(folder.read(copy), made[0]):
                 rule = f"multi-token prediction shares {found[name].theirs[0]} with the model, but {copy} is another tensor"
                 raise HuggingFaceError(f"{folder.path}: {rule}. Leave the modules out: --set num_nextn_predict_layers=0")
         return made
