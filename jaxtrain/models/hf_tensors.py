@@ -2,6 +2,25 @@
 
 import dataclasses
 
+# Axis -> keys of config.Model whose sum is its size.
+AXES = {
+    "V": ["vocab_size"],
+    "D": ["d_model"],
+    "Y": ["d_model"],
+    "F": ["d_ff"],
+    "G": ["dense_d_ff"],
+    "S": ["shared_d_ff"],
+    "N": ["num_heads"],
+    "K": ["num_kv_heads"],
+    "H": ["head_dim"],
+    "E": ["num_experts"],
+    "Q": ["q_lora_rank"],
+    "L": ["kv_lora_rank"],
+    "C": ["kv_lora_rank", "qk_rope_head_dim"],
+    "U": ["qk_nope_head_dim", "v_head_dim"],
+    "W": ["v_head_dim"],
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
