@@ -8,7 +8,7 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxtrain.data.rows import once
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
+from jaxtrain.hf.names import EMBEDDING, TIED, Entry, as_stored, entries, match
 from jaxtrain.models import hf_keys, rules
 from jaxtrain.models.hf_keys import OWN, Key, Row, Settings
 from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of
@@ -109,6 +110,30 @@ class Folder:
         return with_scales(list_tensors(self.path))
 
     @functools.cached_property
+    def matched(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Return (jaxtrain's name -> entry, unused tensor -> reason).
+
+        Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
+        """
+        if self.raw:  # of bfloat16 matrices, norms and biases may be float32
+            exact = {k for k, a in self.tensors.items() if a.dtype == np.float32 and not is_matrix(k, a.shape)}
+            return as_stored(self.tensors, exact), {}
+        shapes = {name: stored.shape for name, stored in self.tensors.items()}
+        found = entries(self.model, shapes)
+        unused = match(found, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
+        for name in (name for name, why in unused.items() if why == TIED):
+            if not same(self.read(name), self.read(EMBEDDING)):
+                rule = f"tie_word_embeddings is true, but {name} is not the embedding"
+                raise HuggingFaceError(f"{self.path}: {rule}. Remove the wrong one of the two.")
+        return found, unused
+
+    @property
+    def dtype(self) -> str:
+        """Return bf16 if all tensors without `HfTensor.exact` are bfloat16 after reading, else f32: none is rounded."""
+        names = [name for entry in self.matched[0].values() if not entry.how.exact for name in entry.theirs]
+        return "bf16" if all(self.tensors[name].holds == BF16 for name in names) else "f32"
+
+    @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """Return what of the folder is not used although it may count: other weights, adapters, settings for generation."""
         files, _, left = weight_files(self.path)
@@ -148,19 +173,13 @@ class Folder:
         """Return whether the tensors have jaxtrain's own names and axes, as `hf export --raw` writes them."""
         return self.settings.get("model_type") == RAW
 
-    def keeps_f32(self, name: str) -> bool:
-        """Return whether a tensor of a raw folder is float32 for any dtype of the matrices: no matrix, and float32 there."""
-        return self.tensors[name].dtype == np.float32 and not is_matrix(name, self.tensors[name].shape)
-
     @property
     def bytes(self) -> int:
         """Return the sum of `Stored.bytes` over all tensors."""
         return sum(stored.bytes for stored in self.tensors.values())
 
-    def run(self, dtype: str = "auto") -> RunConfig:
-        """Return the config of a run with this model and tokenizer. dtype: f32 | bf16 | auto (`self.dtype` of all tensors)."""
-        if dtype == "auto":
-            dtype = self.dtype(name for name in self.tensors if not (self.raw and self.keeps_f32(name)))
+    def run(self, dtype: str = "f32") -> RunConfig:
+        """Return the config of a run with this model and tokenizer. dtype: of the weights, f32 | bf16."""
         tree = schema.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
         tree |= {schema.OWN: self.settings[OWN]} if OWN in self.settings else {}
@@ -178,10 +197,6 @@ class Folder:
     def seq_len(self) -> int:
         """Return max_position_embeddings of config.json; 0 if it is missing."""
         return self.settings.get("max_position_embeddings") or 0
-
-    def dtype(self, names: Iterable[str]) -> str:
-        """Return bf16 if all these tensors are bfloat16 after reading, else f32, so that no tensor is rounded."""
-        return "bf16" if all(self.tensors[name].holds == BF16 for name in names) else "f32"
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor in its stored dtype, or in bfloat16 if it is stored in FP8 or MXFP4.
@@ -506,7 +521,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
     """
     adapters: dict[str, dict[str, Any]] = {}
     if is_folder(path):
-        run = open_folder(path).run("f32")
+        run = open_folder(path).run()
     else:
         checkpoints, step = checkpoint.locate(path)
         meta = checkpoints.meta(step)

@@ -28,12 +28,13 @@ from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.steps import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
+from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, same, stored_run
-from jaxtrain.hf.names import PREFIX, TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.names import PREFIX
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
@@ -55,7 +56,6 @@ class Origin:
     Attributes:
         name: a name of the weights for log lines.
         path: the folder of the step, or the Hugging Face folder.
-        hugging_face: whether the weights are in a Hugging Face folder.
         step: the step; 0 for a Hugging Face folder.
         meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
@@ -66,7 +66,6 @@ class Origin:
 
     name: str
     path: str
-    hugging_face: bool
     step: int
     meta: Mapping[str, Any]
     stored: Mapping[str, jax.ShapeDtypeStruct]
@@ -156,20 +155,18 @@ def open_origin(path: str) -> Origin:
         stored = stored_in(meta)
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
-        return Origin(name, place, False, step, meta, stored, read, best=loss is not None)
+        return Origin(name, place, step, meta, stored, read, best=loss is not None)
     return origin_of(open_folder(path))
 
 
 def origin_of(folder: Folder) -> Origin:
     """Return the weights of an opened Hugging Face folder. Raises HuggingFaceError if its tensors do not fit config.json."""
-    found, _ = matched(folder)
     stored = {
         ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
-        for ours, entry in found.items()
+        for ours, entry in folder.matched[0].items()
     }
-    meta = {"config": schema.to_dict(folder.run()), **came_from(folder)}
-    read = functools.partial(load, folder, found)
-    return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, read, folder=folder)
+    meta = {"config": schema.to_dict(folder.run(folder.dtype)), **came_from(folder)}
+    return Origin(str(folder.path), str(folder.path.absolute()), 0, meta, stored, functools.partial(load, folder), folder)
 
 
 def folder_text(folder: Folder) -> TextFormat:
@@ -187,31 +184,11 @@ def came_from(folder: Folder) -> dict[str, Any]:
 # ---- Tensors onto devices
 
 
-def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder.
-
-    Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
-    """
-    if folder.raw:
-        return as_stored(folder.tensors, folder.keeps_f32), {}
-    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
-    found = entries(folder.model, shapes)
-    unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
-    for name in (name for name, why in unused.items() if why == TIED):
-        if not same(folder.read(name), folder.read("model.embed_tokens.weight")):
-            rule = f"tie_word_embeddings is true, but {name} is not the embedding"
-            raise HuggingFaceError(f"{folder.path}: {rule}. Remove the wrong one of the two.")
-    return found, unused
-
-
-def load(
-    folder: Folder, found: Mapping[str, Entry], wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None
-) -> Tensors:
+def load(folder: Folder, wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None) -> Tensors:
     """Return tensors of a folder, rounded where the dtype in `wanted` has fewer bits.
 
     Args:
         folder: an opened folder.
-        found: the entries of the folder's model, from `matched`.
         wanted: shape, dtype and sharding of each array, by jaxtrain's names.
         progress: called with name and bytes of each tensor, when it is on the devices.
 
@@ -219,6 +196,7 @@ def load(
         HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite
             (NotFinite).
     """
+    found, _ = folder.matched
     for name, a in wanted.items():
         if name not in found:
             raise HuggingFaceError(f"{name}: not in {folder.path}.")
@@ -294,18 +272,17 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         HuggingFaceError: the folder cannot be imported, and nothing is written.
     """
     check_new(out)
-    found, unused = matched(folder)
+    found, unused = folder.matched
     text = folder_text(folder).record()  # a damaged file is an error before the tensors are read
-    theirs = [name for entry in found.values() for name in entry.theirs]
-    dtype = folder.dtype(name for e in found.values() if not e.how.exact for name in e.theirs) if dtype == "auto" else dtype
+    dtype = folder.dtype if dtype == "auto" else dtype
     parameters = sum(math.prod(entry.shape) for entry in found.values())
     size = parameters * DTYPES[dtype].itemsize
     check_space(out, size)
-    files = counted(len({stored.file for stored in folder.tensors.values()}), "file")
+    files = plural(len({stored.file for stored in folder.tensors.values()}), "file")
     scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if parameters >= x[0]), (1e3, "k"))
     say(
         f"{folder.path}: {folder.model.family}, {parameters / scale:.3g} {unit} parameters, {len(folder.tensors)} tensors in "
-        f"{files}; {len(set(theirs))} used, {len(unused)} unused, 0 missing; stored as {dtype}"
+        f"{files}; {len(folder.tensors) - len(unused)} used, {len(unused)} unused, 0 missing; stored as {dtype}"
     )
     for name, why in unused.items():
         say(f"  unused: {name} ({why})")
@@ -321,9 +298,9 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     }
     started = time.perf_counter()
     with progress_bar(folder.bytes) as progress:
-        tensors = load(folder, found, wanted, progress)
+        tensors = load(folder, wanted, progress)
     seconds = time.perf_counter() - started
-    say(f"read {rate(folder.bytes, seconds)}, onto {counted(len(devices), 'device')}")
+    say(f"read {rate(folder.bytes, seconds)}, onto {plural(len(devices), 'device')}")
 
     started = time.perf_counter()
     run = folder.run(dtype)
@@ -371,11 +348,6 @@ def check_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if free < size:
         raise HuggingFaceError(f"{out}: {decimal(size)} are needed, and {decimal(free)} free. Name another --out.")
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 file" or "2 files"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def rate(size: int, seconds: float) -> str:

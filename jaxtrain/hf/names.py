@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,17 +174,17 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     return out
 
 
-def as_stored(stored: Mapping[str, Any], exact: Callable[[str], bool]) -> dict[str, Entry]:
+def as_stored(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[str, Entry]:
     """Return the entry of each tensor of a folder with jaxtrain's own names, by its name in jaxtrain's checkpoints.
 
     Args:
         stored: values with the `shape` of each tensor, by jaxtrain's name without PREFIX.
-        exact: returns `HfTensor.exact` of a tensor, by its name.
+        exact: names of the tensors with `HfTensor.exact`.
     """
     out = {}
     for name, a in stored.items():
         letters = string.ascii_lowercase[: len(a.shape)]
-        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=exact(name))
+        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=name in exact)
         out[PREFIX + name] = Entry(PREFIX + name, (name,), how, dict(zip(letters, a.shape, strict=True)))
     return out
 

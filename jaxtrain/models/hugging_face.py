@@ -50,9 +50,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 FACTOR = {"factor": Key("rope_factor", NUMBER)}
 ORIGINAL = {"original_max_position_embeddings": Key("rope_original_len")}
-# rope_type -> its keys.
-ROPE_TYPES: dict[str, dict[str, Row]] = {
-    "default": {},
+# model.rope_scaling -> the keys of this rope_type; that of none is default.
+ROPE_TYPES: dict[str, dict[str, Key]] = {
+    "none": {},
     "llama3": {
         **FACTOR,
         "low_freq_factor": Key("rope_low_freq", NUMBER),
@@ -97,13 +97,14 @@ class Rope(Row):
             if any(value != given[0] for value in given):
                 raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
             new = given[0]
-        return _rope(_agreed(s, old, new), s.path, tuple(ROPE_TYPES))
+        return _rope(_agreed(s, old, new), s.path, ("default", "llama3", "linear", "yarn"))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
-        kind = "default" if model.rope_scaling == "none" else model.rope_scaling
-        scaling = {k: v for k, v in write_rows(ROPE_TYPES[kind], model).items() if v is not None} | {"rope_type": kind}
+        plain = model.rope_scaling == "none"
+        scaling = {"rope_type": "default" if plain else model.rope_scaling}
+        scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
         new = {"rope_theta": model.rope_base, **scaling}
-        out = {"rope_theta": model.rope_base, "rope_scaling": None if kind == "default" else scaling, key: new}
+        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, key: new}
         if self.by_kind:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
@@ -148,9 +149,9 @@ def _rope(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
-    out = {"rope_scaling": "none" if kind == "default" else kind}
-    rows: dict[str, Row] = {"partial_rotary_factor": only(1.0, "only whole heads are rotated")}
-    out |= read_rows(rows | {"rope_theta": Key("rope_base", NUMBER)} | ROPE_TYPES[kind], s)
+    scaling = "none" if kind == "default" else kind
+    rows = {"partial_rotary_factor": only(1.0, "only whole heads are rotated"), "rope_theta": Key("rope_base", NUMBER)}
+    out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
     if left := s.unread():
         shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
         fix = instead({key: value for key, value in given.items() if key not in left})
