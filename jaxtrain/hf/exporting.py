@@ -22,9 +22,10 @@ from jaxtrain.config.shapes import is_vector
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
-from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, has_model, is_matrix, model_of, write_json
+from jaxtrain.hf.folder import CONFIG, GENERATION, has_model, is_matrix, model_of, write_json
 from jaxtrain.hf.importing import check_space, open_origin, rate
 from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
+from jaxtrain.hf.tensor_files import INDEX
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.progress import progress_bar

@@ -33,8 +33,9 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
-from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, same, stored_run
+from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import PREFIX
+from jaxtrain.hf.tensor_files import same
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
@@ -57,7 +58,7 @@ class Origin:
         name: a name of the weights for log lines.
         path: the folder of the step, or the Hugging Face folder.
         step: the step; 0 for a Hugging Face folder.
-        meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
+        meta: meta.json of the step; for a Hugging Face folder, what an import would write of `config`, `came_from`.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
         folder: the opened Hugging Face folder; None for a step of a run.
@@ -80,12 +81,9 @@ class Origin:
 
     def announce(self, say: Callable[[str], None] | None = None) -> None:
         """Tell which step is used, if it was chosen for its held-out loss, and `notes`. say: None: lines on stderr."""
-        lines = [f"using {self.name}"] * self.best + [f"note: {note}" for note in self.notes]
-        for line in lines:
-            if say:
-                say(line)
-            else:
-                print(line, file=sys.stderr)
+        say = say or functools.partial(print, file=sys.stderr)
+        for line in [f"using {self.name}"] * self.best + [f"note: {note}" for note in self.notes]:
+            say(line)
 
     @property
     def averaged(self) -> bool:
@@ -97,17 +95,15 @@ class Origin:
 
         Without `ema`, a line on stderr tells of averages that are not used. Raises ConfigError if there are none to use.
         """
+        places = averages(self.stored)
+        if places and not ema:
+            note = f"{self.name} has an average of its weights too, which --ema (in Python ema=True) would use"
+            print(f"note: {note}", file=sys.stderr)
         if not ema:
-            if self.averaged:
-                print(
-                    f"note: {self.name} has an average of its weights too, which --ema (in Python ema=True) would use",
-                    file=sys.stderr,
-                )
             return self
-        if not self.averaged:
+        if not places:
             rule = f"{self.name} has no average of weights"
             raise ConfigError([Problem("--ema", None, rule, "Leave --ema (in Python ema=True) out.")])
-        places = averages(self.stored)
         stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
 
         def read(wanted: Tensors) -> Tensors:
@@ -129,7 +125,7 @@ class Origin:
     @property
     def positions(self) -> int:
         """Return the longest sequence that the model or one that it began from was trained with, in tokens; 0 if unknown."""
-        return self.meta["positions"] if self.folder is None else self.folder.seq_len
+        return self.meta["positions"]
 
     def text(self) -> TextFormat:
         """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
@@ -177,8 +173,9 @@ def folder_text(folder: Folder) -> TextFormat:
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
-    """Return the entry `hugging_face` of meta.json, with the path and the config.json of an imported folder."""
-    return {"hugging_face": {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}}
+    """Return entries of meta.json of an imported folder: its path and config.json, and the length of its sequences."""
+    place = {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}
+    return {"hugging_face": place, "positions": folder.seq_len}
 
 
 # ---- Tensors onto devices
@@ -216,11 +213,10 @@ def load(folder: Folder, wanted: Tensors, progress: Callable[[str, int], None] =
     out: Tensors = {}
     sound: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:
-        following = reader.submit(read, order[0]) if order else None
-        for name, after in zip(order, [*order[1:], None], strict=True):
-            assert following is not None
-            stored = following.result()
-            following = reader.submit(read, after) if after else None
+        following = [reader.submit(read, name) for name in order[:1]]
+        for i, name in enumerate(order):
+            stored = following.pop().result()
+            following += [reader.submit(read, after) for after in order[i + 1 : i + 2]]
             a, entry = wanted[name], found[name]
             shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
             out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
@@ -310,7 +306,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     # The tokenizer comes before the checkpoint, with which the run counts as complete.
     if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, "positions": folder.seq_len})
+    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text})
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")

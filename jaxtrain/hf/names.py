@@ -30,9 +30,15 @@ class Entry:
     """A tensor of jaxtrain, and the Hugging Face tensors with its values: one tensor and its copies, or a tensor per expert."""
 
     ours: str  # the name in jaxtrain's checkpoints
-    theirs: tuple[str, ...]  # the names in the Hugging Face checkpoint
+    read: tuple[str, ...]  # the names in the Hugging Face checkpoint, without those of copies
     how: HfTensor
     sizes: Mapping[str, int]  # size of each axis by its letter
+    copies: tuple[str, ...] = ()
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Return the names in the Hugging Face checkpoint."""
+        return self.read + self.copies
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,16 +49,6 @@ class Entry:
     def their_shape(self) -> tuple[int, ...]:
         """Return the shape of each Hugging Face tensor in `theirs`."""
         return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """Return the names in `theirs` that are copies of the first tensor."""
-        return () if self.how.each_expert else self.theirs[1:]
-
-    @property
-    def read(self) -> tuple[str, ...]:
-        """Return the names in `theirs` that are not copies."""
-        return self.theirs[: len(self.theirs) - len(self.copies)]
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
@@ -170,7 +166,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             copies = tuple(how.copy.replace("{i}", str(module)) for module in modules if how.copy)
             if stored is not None:  # a tensor that several places of the model share may be written once
                 copies = tuple(copy for copy in copies if copy in stored)
-            out[ours] = Entry(ours, (*each, *copies), how, sizes)
+            out[ours] = Entry(ours, each, how, sizes, copies)
     return out
 
 
