@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 
 from jaxtrain.models.families import gemma2, llama
-from jaxtrain.models.hugging_face import HfTensor
+from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.module import constant, param
 from jaxtrain.models.transformer import Transformer
 

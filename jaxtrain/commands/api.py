@@ -349,9 +349,9 @@ def load_weights(
         raise ValueError(f"dtype = {dtype!r}: must be f32, bf16, or '' for that of the stored arrays. Fix: dtype='f32'.")
     source = open_origin(os.fspath(model)).choose(ema)
     source.announce()
-    weights = open_weights(source, base, wide=dtype == "f32", announce=lambda origin: origin.announce())
-    wanted = {name: DTYPES[dtype] if dtype else a.dtype for name, a in weights.stored.items()}
-    return {name.removeprefix(PREFIX): np.array(x, wanted[name]) for name, x in weights.read(list(wanted))}
+    stored, read = open_weights(source, base, dtype == "f32")
+    wanted = {name: DTYPES[dtype] if dtype else a.dtype for name, a in stored.items()}
+    return {name.removeprefix(PREFIX): np.array(x, wanted[name]) for name, x in read(list(wanted))}
 
 
 @_with_own_line

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import shlex
 import shutil
 import stat
 import time
@@ -17,23 +16,23 @@ import safetensors.numpy
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import LOCAL
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf import folder as folders
-from jaxtrain.hf.folder import CONFIG, GENERATION, INDEX, has_model, is_matrix, model_of, write_json
-from jaxtrain.hf.importing import check_space, counted, open_origin, rate
+from jaxtrain.hf.folder import CONFIG, GENERATION, has_model, is_matrix, model_of, write_json
+from jaxtrain.hf.importing import check_space, open_origin, rate
 from jaxtrain.hf.names import PREFIX, Entry, as_stored, entries
+from jaxtrain.hf.tensor_files import INDEX
 from jaxtrain.hf.weights import Read, open_weights
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.progress import progress_bar
-from jaxtrain.models import family
-from jaxtrain.models.hugging_face import FAMILY, OWN, RAW, HuggingFaceError, format_of
+from jaxtrain.models.hf_keys import FAMILY, OWN
+from jaxtrain.models.hugging_face import RAW, ROPE_TYPES, HuggingFaceError, format_of
 
 SHOWN = 8  # tensors named one by one
-YARN = [f"rope_{key}" for key in ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")]
 
 
 # ---- config.json
@@ -45,7 +44,7 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
     Args:
         dtype: dtype of the tensors, f32 | bf16.
         positions: the longest sequence that the model was trained with, in tokens.
-        more: further keys: bos_token_id, eos_token_id and pad_token_id, and those of `own_of`.
+        more: further keys: bos_token_id, eos_token_id and pad_token_id, and OWN.
     """
     layout = format_of(model.family)
     stored = DTYPES[dtype].name
@@ -74,16 +73,6 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
     return out
 
 
-def raw_json(model: schema.Model, positions: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json of a folder with jaxtrain's own names. Arguments are those of `config_json`."""
-    return {"model_type": RAW, "model": dataclasses.asdict(model), "max_position_embeddings": positions, **more}
-
-
-def own_of(model: schema.Model, own: tuple[tuple[str, schema.Value], ...]) -> dict[str, Any]:
-    """Return the key of config.json with the section `own` of a config; {} if no family from outside the package reads it."""
-    return {OWN: dict(own)} if own and model.outside else {}
-
-
 def in_force(m: schema.Model) -> schema.Model:
     """Return an equivalent model that can be compared with others: settings without effect have their defaults.
 
@@ -96,12 +85,10 @@ def in_force(m: schema.Model) -> schema.Model:
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
         changes["local_rope_base"] = 0.0  # local layers have scaled frequencies too, which no base expresses
-    without_effect = ["rope_factor"] * (m.rope_scaling == "none")
+    of_type = {kind: {row.ours for row in rows.values()} for kind, rows in ROPE_TYPES.items()}
+    without_effect = [*set().union(*of_type.values()) - of_type[m.rope_scaling]]
     without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
     without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
-    without_effect += ["rope_low_freq", "rope_high_freq"] * (m.rope_scaling != "llama3")
-    without_effect += ["rope_original_len"] * (m.rope_scaling not in ("llama3", "yarn"))
-    without_effect += YARN * (m.rope_scaling != "yarn")
     return dataclasses.replace(m, **changes, **{name: getattr(default, name) for name in without_effect})
 
 
@@ -146,10 +133,6 @@ def export(
     source = open_origin(path).choose(ema)
     source.announce(say)
     run = source.run()
-    if not raw and getattr(family(run.model.family), "FORMAT", None) is None:
-        fix = shlex.join(["hf", "export", path, f"--out={out}", "--raw"])
-        rule = "has no FORMAT, and so no names in Hugging Face's checkpoints"
-        raise HuggingFaceError(f"model.family = {run.model.family!r}: {rule}. Fix: {spelled(f'python -m jaxtrain {fix}')}.")
     wanted = {} if raw else entries(run.model)
     if out.name in ("", ".."):  # the finished folder could not be renamed to such a name
         raise HuggingFaceError(f"--out={out}: must end in the name of a folder. Fix: --out={out / 'served'}.")
@@ -157,10 +140,9 @@ def export(
         raise HuggingFaceError(f"{out}: is there already. Name another --out, or replace it with --force.")
     if out.exists() and (not has_model(out) or (out / "checkpoints").exists()):
         raise HuggingFaceError(f"{out}: is no folder with a Hugging Face model, and --force replaces nothing else.")
-    weights = open_weights(source, base, wide=dtype == "f32", announce=lambda origin: origin.announce(say))
-    stored = weights.stored
+    stored, read = open_weights(source, base, dtype == "f32", say)
     if raw:
-        wanted = as_stored({name.removeprefix(PREFIX): a for name, a in stored.items()}, exact=lambda name: False)
+        wanted = as_stored({name.removeprefix(PREFIX): a for name, a in stored.items()})
     check_complete(wanted, stored, source.name, run.model.family)
     # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
     matrices = {name for name in wanted if (is_matrix(name, stored[name].shape) if raw else not is_vector(name))}
@@ -178,8 +160,13 @@ def export(
     if known and (lost := source.text().lost(known)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
     special = text.ids_to_write(known.bos if known else ())
-    positions, more = max(run.data.seq_len, source.positions), {**special, **own_of(run.model, run.own)}
-    described = raw_json(run.model, positions, more) if raw else config_json(run.model, chosen, positions, more)
+    positions, more = max(run.data.seq_len, source.positions), dict(special)
+    if run.own and run.model.outside:
+        more[OWN] = dict(run.own)
+    if raw:
+        described = {"model_type": RAW, "model": dataclasses.asdict(run.model), "max_position_embeddings": positions, **more}
+    else:
+        described = config_json(run.model, chosen, positions, more)
     size = sum(math.prod(e.shape) * (1 + len(e.copies)) * dtypes[name].itemsize for name, e in wanted.items())
     check_space(out, size)
 
@@ -190,7 +177,7 @@ def export(
     started = time.perf_counter()
     try:
         with progress_bar(size) as progress:
-            files = write_tensors(weights.read, wanted, partial, dtypes, shard_size, progress)
+            files = write_tensors(read, wanted, partial, dtypes, shard_size, progress)
     except (CheckpointError, HuggingFaceError):
         shutil.rmtree(partial)
         raise
@@ -211,12 +198,12 @@ def export(
         shutil.rmtree(replaced)
     wider = sorted({str(a.dtype) for name, a in stored.items() if a.dtype != dtypes[name] == DTYPES["bf16"]})
     rounded = f", rounded from {' and '.join(wider)}" if wider else ""
-    tensors = counted(len({name for e in wanted.values() for name in e.theirs}), "tensor")
+    tensors = plural(len({name for e in wanted.values() for name in e.theirs}), "tensor")
     what = f"{run.model.family} with jaxtrain's names" if raw else described["architectures"][0]
     kinds = " and ".join(sorted({str(dtype) for dtype in dtypes.values()})) if raw else chosen
     if known and text.template:
         say(f"chat template: {text.template_name}")
-    say(f"{out}: {what}, {tensors} as {kinds}{rounded}, {counted(files, 'file')}, {rate(size, seconds)}")
+    say(f"{out}: {what}, {tensors} as {kinds}{rounded}, {plural(files, 'file')}, {rate(size, seconds)}")
 
 
 def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], where: str, family: str) -> None:

@@ -1,19 +1,16 @@
-"""A folder with a Hugging Face model: config.json, safetensors files, the tokenizer's files. Imports no jax."""
+"""A folder with a Hugging Face model: config.json, the tensors' names, the tokenizer's files. Imports no jax."""
 
 import contextlib
 import dataclasses
 import functools
 import json
-import math
-import operator
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jaxtrain import checkpoint
@@ -22,60 +19,36 @@ from jaxtrain.config.commands import spelled
 from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
-from jaxtrain.data.rows import once
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.models import hugging_face, rules
-from jaxtrain.models.hugging_face import OWN, RAW, HuggingFaceError, Settings, family_of, format_of
+from jaxtrain.hf.names import EMBEDDING, TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.tensor_files import (
+    ADAPTER,
+    BF16,
+    INDEX,
+    MXFP4,
+    SINGLE,
+    Stored,
+    adapter_alone,
+    list_tensors,
+    read_object,
+    same,
+    scaled,
+    weight_files,
+    with_scales,
+)
+from jaxtrain.models import hf_keys, rules
+from jaxtrain.models.hf_keys import OWN, Key, Row, Settings
+from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-ADAPTER = "adapter_config.json"  # of PEFT
-OF_TRAINING = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")  # files without weights
-# Ends of the names of files with weights, of any program.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-LFS = b"version https://git-lfs"  # the first bytes of a file that stands for one in Git LFS
-BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the two arrays of a tensor in MXFP4
+CONFIG = "config.json"
 # Files of tokenizers of any family.
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt"),
 )
-DTYPES = {"F32": np.dtype("float32"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("float16")}
-DTYPES["U8"] = np.dtype("uint8")  # for MXFP4 alone
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)  # read only with the scales of its blocks
-DTYPES["F8_E4M3"] = FP8
 SHOWN = 6  # files named one by one
-SCALE = "_scale_inv"  # suffix of the scales of a tensor in FP8, one scale for each block of rows and columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The file, offset, dtype and shape of a tensor in a safetensors file."""
-
-    file: Path
-    offset: int  # of the tensor's data in the file, in bytes
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    scale: "Stored | None" = None  # for a tensor in FP8, the scales by which its blocks are multiplied
-
-    @property
-    def holds(self) -> np.dtype[Any]:
-        """Return the dtype of the tensor after `Folder.read`: bfloat16 for FP8 and MXFP4, otherwise its dtype in the file."""
-        return DTYPES["BF16"] if self.scale else self.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Return the size of the tensor's data in the file, in bytes; for MXFP4, the size of the unpacked tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Packed(Stored):
-    """A tensor in MXFP4, stored as blocks and scales. `dtype` and `shape` are those of the unpacked array (hf/mxfp4.py)."""
-
-    blocks: Stored
-    scales: Stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +62,31 @@ class Folder:
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
         """Return the tensors' descriptions by name. Raises HuggingFaceError for files that are missing or damaged."""
-        return with_packed(with_scales(list_tensors(self.path), self.path))
+        return with_scales(list_tensors(self.path))
+
+    @functools.cached_property
+    def matched(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        """Return (jaxtrain's name -> entry, unused tensor -> reason).
+
+        Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
+        """
+        if self.raw:  # of bfloat16 matrices, norms and biases may be float32
+            exact = {k for k, a in self.tensors.items() if a.dtype == np.float32 and not is_matrix(k, a.shape)}
+            return as_stored(self.tensors, exact), {}
+        shapes = {name: stored.shape for name, stored in self.tensors.items()}
+        found = entries(self.model, shapes)
+        unused = match(found, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
+        for name in (name for name, why in unused.items() if why == TIED):
+            if not same(self.read(name), self.read(EMBEDDING)):
+                rule = f"tie_word_embeddings is true, but {name} is not the embedding"
+                raise HuggingFaceError(f"{self.path}: {rule}. Remove the wrong one of the two.")
+        return found, unused
+
+    @property
+    def dtype(self) -> str:
+        """Return bf16 if all tensors without `HfTensor.exact` are bfloat16 after reading, else f32: none is rounded."""
+        names = [name for entry in self.matched[0].values() if not entry.how.exact for name in entry.theirs]
+        return "bf16" if all(self.tensors[name].holds == BF16 for name in names) else "f32"
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
@@ -105,9 +102,9 @@ class Folder:
             shown = ", ".join(others[:SHOWN]) + f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
             whose = SINGLE if files == [SINGLE] else f"the files in {INDEX}"
             out.append(f"{self.path}: the weights are those of {whose}, as in transformers; not used: {shown}")
-        asked = {key: self.settings[key] for key in hugging_face.GENERATION if self.settings.get(key) is not None}
-        if asked := {key: value for key, value in asked.items() if value != hugging_face.GENERATION[key]}:
-            shown = ", ".join(f"{key} = {value!r}" for key, value in asked.items())
+        given = {key: self.settings.get(key) for key in hf_keys.GENERATION}
+        if asked := [f"{k} = {x!r}" for k, x in given.items() if x is not None and x != hf_keys.GENERATION[k]]:
+            shown = ", ".join(asked)
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
         if not self.seq_len:
             out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {schema.Data().seq_len}")
@@ -131,19 +128,13 @@ class Folder:
         """Return whether the tensors have jaxtrain's own names and axes, as `hf export --raw` writes them."""
         return self.settings.get("model_type") == RAW
 
-    def keeps_f32(self, name: str) -> bool:
-        """Return whether a tensor of a raw folder is float32 for any dtype of the matrices: no matrix, and float32 there."""
-        return self.tensors[name].dtype == DTYPES["F32"] and not is_matrix(name, self.tensors[name].shape)
-
     @property
     def bytes(self) -> int:
         """Return the sum of `Stored.bytes` over all tensors."""
         return sum(stored.bytes for stored in self.tensors.values())
 
-    def run(self, dtype: str = "auto") -> RunConfig:
-        """Return the config of a run with this model and tokenizer. dtype: f32 | bf16 | auto (`self.dtype` of all tensors)."""
-        if dtype == "auto":
-            dtype = self.dtype(name for name in self.tensors if not (self.raw and self.keeps_f32(name)))
+    def run(self, dtype: str = "f32") -> RunConfig:
+        """Return the config of a run with this model and tokenizer. dtype: of the weights, f32 | bf16."""
         tree = schema.to_dict(RunConfig())
         tree["model"] = dataclasses.asdict(self.model)
         tree |= {schema.OWN: self.settings[OWN]} if OWN in self.settings else {}
@@ -162,10 +153,6 @@ class Folder:
         """Return max_position_embeddings of config.json; 0 if it is missing."""
         return self.settings.get("max_position_embeddings") or 0
 
-    def dtype(self, names: Iterable[str]) -> str:
-        """Return bf16 if all these tensors are bfloat16 after reading, else f32, so that no tensor is rounded."""
-        return "bf16" if all(self.tensors[name].holds == DTYPES["BF16"] for name in names) else "f32"
-
     def read(self, name: str) -> np.ndarray:
         """Return a tensor in its stored dtype, or in bfloat16 if it is stored in FP8 or MXFP4.
 
@@ -173,10 +160,11 @@ class Folder:
         early.
         """
         stored = self.tensors[name]
-        if isinstance(stored, Packed):
-            return mxfp4.unpacked(self._read(f"{name}{BLOCKS}", stored.blocks), self._read(f"{name}{SCALES}", stored.scales))
-        found = self._read(name, stored)
-        return scaled(found, self._read(name + SCALE, stored.scale), self.block) if stored.scale else found
+        found = stored.read(name)
+        if not stored.scale:
+            return found
+        scale = stored.scale.read(f"the scales of {name}")
+        return mxfp4.unpacked(found, scale) if stored.dtype == MXFP4 else scaled(found, scale, self.block)
 
     @property
     def block(self) -> tuple[int, int]:
@@ -187,42 +175,10 @@ class Folder:
             raise HuggingFaceError(f"{self.path / CONFIG}: quantization_config: {rule}, as [128, 128].")
         return given[0], given[1]
 
-    def _read(self, name: str, stored: Stored) -> np.ndarray:
-        # The library's own read holds Python's lock, so no tensor could be read while another is copied to devices.
-        return bytes_of(name, stored).view(stored.dtype).reshape(stored.shape)
-
-
-def bytes_of(name: str, stored: Stored) -> np.ndarray:
-    """Return the bytes of a tensor, uint8 [bytes]. Raises HuggingFaceError if the file ends early."""
-    data = np.empty(stored.bytes, np.uint8)
-    with open(stored.file, "rb") as file:
-        file.seek(stored.offset)
-        if file.readinto(data) < stored.bytes:
-            raise HuggingFaceError(f"{stored.file}: ends inside {name}, which has {stored.bytes:,} bytes. Fetch it again.")
-    return data
-
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor, by jaxtrain's name, is a matrix: those have dtypes.params, and norms and biases float32."""
     return len(shape) > 1 and not is_vector(name)
-
-
-def with_packed(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of a folder, with each pair of MXFP4 blocks and scales joined to one `Packed` tensor."""
-    out = dict(tensors)
-    for name, blocks in tensors.items():
-        whole = name.removesuffix(BLOCKS)
-        scales = tensors.get(whole + SCALES)
-        if whole == name or scales is None or blocks.dtype != DTYPES["U8"] or scales.dtype != DTYPES["U8"]:
-            continue
-        if blocks.shape != (*scales.shape, mxfp4.BYTES) or len(scales.shape) != 3:
-            rule = f"{list(blocks.shape)} does not fit its scales, {list(scales.shape)}"
-            raise HuggingFaceError(f"{blocks.file}: {name}: {rule}. Fetch it again.")
-        del out[name], out[whole + SCALES]
-        experts, outputs, count = scales.shape
-        shape = (experts, count * mxfp4.BYTES * 2, outputs)
-        out[whole] = Packed(blocks.file, blocks.offset, DTYPES["BF16"], shape, blocks=blocks, scales=scales)
-    return out
 
 
 def has_model(folder: Path) -> bool | None:
@@ -314,181 +270,32 @@ def read_settings(path: Path) -> dict[str, Any]:
     return read_object(path / CONFIG)
 
 
-def adapter_alone(path: Path) -> str:
-    fix = spelled(f"python -m jaxtrain hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
-    return f"{path}: has an adapter of PEFT, and no model. Fix: {fix}."
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_no_number)
-    except (OSError, ValueError, RecursionError) as error:
-        raise HuggingFaceError(f"{path}: cannot be read as JSON ({error}). Fetch it again, or correct it.") from error
-    if not isinstance(found, dict):
-        raise HuggingFaceError(f"{path}: is no JSON object. Fetch it again.")
-    return found
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"it has the number {word}")
-
-
 def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
     """Return the model that a config.json describes. Raises HuggingFaceError for a model that jaxtrain does not support."""
     if settings.get("model_type") == RAW:
-        return _checked_model(settings.get("model"), path)
+        return _checked_model(settings.get("model"), path, {})
     family = family_of(settings, path)
     layout = format_of(family)
     named = settings.get("architectures") or [layout.architecture]
     if not isinstance(named, list) or layout.architecture not in named:
         rule = f"only {layout.architecture} is a language model of this kind"
         raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
-    found = Settings(settings, path)
-    if found.whole("max_position_embeddings", 1) >= 2**31:
-        rule = "positions are numbers of 32 bits"
-        raise HuggingFaceError(f"{path}: max_position_embeddings = {settings['max_position_embeddings']}: {rule}.")
-    values = {"family": family, **layout.read(found)}
-    std = settings.get("initializer_range")
-    return _checked_model(values | ({"init_std": std} if isinstance(std, float) else {}), path)
+    return _checked_model({"family": family, **layout.read(Settings(settings, path))}, path, layout.keys)
 
 
-def _checked_model(values: Any, path: str) -> Model:
-    """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have."""
+def _checked_model(values: Any, path: str, rows: Mapping[str, Row]) -> Model:
+    """Return the model with these keys of the section `model`. Raises HuggingFaceError for a model that no run may have.
+
+    rows: the table by which the keys were read, for errors.
+    """
     if not isinstance(values, Mapping):
         raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
     run, problems = schema.resolve(schema.to_dict(schema.RunConfig()) | {"model": values})
     if problems := problems or rules.problems_of(run.model):
-        raise HuggingFaceError(f"{path}: no run may have this model: " + "; ".join(map(str, problems)))
+        theirs = {f"model.{row.ours}": key for key, row in rows.items() if isinstance(row, Key)}
+        shown = (f"{theirs[p.key]}, which is {p}" if p.key in theirs else str(p) for p in problems)
+        raise HuggingFaceError(f"{path}: no run may have this model: {'; '.join(shown)}")
     return run.model
-
-
-def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return the names of (files that hold the model's weights, file of each tensor in the index, other files with weights).
-
-    As in transformers, model.safetensors goes before an index. The second is {} if the index is not used.
-
-    Raises HuggingFaceError if there are no weights, or if the index is damaged.
-    """
-    named = read_index(path / INDEX) if os.path.lexists(path / INDEX) else {}
-    if os.path.lexists(path / SINGLE):
-        files, named = [SINGLE], named if set(named.values()) == {SINGLE} else {}
-    else:
-        files = sorted(set(named.values()))
-    there = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in OF_TRAINING)
-    left = [name for name in there if name not in files]
-    if not files:
-        fix = "Name a model's folder."
-        if (path / ADAPTER).is_file():
-            raise HuggingFaceError(adapter_alone(path))
-        if shards := [name for name in left if name.lower().endswith(".safetensors")]:
-            fix = f"It has {shards[0]}: fetch {INDEX}, too, or rename a file that has all tensors to {SINGLE}."
-        elif left:
-            fix = f"It has {left[0]}: save it as safetensors with transformers first."
-        raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {fix}")
-    unused = [INDEX] if os.path.lexists(path / INDEX) and not named else []
-    return files, named, unused + left
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor from an index of safetensors files. Raises HuggingFaceError if it cannot be read."""
-    named = read_object(path).get("weight_map")
-    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
-        raise HuggingFaceError(f"{path}: weight_map is no object with the file of each tensor. Fetch it again.")
-    return named
-
-
-def list_tensors(path: Path) -> dict[str, Stored]:
-    """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
-    files, named, _ = weight_files(path)
-    out: dict[str, Stored] = {}
-    for file in files:
-        found = list_file(path / file)
-        for name in sorted(found.keys() & out.keys()):
-            one, two = out[name], found[name]
-            same = (one.dtype, one.shape) == (two.dtype, two.shape)
-            if not (same and np.array_equal(bytes_of(name, one), bytes_of(name, two))):
-                raise HuggingFaceError(f"{path}: {name} is another tensor in {one.file.name} than in {file}. Fetch both again.")
-        out |= {name: stored for name, stored in found.items() if name not in out or named.get(name) == file}
-    lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
-    if lost:
-        raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
-    return out
-
-
-def with_scales(tensors: dict[str, Stored], path: Path) -> dict[str, Stored]:
-    """Return the tensors, each tensor in FP8 joined with its scales. Raises HuggingFaceError for FP8 without scales."""
-    out = {name: stored for name, stored in tensors.items() if not name.endswith(SCALE)}
-    for name, stored in out.items():
-        scale = tensors.get(name + SCALE)
-        if (stored.dtype == FP8) != (scale is not None):
-            rule = f"is {stored.dtype}, and there is {'no' if scale is None else 'a'} {name}{SCALE}"
-            raise HuggingFaceError(f"{path}: {name} {rule}: scales are read of tensors in FP8, and those with scales alone.")
-        out[name] = dataclasses.replace(stored, scale=scale)
-    return out
-
-
-def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Return a matrix in bfloat16, each block multiplied by its scale in float32 and rounded once.
-
-    Raises HuggingFaceError unless there is one scale for each block.
-    """
-    wanted = tuple(-(-size // of) for size, of in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
-    if scale.shape != wanted:
-        raise HuggingFaceError(
-            f"scales {list(scale.shape)} of a tensor {list(x.shape)} in FP8: blocks of {block} have {wanted}."
-        )
-    rows, columns = (np.repeat(np.arange(n), of)[:size] for n, of, size in zip(wanted, block, x.shape, strict=True))
-    return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(DTYPES["BF16"])
-
-
-def list_file(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file by name.
-
-    The file begins with the length of its header (eight bytes) and the header (JSON). The data follows.
-    """
-    try:
-        length = file.stat().st_size
-        with open(file, "rb") as read:
-            first = read.read(len(LFS))
-            start = 8 + int.from_bytes(first[:8], "little")
-            read.seek(8)
-            text = read.read(start - 8) if 8 < start <= length else b""
-        header = json.loads(text, object_pairs_hook=once) if text else None
-    except FileNotFoundError as error:
-        raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise HuggingFaceError(f"{file}: is no safetensors file ({error}). Fetch it again.") from error
-    if first == LFS:
-        raise HuggingFaceError(
-            f"{file}: only names a file in Git LFS, which was not fetched. Fix: git lfs pull, in the folder."
-        )
-    if not isinstance(header, dict):
-        raise HuggingFaceError(f"{file}: is no safetensors file, or cut off in its header. Fetch it again.")
-    out, spans = {}, []
-    for name, about in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape, (begin, end) = about["dtype"], tuple(map(operator.index, about["shape"])), about["data_offsets"]
-            spans.append((operator.index(begin), operator.index(end)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise HuggingFaceError(f"{file}: its header does not describe {name} ({error!r}). Fetch it again.") from error
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise HuggingFaceError(f"{file}: {name} has dtype {dtype}; {', '.join(DTYPES)} are read. Save it as float32 first.")
-        out[name] = stored = Stored(file, start + begin, DTYPES[dtype], shape)
-        if start + end > length:
-            ends = f"{name} ends at byte {start + end:,}, the file at {length:,}"
-            raise HuggingFaceError(f"{file}: cut off: {ends}. Fetch it again.")
-        if stored.bytes != end - begin:
-            rule = f"{name} has {end - begin:,} bytes, and its shape {list(shape)} of {dtype} {stored.bytes:,}"
-            raise HuggingFaceError(f"{file}: {rule}. Fetch it again.")
-    spans.sort()
-    ends = [0, *(end for _, end in spans)]
-    if [*(begin for begin, _ in spans), length - start] != ends:
-        rule = "its tensors overlap, or leave bytes between them or at the end"
-        raise HuggingFaceError(f"{file}: is damaged: {rule}. Fetch it again.")
-    return out
 
 
 # ---- Runs of jaxtrain
@@ -524,7 +331,7 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
     """
     adapters: dict[str, dict[str, Any]] = {}
     if is_folder(path):
-        run = open_folder(path).run("f32")
+        run = open_folder(path).run()
     else:
         checkpoints, step = checkpoint.locate(path)
         meta = checkpoints.meta(step)

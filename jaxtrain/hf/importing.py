@@ -28,12 +28,14 @@ from jaxtrain.checkpoint import Checkpoints, find
 from jaxtrain.checkpoint.manager import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
+from jaxtrain.config.numbers import plural
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
-from jaxtrain.hf.names import PREFIX, TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.names import PREFIX
+from jaxtrain.hf.tensor_files import same
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.metrics.progress import progress_bar
@@ -55,9 +57,8 @@ class Origin:
     Attributes:
         name: a name of the weights for log lines.
         path: the folder of the step, or the Hugging Face folder.
-        hugging_face: whether the weights are in a Hugging Face folder.
         step: the step; 0 for a Hugging Face folder.
-        meta: meta.json of the step; for a Hugging Face folder, the keys `config` and `hugging_face` that an import would write.
+        meta: meta.json of the step; for a Hugging Face folder, what an import would write of `config`, `came_from`.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
         folder: the opened Hugging Face folder; None for a step of a run.
@@ -66,7 +67,6 @@ class Origin:
 
     name: str
     path: str
-    hugging_face: bool
     step: int
     meta: Mapping[str, Any]
     stored: Mapping[str, jax.ShapeDtypeStruct]
@@ -81,12 +81,9 @@ class Origin:
 
     def announce(self, say: Callable[[str], None] | None = None) -> None:
         """Tell which step is used, if it was chosen for its held-out loss, and `notes`. say: None: lines on stderr."""
-        lines = [f"using {self.name}"] * self.best + [f"note: {note}" for note in self.notes]
-        for line in lines:
-            if say:
-                say(line)
-            else:
-                print(line, file=sys.stderr)
+        say = say or functools.partial(print, file=sys.stderr)
+        for line in [f"using {self.name}"] * self.best + [f"note: {note}" for note in self.notes]:
+            say(line)
 
     @property
     def averaged(self) -> bool:
@@ -98,17 +95,15 @@ class Origin:
 
         Without `ema`, a line on stderr tells of averages that are not used. Raises ConfigError if there are none to use.
         """
+        places = averages(self.stored)
+        if places and not ema:
+            note = f"{self.name} has an average of its weights too, which --ema (in Python ema=True) would use"
+            print(f"note: {note}", file=sys.stderr)
         if not ema:
-            if self.averaged:
-                print(
-                    f"note: {self.name} has an average of its weights too, which --ema (in Python ema=True) would use",
-                    file=sys.stderr,
-                )
             return self
-        if not self.averaged:
+        if not places:
             rule = f"{self.name} has no average of weights"
             raise ConfigError([Problem("--ema", None, rule, "Leave --ema (in Python ema=True) out.")])
-        places = averages(self.stored)
         stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
 
         def read(wanted: Tensors) -> Tensors:
@@ -130,7 +125,7 @@ class Origin:
     @property
     def positions(self) -> int:
         """Return the longest sequence that the model or one that it began from was trained with, in tokens; 0 if unknown."""
-        return self.meta["positions"] if self.folder is None else self.folder.seq_len
+        return self.meta["positions"]
 
     def text(self) -> TextFormat:
         """Return how the model's texts end, and its chat template. Raises TokenizerError if a file cannot be read."""
@@ -156,20 +151,18 @@ def open_origin(path: str) -> Origin:
         stored = stored_in(meta)
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
-        return Origin(name, place, False, step, meta, stored, read, best=loss is not None)
+        return Origin(name, place, step, meta, stored, read, best=loss is not None)
     return origin_of(open_folder(path))
 
 
 def origin_of(folder: Folder) -> Origin:
     """Return the weights of an opened Hugging Face folder. Raises HuggingFaceError if its tensors do not fit config.json."""
-    found, _ = matched(folder)
     stored = {
         ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
-        for ours, entry in found.items()
+        for ours, entry in folder.matched[0].items()
     }
-    meta = {"config": schema.to_dict(folder.run()), **came_from(folder)}
-    read = functools.partial(load, folder, found)
-    return Origin(str(folder.path), str(folder.path.absolute()), True, 0, meta, stored, read, folder=folder)
+    meta = {"config": schema.to_dict(folder.run(folder.dtype)), **came_from(folder)}
+    return Origin(str(folder.path), str(folder.path.absolute()), 0, meta, stored, functools.partial(load, folder), folder)
 
 
 def folder_text(folder: Folder) -> TextFormat:
@@ -180,43 +173,19 @@ def folder_text(folder: Folder) -> TextFormat:
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
-    """Return the entry `hugging_face` of meta.json, with the path and the config.json of an imported folder."""
-    return {"hugging_face": {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}}
+    """Return entries of meta.json of an imported folder: its path and config.json, and the length of its sequences."""
+    place = {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}
+    return {"hugging_face": place, "positions": folder.seq_len}
 
 
 # ---- Tensors onto devices
 
 
-def matched(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return (jaxtrain's name -> entry, unused tensor -> reason) of a folder.
-
-    Raises HuggingFaceError if the tensors do not fit config.json, or if a tied head differs from the embedding.
-    """
-    if folder.raw:
-        return as_stored(folder.tensors, folder.keeps_f32), {}
-    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
-    found = entries(folder.model, shapes)
-    unused = match(found, shapes, f"{folder.path}: its tensors are not those of config.json:", folder.model)
-    for name in (name for name, why in unused.items() if why == TIED):
-        if not _same(folder.read(name), folder.read("model.embed_tokens.weight")):
-            rule = f"tie_word_embeddings is true, but {name} is not the embedding"
-            raise HuggingFaceError(f"{folder.path}: {rule}. Remove the wrong one of the two.")
-    return found, unused
-
-
-def _same(one: np.ndarray, two: np.ndarray) -> bool:
-    """Return whether two arrays have the same type and the same bits."""
-    return one.dtype == two.dtype and np.array_equal(one.view(np.uint8), two.view(np.uint8))
-
-
-def load(
-    folder: Folder, found: Mapping[str, Entry], wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None
-) -> Tensors:
+def load(folder: Folder, wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None) -> Tensors:
     """Return tensors of a folder, rounded where the dtype in `wanted` has fewer bits.
 
     Args:
         folder: an opened folder.
-        found: the entries of the folder's model, from `matched`.
         wanted: shape, dtype and sharding of each array, by jaxtrain's names.
         progress: called with name and bytes of each tensor, when it is on the devices.
 
@@ -224,6 +193,7 @@ def load(
         HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite
             (NotFinite).
     """
+    found, _ = folder.matched
     for name, a in wanted.items():
         if name not in found:
             raise HuggingFaceError(f"{name}: not in {folder.path}.")
@@ -235,7 +205,7 @@ def load(
     def read(name: str) -> list[np.ndarray]:
         made = [folder.read(theirs) for theirs in found[name].read]
         for copy in found[name].copies:
-            if not _same(folder.read(copy), made[0]):
+            if not same(folder.read(copy), made[0]):
                 rule = f"multi-token prediction shares {found[name].theirs[0]} with the model, but {copy} is another tensor"
                 raise HuggingFaceError(f"{folder.path}: {rule}. Leave the modules out: --set num_nextn_predict_layers=0")
         return made
@@ -243,11 +213,10 @@ def load(
     out: Tensors = {}
     sound: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:
-        following = reader.submit(read, order[0]) if order else None
-        for name, after in zip(order, [*order[1:], None], strict=True):
-            assert following is not None
-            stored = following.result()
-            following = reader.submit(read, after) if after else None
+        following = [reader.submit(read, name) for name in order[:1]]
+        for i, name in enumerate(order):
+            stored = following.pop().result()
+            following += [reader.submit(read, after) for after in order[i + 1 : i + 2]]
             a, entry = wanted[name], found[name]
             shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
             out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
@@ -299,18 +268,17 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         HuggingFaceError: the folder cannot be imported, and nothing is written.
     """
     check_new(out)
-    found, unused = matched(folder)
+    found, unused = folder.matched
     text = folder_text(folder).record()  # a damaged file is an error before the tensors are read
-    theirs = [name for entry in found.values() for name in entry.theirs]
-    dtype = folder.dtype(name for e in found.values() if not e.how.exact for name in e.theirs) if dtype == "auto" else dtype
+    dtype = folder.dtype if dtype == "auto" else dtype
     parameters = sum(math.prod(entry.shape) for entry in found.values())
     size = parameters * DTYPES[dtype].itemsize
     check_space(out, size)
-    files = counted(len({stored.file for stored in folder.tensors.values()}), "file")
+    files = plural(len({stored.file for stored in folder.tensors.values()}), "file")
     scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if parameters >= x[0]), (1e3, "k"))
     say(
         f"{folder.path}: {folder.model.family}, {parameters / scale:.3g} {unit} parameters, {len(folder.tensors)} tensors in "
-        f"{files}; {len(set(theirs))} used, {len(unused)} unused, 0 missing; stored as {dtype}"
+        f"{files}; {len(folder.tensors) - len(unused)} used, {len(unused)} unused, 0 missing; stored as {dtype}"
     )
     for name, why in unused.items():
         say(f"  unused: {name} ({why})")
@@ -326,9 +294,9 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     }
     started = time.perf_counter()
     with progress_bar(folder.bytes) as progress:
-        tensors = load(folder, found, wanted, progress)
+        tensors = load(folder, wanted, progress)
     seconds = time.perf_counter() - started
-    say(f"read {rate(folder.bytes, seconds)}, onto {counted(len(devices), 'device')}")
+    say(f"read {rate(folder.bytes, seconds)}, onto {plural(len(devices), 'device')}")
 
     started = time.perf_counter()
     run = folder.run(dtype)
@@ -338,7 +306,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     # The tokenizer comes before the checkpoint, with which the run counts as complete.
     if any((folder.path / name).is_file() for name in TOKENIZER):
         copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, "positions": folder.seq_len})
+    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text})
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
@@ -376,11 +344,6 @@ def check_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if free < size:
         raise HuggingFaceError(f"{out}: {decimal(size)} are needed, and {decimal(free)} free. Name another --out.")
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 file" or "2 files"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def rate(size: int, seconds: float) -> str:

@@ -1,17 +1,19 @@
 """The tensors of jaxtrain and of a Hugging Face checkpoint: names, shapes, and the order of axes. Imports no jax."""
 
 import dataclasses
+import itertools
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.schema import Model
 from jaxtrain.config.shapes import DENSE, MTP, STACK
-from jaxtrain.models.hugging_face import EXPERTS_TOGETHER, HfTensor, HuggingFaceError, format_of
+from jaxtrain.models.hf_tensors import AXES, EXPERTS_TOGETHER, HfTensor
+from jaxtrain.models.hugging_face import HuggingFaceError, format_of
 
 COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
 PREFIX = "params."  # prefix of parameters among the tensors of a train state
@@ -28,9 +30,15 @@ class Entry:
     """A tensor of jaxtrain, and the Hugging Face tensors with its values: one tensor and its copies, or a tensor per expert."""
 
     ours: str  # the name in jaxtrain's checkpoints
-    theirs: tuple[str, ...]  # the names in the Hugging Face checkpoint
+    read: tuple[str, ...]  # the names in the Hugging Face checkpoint, without those of copies
     how: HfTensor
     sizes: Mapping[str, int]  # size of each axis by its letter
+    copies: tuple[str, ...] = ()
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Return the names in the Hugging Face checkpoint."""
+        return self.read + self.copies
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,16 +49,6 @@ class Entry:
     def their_shape(self) -> tuple[int, ...]:
         """Return the shape of each Hugging Face tensor in `theirs`."""
         return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """Return the names in `theirs` that are copies of the first tensor."""
-        return () if self.how.each_expert else self.theirs[1:]
-
-    @property
-    def read(self) -> tuple[str, ...]:
-        """Return the names in `theirs` that are not copies."""
-        return self.theirs[: len(self.theirs) - len(self.copies)]
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
@@ -132,69 +130,59 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         ConfigError: the model's family cannot be imported.
     """
     known: dict[str, HfTensor] = dict(format_of(model.family).tensors)
-    gate = "layers.{i}.mlp.gate"
-    together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers)) in (stored or ())
-    if model.num_experts and gate in known and known[gate].each_expert and together:
-        known |= EXPERTS_TOGETHER
-    if stored is not None:
-        known = {name: _of_shared(how, model, stored) for name, how in known.items()}
-    sizes = {"D": model.d_model, "Y": model.d_model, "N": model.num_heads, "K": model.num_kv_heads, "H": model.head_dim}
-    sizes |= {"F": model.d_ff, "V": model.vocab_size, "E": model.num_experts, "2": 2, "G": model.dense_d_ff}
-    sizes |= {"S": model.shared_d_ff, "Q": model.q_lora_rank, "L": model.kv_lora_rank, "W": model.v_head_dim}
-    sizes |= {"C": model.kv_lora_rank + model.qk_rope_head_dim, "U": model.qk_nope_head_dim + model.v_head_dim}
-    sizes |= {"rotary": model.qk_rope_head_dim or model.head_dim}
+    sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()} | {"2": 2}
     for name, how in known.items():
         if unknown := [a for a in (*flat(how.ours), *flat(how.theirs)) if a not in sizes]:
-            rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes.keys() - {'rotary'}))}"
+            rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes))}"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
+    sizes["rotary"] = model.qk_rope_head_dim or model.head_dim
+    if stored is not None:
+        gate = "layers.{i}.mlp.gate"
+        together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers))
+        if gate in known and known[gate].each_expert and together in stored:
+            known |= EXPERTS_TOGETHER
+        # safetensors' save_model writes a tied head and embedding once, under either name.
+        if model.tied_head and EMBEDDING not in stored and HEAD in stored:
+            known = {k: dataclasses.replace(how, name=HEAD) if how.name == EMBEDDING else how for k, how in known.items()}
     absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
-    first = [name for name in known if name.startswith("embed")]
-    # (jaxtrain's name, the layer's number in its stack, the layer's number in the checkpoint)
-    order: list[tuple[str, Any, Any]] = [(name, "", "") for name in first]
-    layered: list[str] = []
-    stacks = (DENSE, 0, model.dense_layers), (STACK, model.dense_layers, model.num_layers)
-    of_mtp = range(model.num_layers, model.step_layers)
-    for stack, begin, end in (*stacks, (MTP, of_mtp.start, of_mtp.stop)):
-        own = [name for name in known if name.startswith(f"{stack}.{{i}}")]
-        order += [(name, layer - begin, layer) for layer in range(begin, end) for name in own]
-        layered += own
-    order += [(name, "", "") for name in known if name not in first and name not in layered]
+    # Name in the table up to its first dot -> the layers' numbers in the checkpoint; in jaxtrain each stack begins with 0.
+    modules = range(model.num_layers, model.step_layers)
+    stacks = {"embed": range(1), DENSE: range(model.dense_layers), STACK: range(model.dense_layers, model.num_layers)}
+    stacks |= {MTP: modules, "": range(1)}
+    in_stack: dict[str, list[str]] = {stack: [] for stack in stacks}
+    for name in known:
+        stack = name.partition(".")[0]
+        in_stack[stack if stack in stacks else ""].append(name)
     out: dict[str, Entry] = {}
-    for name, at, layer in order:
-        how = known[name]
-        if name.endswith(absent or "?"):
-            continue
-        ours, theirs = (PREFIX + name).replace("{i}", str(at)), how.name.replace("{i}", str(layer))
-        each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
-        copies = tuple(how.copy.replace("{i}", str(layer)) for layer in of_mtp if how.copy)
-        if stored is not None:  # a tensor that several places of the model share may be written once
-            copies = tuple(copy for copy in copies if copy in stored)
-        out[ours] = Entry(ours, (*each, *copies), how, sizes)
+    for stack, layers in stacks.items():
+        for layer, name in itertools.product(layers, in_stack[stack]):
+            if name.endswith(absent):
+                continue
+            how, ours = known[name], PREFIX + name.replace("{i}", str(layer - layers.start))
+            theirs = how.name.replace("{i}", str(layer))
+            each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
+            copies = tuple(how.copy.replace("{i}", str(module)) for module in modules if how.copy)
+            if stored is not None:  # a tensor that several places of the model share may be written once
+                copies = tuple(copy for copy in copies if copy in stored)
+            out[ours] = Entry(ours, each, how, sizes, copies)
     return out
 
 
-def as_stored(stored: Mapping[str, Any], exact: Callable[[str], bool]) -> dict[str, Entry]:
+def as_stored(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[str, Entry]:
     """Return the entry of each tensor of a folder with jaxtrain's own names, by its name in jaxtrain's checkpoints.
 
     Args:
         stored: values with the `shape` of each tensor, by jaxtrain's name without PREFIX.
-        exact: returns `HfTensor.exact` of a tensor, by its name.
+        exact: names of the tensors with `HfTensor.exact`.
     """
     out = {}
     for name, a in stored.items():
         letters = string.ascii_lowercase[: len(a.shape)]
-        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=exact(name))
+        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=name in exact)
         out[PREFIX + name] = Entry(PREFIX + name, (name,), how, dict(zip(letters, a.shape, strict=True)))
     return out
-
-
-def _of_shared(how: HfTensor, model: Model, stored: Mapping[str, Any]) -> HfTensor:
-    """Return how a tensor is stored. safetensors' save_model writes a tied head and embedding once, under either name."""
-    if how.name == EMBEDDING and model.tied_head and EMBEDDING not in stored and HEAD in stored:
-        return dataclasses.replace(how, name=HEAD)
-    return how
 
 
 def match(

@@ -24,12 +24,14 @@ from jaxtrain.data.chat_template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf import lora
-from jaxtrain.hf.folder import is_folder, read_object
+from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, base_digest, placed
 from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
+from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.models.hugging_face import HfTensor, HuggingFaceError
+from jaxtrain.models.hf_tensors import HfTensor
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
 from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
 

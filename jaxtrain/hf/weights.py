@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,29 +25,19 @@ AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
 Read = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """The weights of a model, not read yet.
-
-    Attributes:
-        stored: shape and dtype of each tensor where it is stored, by its name in checkpoints (`params.layers.0.attention.wq`).
-        read: yields (name, array) of tensors of `stored`. Merged adapters may give arrays of more bits than `stored`.
-    """
-
-    stored: Mapping[str, jax.ShapeDtypeStruct]
-    read: Read
-
-
 def open_weights(
-    source: Origin, base: str = "", wide: bool = False, announce: Callable[[Origin], None] = lambda origin: None
-) -> Weights:
-    """Return the weights of a model. Adapters are merged into their base, on the devices of this process.
+    source: Origin, base: str = "", wide: bool = False, say: Callable[[str], None] | None = None
+) -> tuple[dict[str, jax.ShapeDtypeStruct], Read]:
+    """Return (shapes and dtypes as stored, reader) of a model's weights, by their names in checkpoints.
+
+    Nothing is read yet: the reader yields (name, array) of the tensors that it is asked for. Adapters are merged into their
+    base, on the devices of this process, which may give more bits than are stored.
 
     Args:
         source: the weights' run, checkpoint or folder.
         base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
         wide: read base and adapters in float32, although all of the base is bfloat16.
-        announce: called with the origin of the base of adapters.
+        say: as in `Origin.announce`, for the base of adapters.
 
     Raises:
         CheckpointError, HuggingFaceError: the weights cannot be read, or `base` is given for a model without adapters.
@@ -56,7 +46,7 @@ def open_weights(
     if not run.lora.rank:
         if base:
             raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
-        return Weights(_parameters(source), functools.partial(_read, source))
+        return _parameters(source), functools.partial(_read, source)
     there = base or lora.base_path(source.meta)
     try:
         of_base = open_origin(there)
@@ -64,9 +54,9 @@ def open_weights(
         stored = {name: a for name, a in _parameters(of_base).items() if not name.startswith(f"{PREFIX}{MTP}.")}
     except (CheckpointError, HuggingFaceError) as error:
         raise lora.gone(there, error) from error
-    announce(of_base)
+    of_base.announce(say)
     wide = wide or any(a.dtype != jnp.bfloat16 for a in stored.values())
-    return Weights(stored, _merged(source, base, wide))
+    return stored, _merged(source, base, wide)
 
 
 def _parameters(source: Origin) -> dict[str, jax.ShapeDtypeStruct]:
@@ -95,20 +85,20 @@ def _merged(source: Origin, base: str, wide: bool) -> Read:
 
     Base and adapters must fit into device memory. wide: read both in float32.
     """
-    params: list[dict[str, Any]] = []  # read once, at the first call
+    run = source.run()
+
+    @functools.cache
+    def places() -> dict[str, tuple[Any, Any]]:
+        asked = dataclasses.replace(run, precision="f32") if wide else run
+        found = read_params(source, asked, *placed(asked), base)
+        leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), found, ()))
+        out = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
+        return out | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
 
     def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        run = source.run()
-        if not params:
-            asked = dataclasses.replace(run, precision="f32") if wide else run
-            found = read_params(source, asked, *placed(asked), base)
-            leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), found, ()))
-            places = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
-            params.append(places | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked})
-        (places,) = params
         for name in wanted:
             names = [name, *(adapter_of(name, half) for half in (A, B))]
-            found = {each: places[each] for each in names if each in places}
+            found = {each: places()[each] for each in names if each in places()}
             tensors = {each: np.asarray(x if at is None else x[at]) for each, (x, at) in found.items()}
             for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
                 yield name, np.asarray(x)

@@ -223,7 +223,7 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
         # Settings of another function with tensors of the same names and shapes.
         rule = f"its weights are those of model.family = {of}, which computes another function: {theirs}"
         problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {of}."))
-    if source.hugging_face and run.init.what != "weights":
+    if source.folder and run.init.what != "weights":
         rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
         problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
     elif run.init.what != "weights":
@@ -252,7 +252,7 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     if wrong:
         rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
         rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        of = f"its config.json (python -m jaxtrain hf config {path})" if source.hugging_face else "that run (its config.json)"
+        of = f"its config.json (python -m jaxtrain hf config {path})" if source.folder else "that run (its config.json)"
         raise ConfigError([schema.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
     return tuple(
         f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"

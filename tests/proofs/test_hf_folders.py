@@ -26,7 +26,8 @@ from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.models import presets
-from jaxtrain.models.hugging_face import GENERATION, HuggingFaceError
+from jaxtrain.models.hf_keys import GENERATION
+from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step.validate import validate_step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -307,6 +307,6 @@ def test_types_are_rounded_only_where_asked(llama, tmp_path):
     folder, ours = llama
     exported(ours, tmp_path / "half", dtype="bf16")
     half = open_folder(tmp_path / "half")
-    assert half.dtype(half.tensors) == "bf16" and half.bytes * 2 == open_folder(folder).bytes
+    assert half.dtype == "bf16" and half.bytes * 2 == open_folder(folder).bytes
     import_folder(half, tmp_path / "again", "auto", lambda line: None)
     assert {str(a.dtype) for a in open_origin(str(tmp_path / "again")).stored.values()} == {"bfloat16"}

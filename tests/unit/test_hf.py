@@ -25,7 +25,7 @@ from jaxtrain.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
-from jaxtrain.hf.importing import matched, open_origin
+from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.names import entries
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
@@ -65,7 +65,7 @@ def test_experts_in_mxfp4_are_read(tmp_path):
     for name in plain:
         np.testing.assert_array_equal(found.read(name).astype(np.float32), plain[name], err_msg=name)
     assert found.tensors.keys() == plain.keys()
-    matched(found)
+    open_origin(str(folder))
     name = next(name for name in packed if name.endswith("_scales"))
     save_file(packed | {name: packed[name][..., :1]}, folder / "model.safetensors")
     with pytest.raises(HuggingFaceError, match="_blocks"):
@@ -113,7 +113,7 @@ def test_what_is_not_understood_is_refused(tmp_path):
     for name, change, word in keys + NAMED:
         folder = hugging_face.write(tmp_path / name, name, **change)
         with pytest.raises(HuggingFaceError, match=word):
-            matched(open_folder(folder))
+            open_origin(str(folder))
     assert command.main(["import", str(tmp_path / "llama2"), f"--out={tmp_path / 'ours'}"]) == 2
     assert not (tmp_path / "ours").exists()
 
@@ -122,7 +122,7 @@ def test_what_is_not_understood_is_refused(tmp_path):
 def test_experts_in_one_tensor_are_read(tmp_path, name):
     """transformers 5 writes each weight of all experts as one tensor, unless its option for version 4's form is on."""
     folder = hugging_face.write(tmp_path / "apart", name)
-    (apart, _), model = matched(open_folder(folder)), open_folder(folder).model
+    (apart, _), model = open_folder(folder).matched, open_folder(folder).model
     tensors = tensors_of(folder)
     together_ones = re.compile(r"params\.layers\.\d+\.mlp\.(router|gate|up|down)")
     kept = {e.theirs[0]: tensors[e.theirs[0]] for e in apart.values() if not together_ones.fullmatch(e.ours)}
@@ -158,7 +158,7 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     assert len(stand_for) > 80
     opened = open_folder(folder)
-    found, _ = matched(opened)
+    found, _ = opened.matched
     for name, wanted in stand_for.items():
         np.testing.assert_array_equal(opened.read(name), wanted)
     down = found["params.layers.0.mlp.down"]
@@ -166,7 +166,7 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
     gone = next(iter(stand_for)) + "_scale_inv"
     save_file({k: v for k, v in tensors.items() if k != gone}, folder / "model.safetensors")
     with pytest.raises(HuggingFaceError, match=gone):
-        matched(open_folder(folder))
+        open_origin(str(folder))
     save_file(tensors | {gone: np.ones((1, 1), np.float32)}, folder / "model.safetensors")
     with pytest.raises(HuggingFaceError, match="blocks"):
         open_folder(folder).read(gone.removesuffix("_scale_inv"))
@@ -181,7 +181,7 @@ def test_deepseeks_special_tensors(tmp_path):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
     save_file(tensors | extra, folder / "model.safetensors")
-    assert matched(open_folder(folder))[1].keys() == extra.keys()
+    assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
     exporting.export(str(tmp_path / "ours"), tmp_path / "back", say=print)
     back = tensors_of(tmp_path / "back")
@@ -216,7 +216,7 @@ def test_published_configs_are_read():
 def test_files_that_are_damaged_are_refused(tmp_path):
     def refused(words, folder):
         with pytest.raises(HuggingFaceError, match=words):
-            matched(open_folder(folder))
+            open_origin(str(folder))
 
     whole = hugging_face.write(tmp_path / "whole", "llama2")
     file, index = whole / "model.safetensors", whole / "model.safetensors.index.json"
@@ -225,7 +225,7 @@ def test_files_that_are_damaged_are_refused(tmp_path):
     refused("cut off", whole)
     unused = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file(tensors | {unused: np.ones(4, np.float32)}, file)
-    assert [*matched(open_folder(whole))[1]] == [unused]
+    assert [*open_folder(whole).matched[1]] == [unused]
     save_file({k: v for k, v in tensors.items() if "norm" in k}, file)
     refused("embed_tokens.weight", whole)
     save_file({k: v.astype(np.float64) for k, v in tensors.items()}, file)

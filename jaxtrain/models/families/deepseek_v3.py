@@ -1,20 +1,10 @@
 """DeepSeek-V3 and R1, Kimi K2: latent attention, a few dense layers, then layers with many narrow experts."""
 
 import dataclasses
-from typing import Any
 
-from jaxtrain.config.schema import Model
-from jaxtrain.models.hugging_face import (
-    COMMON,
-    ROPE,
-    Format,
-    HfTensor,
-    HuggingFaceError,
-    Part,
-    Settings,
-    experts,
-    read_experts_per_token,
-)
+from jaxtrain.models.hf_keys import COUNT, FLAG, NUMBER, Given, Key, only, same
+from jaxtrain.models.hf_tensors import COMMON, HfTensor, experts
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, quantized
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
@@ -67,87 +57,55 @@ TENSORS = {
     **{name.replace("layers.{i}", "mtp.{i}.block"): tensor for name, tensor in LAYER.items()},
 }
 
-
 NEXT = "num_nextn_predict_layers"
 
 
-def count(s: Settings, key: str) -> int:
-    """Return the value of a key that must be present: a whole number, with 0 for null."""
-    value = s.nullable(key) or 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise HuggingFaceError(f"{s.path}: {key} = {value!r}: must be a whole number, or null.")
-    return value
+def width(given: Given) -> int:
+    """Return the width of a head."""
+    return given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
 
 
-def read_attention(s: Settings, _: int) -> dict[str, Any]:
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    found = {name: s.whole(name) for name in names} | {"q_lora_rank": count(s, "q_lora_rank")}
-    width = found["qk_nope_head_dim"] + found["qk_rope_head_dim"]
-    s.only("qk_head_dim", width, "it is qk_nope_head_dim + qk_rope_head_dim")
-    return found | {"head_dim": width}
-
-
-def write_attention(m: Model) -> dict[str, Any]:
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    found = {name: getattr(m, name) for name in names}
+OWN_KEYS = {
+    "kv_lora_rank": Key("kv_lora_rank"),
+    "q_lora_rank": Key("q_lora_rank", COUNT, null=0),
+    "qk_nope_head_dim": Key("qk_nope_head_dim"),
+    "qk_rope_head_dim": Key("qk_rope_head_dim"),
+    "v_head_dim": Key("v_head_dim"),
     # In transformers' config, head_dim is the rotated part of a head.
-    return found | {"q_lora_rank": m.q_lora_rank or None, "head_dim": m.qk_rope_head_dim}
-
-
-def read_experts(s: Settings, _: int) -> dict[str, Any]:
-    renormalize = s.flag("norm_topk_prob")
-    dense, width = count(s, "first_k_dense_replace"), s.whole("moe_intermediate_size")
-    quantized = s.mapping("quantization_config")
-    if quantized and quantized.get("quant_method") != "fp8":
-        rule = "weights in FP8 with the scales of their blocks are read, and no others"
-        raise HuggingFaceError(f"{s.path}: quantization_config = {quantized!r}: {rule}.")
-    number, groups, kept = s.whole("n_routed_experts"), s.whole("n_group"), s.whole("topk_group")
-    if number % groups or kept > groups:
-        rule = f"must divide the {number} experts into groups, and choose among no more than those"
-        raise HuggingFaceError(f"{s.path}: n_group = {groups}, topk_group = {kept}: {rule}.")
-    return read_experts_per_token(s, number) | {
-        "d_ff": width,
-        "shared_d_ff": width * s.whole("n_shared_experts"),
-        "dense_layers": dense,
-        "dense_d_ff": s.given["intermediate_size"] if dense else 0,
-        "renormalize": renormalize,
-        "routed_scaling": s.number("routed_scaling_factor"),
-        "router_groups": groups,
-        "groups_per_token": kept,
-        "mtp_layers": count(s, NEXT) if NEXT in s.given else 0,
-    }
-
-
-def write_experts(m: Model) -> dict[str, Any]:
-    return {
-        "intermediate_size": m.dense_d_ff or m.experts_per_token * m.d_ff,
-        "moe_intermediate_size": m.d_ff,
-        "n_routed_experts": m.num_experts,
-        "n_shared_experts": m.shared_d_ff // m.d_ff,
-        "num_experts_per_tok": m.experts_per_token,
-        "first_k_dense_replace": m.dense_layers,
-        "norm_topk_prob": m.renormalize,
-        "routed_scaling_factor": m.routed_scaling,
-        "n_group": m.router_groups,
-        "topk_group": m.groups_per_token,
-        NEXT: m.mtp_layers,
-    }
-
-
+    "head_dim": Key(default=None, to_theirs=lambda m: m.qk_rope_head_dim),
+    "qk_head_dim": same("qk_nope_head_dim + qk_rope_head_dim", width),
+    "moe_intermediate_size": Key("d_ff"),
+    "first_k_dense_replace": Key("dense_layers", COUNT),
+    "intermediate_size": Key(
+        "dense_d_ff",
+        to_ours=lambda value, given: value if given.get("first_k_dense_replace") else 0,
+        to_theirs=lambda m: m.dense_d_ff or m.experts_per_token * m.d_ff,
+    ),
+    "n_routed_experts": Key("num_experts"),
+    "n_shared_experts": Key(
+        "shared_d_ff",
+        to_ours=lambda value, given: value * given["moe_intermediate_size"],
+        to_theirs=lambda m: m.shared_d_ff // m.d_ff,
+    ),
+    "num_experts_per_tok": Key("experts_per_token"),
+    "norm_topk_prob": Key("renormalize", FLAG),
+    "routed_scaling_factor": Key("routed_scaling", NUMBER),
+    "n_group": Key("router_groups"),
+    "topk_group": Key("groups_per_token"),
+    NEXT: Key("mtp_layers", COUNT, 0),
+    "rope_interleave": only(True, "rotary pairs are read as neighbours"),
+    "moe_layer_freq": only(1, "all layers after first_k_dense_replace are built with experts"),
+    "scoring_func": only("sigmoid", "scores are built as sigmoids"),
+    "topk_method": only("noaux_tc", "experts are chosen by score and bias, in groups"),
+    "quantization_config": quantized("fp8"),
+}
 FORMAT = Format(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     TENSORS,
-    (ROPE, Part(read_attention, write_attention), Part(read_experts, write_experts)),
+    KEYS | UNTIED | OWN_KEYS,
     model={"router": "sigmoid", "router_bias": True},
-    fixed={
-        "rope_interleave": (True, "rotary pairs are read as neighbours"),
-        "moe_layer_freq": (1, "all layers after first_k_dense_replace are built with experts"),
-        "scoring_func": ("sigmoid", "scores are built as sigmoids"),
-        "topk_method": ("noaux_tc", "experts are chosen by score and bias, in groups"),
-    },
     written={"attention_bias": False},
-    tied=False,
     beyond=f"of multi-token prediction, and {NEXT} is 0",
 )
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}

@@ -1,22 +1,24 @@
 """Gemma 2: norms before and after attention and MLP, soft caps on logits, a sliding window in every other layer."""
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
-from jaxtrain.models.hugging_face import COMMON, POST_NORMS, ROPE, Format, gemma_part
+from jaxtrain.models.hf_keys import NUMBER, Key
+from jaxtrain.models.hf_tensors import COMMON, POST_NORMS
+from jaxtrain.models.hugging_face import GEMMA, KEYS, Format, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
 PATTERN = LOCAL + GLOBAL
+OWN_KEYS = {
+    "attn_logit_softcapping": Key("attention_softcap", NUMBER, null=0.0),
+    "sliding_window": Windows(lambda s: PATTERN),
+}
 FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",
     COMMON | POST_NORMS,
-    (gemma_part(lambda s: PATTERN, lambda s: float(s.nullable("attn_logit_softcapping") or 0.0)), ROPE),
+    KEYS | GEMMA | OWN_KEYS,
     model={"sandwich_norm": True},
     written={"attention_bias": False},
-    activation="gelu_pytorch_tanh",
-    activation_key="hidden_activation",
-    head_dim="required",
-    tied=True,
 )
 # fmt: off
 PRESETS = presets(

@@ -1,7 +1,9 @@
 """The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
-from jaxtrain.models.hugging_face import COMMON, POST_NORMS, QK_NORM, ROPE_BY_KIND, Format, Settings, gemma_part, import_with
+from jaxtrain.models.hf_keys import WHOLE, Settings, only
+from jaxtrain.models.hf_tensors import COMMON, POST_NORMS, QK_NORM
+from jaxtrain.models.hugging_face import GEMMA, KEYS, Format, Rope, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -9,28 +11,23 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 
 def pattern(s: Settings) -> str:
     """Return the repeated letters of layers: of every `sliding_window_pattern` layers, the last has no sliding window."""
-    every = s.take("sliding_window_pattern", None) or s.take("_sliding_window_pattern", None) or 6
+    every = s.take("sliding_window_pattern", WHOLE, None) or s.take("_sliding_window_pattern", WHOLE, 6)
     return LOCAL * (every - 1) + GLOBAL
 
 
-def cap(s: Settings) -> float:
-    """Return 0. transformers reads attn_logit_softcapping of these models and does not apply it."""
-    rule = "published models have null, and transformers does not apply another value"
-    s.only("attn_logit_softcapping", None, f"{rule}. Fix: {import_with(s.path, 'attn_logit_softcapping=null')}")
-    return 0.0
-
-
+NOT_APPLIED = "published models have null, and transformers reads another value and does not apply it"
+OWN_KEYS = {
+    "attn_logit_softcapping": only(None, NOT_APPLIED, fix=None),
+    "sliding_window": Windows(pattern),
+    "rope_parameters": Rope(by_kind=True),
+}
 FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | POST_NORMS | QK_NORM,
-    (gemma_part(pattern, cap), ROPE_BY_KIND),
+    KEYS | GEMMA | OWN_KEYS,
     model={"sandwich_norm": True, "qk_norm": True},
     written={"attention_bias": False},
-    activation="gelu_pytorch_tanh",
-    activation_key="hidden_activation",
-    head_dim="required",
-    tied=True,
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}
 LARGE = {"attn_logit_scale": 256**-0.5, "sliding_window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}

@@ -1,20 +1,9 @@
 """GPT-OSS: experts with biases and a clamped gate, attention sinks, a sliding window in every other layer, YaRN."""
 
-from typing import Any
-
-from jaxtrain.config.schema import GLOBAL, LOCAL, Model
-from jaxtrain.models.hugging_face import (
-    COMMON,
-    QKV_BIAS,
-    ROPE,
-    Format,
-    HfTensor,
-    HuggingFaceError,
-    Part,
-    Settings,
-    read_experts_per_token,
-    window_by_layer,
-)
+from jaxtrain.config.schema import GLOBAL, LOCAL
+from jaxtrain.models.hf_keys import ANY, Key, only, same
+from jaxtrain.models.hf_tensors import COMMON, QKV_BIAS, HfTensor
+from jaxtrain.models.hugging_face import BIASES, HEAD_DIM, KEYS, UNTIED, Format, Windows, quantized
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="clamped_swiglu")
@@ -36,22 +25,7 @@ TENSORS = {
 BUILT = "experts are built with this gate only"
 
 
-def read_experts(s: Settings, _: int) -> dict[str, Any]:
-    packed = s.mapping("quantization_config")
-    if packed and packed.get("quant_method") != "mxfp4":
-        rule = f"quantization_config has quant_method = {packed.get('quant_method')!r}: only mxfp4 is read"
-        raise HuggingFaceError(f"{s.path}: {rule}.")
-    chosen = read_experts_per_token(s, s.whole("num_local_experts"))
-    s.only("experts_per_token", chosen["experts_per_token"], "num_experts_per_tok is another number, and both mean the same")
-    s.take("initial_context_length", None)  # the rotary settings have this length as original_max_position_embeddings
-    return chosen
-
-
-def write_experts(model: Model) -> dict[str, Any]:
-    return {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-
-
-KEYS = {
+MODEL = {
     "qkv_bias": True,
     "attention_out_bias": True,
     "attention_sinks": True,
@@ -59,17 +33,24 @@ KEYS = {
     "expert_bias": True,
     "renormalize": True,
 }
+OWN_KEYS = {
+    "sliding_window": Windows(lambda s: PATTERN),
+    "num_local_experts": Key("num_experts"),
+    "num_experts_per_tok": Key("experts_per_token"),
+    "experts_per_token": same("num_experts_per_tok", lambda given: given["num_experts_per_tok"]),
+    "initial_context_length": Key("", ANY, None),  # that of the rotary settings is original_max_position_embeddings
+    "swiglu_limit": only(7.0, BUILT),
+    "swiglu_alpha": only(1.702, BUILT),
+    "attention_bias": only(True, BIASES),
+    "quantization_config": quantized("mxfp4"),
+}
 FORMAT = Format(
     "gpt_oss",
     "GptOssForCausalLM",
     COMMON | QKV_BIAS | TENSORS,
-    (ROPE, window_by_layer(PATTERN), Part(read_experts, write_experts)),
-    model=KEYS,
-    fixed={"swiglu_limit": (7.0, BUILT), "swiglu_alpha": (1.702, BUILT)},
-    written={"attention_bias": True, "output_router_logits": False},
-    head_dim="required",
-    tied=False,
-    attention_bias=True,
+    KEYS | HEAD_DIM | UNTIED | OWN_KEYS,
+    model=MODEL,
+    written={"output_router_logits": False},
 )
 # fmt: off
 PRESETS = presets(
@@ -79,6 +60,6 @@ PRESETS = presets(
         "gpt_oss_120b": (36, 2880, 64, 8, 64, 2880, 201088, {"num_experts": 128}),
     },
     norm_eps=1e-05, experts_per_token=4, sliding_window=128, attention_pattern=PATTERN, rope_base=150_000.0,
-    rope_scaling="yarn", rope_factor=32.0, rope_original_len=4096, rope_truncate=False, **KEYS,
+    rope_scaling="yarn", rope_factor=32.0, rope_original_len=4096, rope_truncate=False, **MODEL,
 )
 # fmt: on

@@ -1,10 +1,11 @@
 """Llama 2, 3, 3.1, 3.2 and 3.3: their sizes, and the format of their checkpoints."""
 
-from jaxtrain.models.hugging_face import COMMON, ROPE, Format
+from jaxtrain.models.hf_tensors import COMMON
+from jaxtrain.models.hugging_face import KEYS, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
-FORMAT = Format("llama", "LlamaForCausalLM", COMMON, (ROPE,), written={"attention_bias": False, "mlp_bias": False})
+FORMAT = Format("llama", "LlamaForCausalLM", COMMON, KEYS, written={"attention_bias": False, "mlp_bias": False})
 LLAMA31 = {
     "rope_base": 500_000.0,
     "rope_scaling": "llama3",

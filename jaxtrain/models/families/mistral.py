@@ -1,11 +1,13 @@
 """Mistral: Llama's layers, in some versions with a sliding window."""
 
-from jaxtrain.models.hugging_face import COMMON, ROPE, Format, window_of_all_layers
+from jaxtrain.models.hf_keys import COUNT, Key
+from jaxtrain.models.hf_tensors import COMMON
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
-WINDOW = window_of_all_layers(lambda s: s.nullable("sliding_window"))
-FORMAT = Format("mistral", "MistralForCausalLM", COMMON, (ROPE, WINDOW), tied=False)
+WINDOW = {"sliding_window": Key("sliding_window", COUNT, null=0)}  # of all layers
+FORMAT = Format("mistral", "MistralForCausalLM", COMMON, KEYS | UNTIED | WINDOW)
 # fmt: off
 PRESETS = presets(
     {

@@ -1,41 +1,27 @@
 """Mixtral: Mistral's layers, with experts in place of the feed-forward block."""
 
-from typing import Any
-
-from jaxtrain.config.schema import Model
-from jaxtrain.models.hugging_face import (
-    COMMON,
-    ROPE,
-    Format,
-    Part,
-    Settings,
-    experts,
-    read_experts_per_token,
-    window_of_all_layers,
-)
+from jaxtrain.models.hf_keys import COUNT, Key, only
+from jaxtrain.models.hf_tensors import COMMON, experts
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 
 
-def read_experts(s: Settings, _: int) -> dict[str, Any]:
-    return read_experts_per_token(s, s.whole("num_local_experts"))
-
-
-def write_experts(model: Model) -> dict[str, Any]:
-    return {"num_local_experts": model.num_experts, "num_experts_per_tok": model.experts_per_token}
-
-
+OWN_KEYS = {
+    # transformers, too, reads a missing sliding_window as none.
+    "sliding_window": Key("sliding_window", COUNT, 0, null=0),
+    "num_local_experts": Key("num_experts"),
+    "num_experts_per_tok": Key("experts_per_token"),
+    "router_jitter_noise": only(0.0, "jaxtrain adds no noise before the router; set it to 0.0 to go on without"),
+}
 FORMAT = Format(
     "mixtral",
     "MixtralForCausalLM",
     COMMON | experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    # transformers, too, reads a missing sliding_window as none.
-    (ROPE, window_of_all_layers(lambda s: s.take("sliding_window", None)), Part(read_experts, write_experts)),
+    KEYS | UNTIED | OWN_KEYS,
     model={"renormalize": True},
-    fixed={"router_jitter_noise": (0.0, "jaxtrain adds no noise before the router; set it to 0.0 to go on without")},
     written={"output_router_logits": False},
-    tied=False,
 )
 # The vocabulary of 8x22b is that of the base model; the instruct model has 768 more rows.
 # fmt: off

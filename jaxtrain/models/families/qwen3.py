@@ -1,6 +1,7 @@
 """Qwen3: Llama's layers with RMSNorm on queries and keys; head_dim is independent of d_model."""
 
-from jaxtrain.models.hugging_face import COMMON, QK_NORM, QWEN_WINDOWS, ROPE, Format
+from jaxtrain.models.hf_tensors import COMMON, QK_NORM
+from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, QWEN_WINDOWS, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
@@ -8,10 +9,9 @@ FORMAT = Format(
     "qwen3",
     "Qwen3ForCausalLM",
     COMMON | QK_NORM,
-    (ROPE, QWEN_WINDOWS),
+    KEYS | HEAD_DIM | QWEN_WINDOWS,
     model={"qk_norm": True},
     written={"attention_bias": False},
-    head_dim="required",
 )
 # fmt: off
 PRESETS = presets(

@@ -1,63 +1,37 @@
 """Qwen3-MoE: Qwen3's layers, with many narrow experts in place of the feed-forward block."""
 
-from typing import Any
-
-from jaxtrain.config.schema import Model
-from jaxtrain.models.hugging_face import (
-    COMMON,
-    QK_NORM,
-    ROPE,
-    Format,
-    HuggingFaceError,
-    Part,
-    Settings,
-    experts,
-    read_experts_per_token,
-)
+from jaxtrain.models.hf_keys import ANY, FLAG, REQUIRED, WHOLE, Key, only, same
+from jaxtrain.models.hf_tensors import COMMON, QK_NORM, experts
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 
 
-def read_experts(s: Settings, _: int) -> dict[str, Any]:
-    for key in ("sliding_window", "max_window_layers"):
-        s.take(key, None)  # without effect: use_sliding_window is False
-    # The key is num_experts in transformers 4, and num_local_experts in some versions of transformers 5.
-    new = s.take("num_local_experts", None)
-    experts = s.whole("num_experts") if new is None else s.whole("num_experts", new)
-    if new not in (None, experts):
-        raise HuggingFaceError(f"{s.path}: num_experts is {experts} and num_local_experts {new!r}. Remove the wrong one.")
-    renormalize = s.flag("norm_topk_prob")
-    # intermediate_size is the width of layers without experts.
-    return read_experts_per_token(s, experts) | {"d_ff": s.whole("moe_intermediate_size"), "renormalize": renormalize}
-
-
-def write_experts(model: Model) -> dict[str, Any]:
-    return {
-        # No layer is without experts. In published models this key is the total width of a token's experts.
-        "intermediate_size": model.experts_per_token * model.d_ff,
-        "moe_intermediate_size": model.d_ff,
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "norm_topk_prob": model.renormalize,
-    }
-
-
 DENSE = "all layers are built with experts"
+NEW = "num_local_experts"  # in some versions of transformers 5; in others num_experts
+OWN_KEYS = {
+    "num_experts": Key("num_experts", WHOLE, lambda given: given.get(NEW) or REQUIRED),
+    NEW: same("num_experts", lambda given: given.get("num_experts") or given[NEW]),
+    "num_experts_per_tok": Key("experts_per_token"),
+    "moe_intermediate_size": Key("d_ff"),
+    # The width of layers without experts, of which there are none. In published models it is that of a token's experts.
+    "intermediate_size": Key(to_theirs=lambda m: m.experts_per_token * m.d_ff),
+    "norm_topk_prob": Key("renormalize", FLAG),
+    "decoder_sparse_step": only(1, DENSE),
+    "mlp_only_layers": only([], DENSE),
+    # transformers applies the window to all layers and ignores max_window_layers; other programs do not.
+    "use_sliding_window": only(False, "which layers have the window is not settled, so none is built"),
+    "sliding_window": Key("", ANY, None, to_theirs=lambda m: None),
+    "max_window_layers": Key("", ANY, None),
+}
 FORMAT = Format(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     COMMON | QK_NORM | experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    (ROPE, Part(read_experts, write_experts)),
+    KEYS | UNTIED | OWN_KEYS,
     model={"qk_norm": True},
-    fixed={
-        "decoder_sparse_step": (1, DENSE),
-        "mlp_only_layers": ([], DENSE),
-        # transformers applies the window to all layers and ignores max_window_layers; other programs do not.
-        "use_sliding_window": (False, "which layers have the window is not settled, so none is built"),
-    },
-    written={"attention_bias": False, "sliding_window": None, "output_router_logits": False},
-    tied=False,
+    written={"attention_bias": False, "output_router_logits": False},
 )
 # fmt: off
 PRESETS = presets(

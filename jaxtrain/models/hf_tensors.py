@@ -1,0 +1,117 @@
+"""The tables of a family's tensors in Hugging Face checkpoints: their names and axes, and those of jaxtrain. Imports no jax."""
+
+import dataclasses
+
+# Axis -> keys of config.Model whose sum is its size.
+AXES = {
+    "V": ["vocab_size"],
+    "D": ["d_model"],
+    "Y": ["d_model"],
+    "F": ["d_ff"],
+    "G": ["dense_d_ff"],
+    "S": ["shared_d_ff"],
+    "N": ["num_heads"],
+    "K": ["num_kv_heads"],
+    "H": ["head_dim"],
+    "E": ["num_experts"],
+    "Q": ["q_lora_rank"],
+    "L": ["kv_lora_rank"],
+    "C": ["kv_lora_rank", "qk_rope_head_dim"],
+    "U": ["qk_nope_head_dim", "v_head_dim"],
+    "W": ["v_head_dim"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint: its name, its axes, and the axes of jaxtrain's array.
+
+    Axes in brackets in `theirs` are one merged axis. torch stores a linear layer as (out, in), so most arrays are transposed.
+    A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
+    in rotate-half order: the first half of the rotated dimensions is paired with the second. `interleaved` marks the exception.
+
+    Attributes:
+        name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
+            experts along its first axis, E.
+        ours: axes of jaxtrain's array.
+        theirs: axes of the checkpoint's tensor. An axis named 2 has size 2: the tensor holds two of jaxtrain's arrays.
+        half: the index of jaxtrain's array along the axis named 2.
+        interleaved: the axis of `ours` whose rotated dimensions (hf/names.py) are interleaved pairs in the checkpoint.
+        exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
+        copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
+    """
+
+    name: str
+    ours: str
+    theirs: str
+    half: int = 0
+    interleaved: str = ""
+    exact: bool = False
+    copy: str = ""
+
+    @property
+    def each_expert(self) -> bool:
+        """Return whether each expert has its own tensor in the checkpoint."""
+        return "{e}" in self.name
+
+    @property
+    def each(self) -> str:
+        """Return the axes of one checkpoint tensor in jaxtrain's order: without E if each expert has its own tensor."""
+        return self.ours.removeprefix("E ") if self.each_expert else self.ours
+
+
+# Tensors of all families. A model with model.tied_head has no head.
+COMMON = {
+    "embed.embedding": HfTensor("model.embed_tokens.weight", "V D", "V D"),
+    "layers.{i}.attention_norm.scale": HfTensor("model.layers.{i}.input_layernorm.weight", "D", "D"),
+    "layers.{i}.attention.wq": HfTensor("model.layers.{i}.self_attn.q_proj.weight", "D N H", "(N H) D"),
+    "layers.{i}.attention.wk": HfTensor("model.layers.{i}.self_attn.k_proj.weight", "D K H", "(K H) D"),
+    "layers.{i}.attention.wv": HfTensor("model.layers.{i}.self_attn.v_proj.weight", "D K H", "(K H) D"),
+    "layers.{i}.attention.wo": HfTensor("model.layers.{i}.self_attn.o_proj.weight", "D N H", "D (N H)"),
+    "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.gate_proj.weight", "D F", "F D"),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.up_proj.weight", "D F", "F D"),
+    "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.down_proj.weight", "D F", "D F"),
+    "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
+    "head": HfTensor("lm_head.weight", "V D", "V D"),
+}
+# Tensors of models with model.qkv_bias, model.qk_norm, model.sandwich_norm.
+QKV_BIAS = {
+    "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
+    "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),
+    "layers.{i}.attention.bv": HfTensor("model.layers.{i}.self_attn.v_proj.bias", "K H", "(K H)"),
+}
+QK_NORM = {
+    "layers.{i}.attention.q_norm.scale": HfTensor("model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
+    "layers.{i}.attention.k_norm.scale": HfTensor("model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
+}
+POST_NORMS = {  # replaces the common name of mlp_norm
+    "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
+    "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.pre_feedforward_layernorm.weight", "D", "D"),
+    "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_feedforward_layernorm.weight", "D", "D"),
+}
+
+
+# All experts of a layer in one tensor, as transformers 5 writes them with save_original_format=False.
+EXPERTS_TOGETHER = {
+    "layers.{i}.mlp.router": HfTensor("model.layers.{i}.mlp.gate.weight", "D E", "E D"),
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 0),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 1),
+    "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.experts.down_proj", "E D F", "E D F"),
+}
+
+
+def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:
+    """Return the tensors of a feed-forward block of experts, with separate tensors for each expert.
+
+    Args:
+      block: the block's name in the checkpoint.
+      gate, up, down: names of the matrices in the checkpoint.
+    """
+    one = f"model.layers.{{i}}.{block}.experts.{{e}}."
+    return {
+        "layers.{i}.mlp.router": HfTensor(f"model.layers.{{i}}.{block}.gate.weight", "D E", "E D"),
+        "layers.{i}.mlp.gate": HfTensor(f"{one}{gate}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.up": HfTensor(f"{one}{up}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.down": HfTensor(f"{one}{down}.weight", "E D F", "D F"),
+    }
