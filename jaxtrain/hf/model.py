@@ -166,9 +166,9 @@ def positions_of(segments_BT: np.ndarray) -> np.ndarray:
 
 
 def in_precision(run: RunConfig, precision: str) -> RunConfig:
-    """Return the run with this precision of the arithmetic, f32 | bf16; for f32 its weights are f32 too."""
-    weights = dataclasses.replace(run.dtypes, params="f32" if precision == "f32" else run.dtypes.params)
-    return dataclasses.replace(run, precision=precision, dtypes=weights)
+    """Return the run with this precision of the arithmetic, f32 | bf16; for f32, weights and gradients are f32 too."""
+    dtypes = dataclasses.replace(run.dtypes, params="f32", grads="f32", reduce="f32") if precision == "f32" else run.dtypes
+    return dataclasses.replace(run, precision=precision, dtypes=dtypes)
 
 
 def sized(run: RunConfig, T: int, documents: int) -> RunConfig:

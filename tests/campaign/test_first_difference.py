@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import packages
 import pytest
-from hugging_face import FAMILIES, imported, tensors_of
+from hugging_face import FAMILIES, exported, imported, tensors_of
 from safetensors.numpy import save_file
 
 from jaxtrain.commands import hf as command
@@ -40,6 +40,18 @@ def test_correct_models_differ_nowhere(tmp_path, monkeypatch, name):
     assert found["logits"] < ROUNDING and found["first"] == ""
     # The weights' gradients are compared with others than zeros.
     assert all(part["weights"] > 0 for part in found["parts"])
+
+
+def test_weights_in_bfloat16_are_compared_in_float32(tmp_path, monkeypatch):
+    """An export in bfloat16 differs from transformers by rounding alone, and from the float32 weights by more."""
+    monkeypatch.setenv("JAXTRAIN_REFERENCE_PYTHON", packages.reference())
+    _, ours, _ = imported(tmp_path, "llama")
+    back, out = tmp_path / "back", tmp_path / "found.json"
+    exported(ours, back, dtype="bf16")
+    assert command.main(["check", str(back), str(back), f"--tolerance={ROUNDING}"]) == 0
+    assert command.main(["check", str(ours), str(back), f"--json={out}"]) == 1
+    assert command.main(["check", str(ours), str(back), "--tolerance=0.05"]) == 0
+    assert json.loads(out.read_text())["first"].startswith("embedding")
 
 
 @pytest.fixture(scope="module")
