@@ -199,7 +199,9 @@ def run_check(args: Args) -> int:
     found = compare(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
     first = found.first(args.tolerance)
     if args.json:
-        write_output(args.json, json.dumps({"first": first, **dataclasses.asdict(found)}, indent=1) + "\n")
+        text = json.dumps({"first": first, **dataclasses.asdict(found)})
+        finite = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
+        write_output(args.json, json.dumps(finite, indent=1) + "\n")
     if found.parts:
         say("part                  activations  gradients  gradient of a weight (the most different)")
         for p in found.parts:

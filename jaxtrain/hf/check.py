@@ -39,7 +39,7 @@ def compare(
 
     from jaxtrain.hf.importing import open_origin
     from jaxtrain.hf.model import read_tokens
-    from jaxtrain.hf.parts import against, norms_of
+    from jaxtrain.hf.parts import against, norms_of, run_on
 
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
@@ -48,15 +48,14 @@ def compare(
         raise HuggingFaceError(f"{folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
     source = open_origin(checkpoint).choose(ema)
     source.announce(say)
-    run = source.run()
-    if tokens:
-        tokens_BT, _ = read_tokens(tokens, None, run.model.vocab_size)
-    else:
-        tokens_BT = np.random.default_rng(0).integers(0, run.model.vocab_size, (2, 64), np.int32)
+    vocab = source.run().model.vocab_size
+    tokens_BT = (
+        read_tokens(tokens, None, vocab)[0] if tokens else np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
+    )
     with tempfile.TemporaryDirectory() as scratch:
         theirs = Path(scratch)
         np.save(theirs / "tokens.npy", tokens_BT)
-        ask(python, folder, norms_of(run), theirs)
+        ask(python, folder, norms_of(run_on(source, tokens_BT)), theirs)
         return against(theirs, source, base)
 
 

@@ -23,6 +23,7 @@ from jaxtrain.config.shapes import DENSE, STACK
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.model import in_precision, logits_program, placed, positions_of, read_params, sized
 from jaxtrain.hf.names import HEAD, PREFIX, Entry, entries
+from jaxtrain.models import family
 from jaxtrain.models.attention import Shared, layer_kinds
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
@@ -61,7 +62,8 @@ class Difference:
         return {name: value for name, value in found.items() if not value <= tolerance}  # NaN is above
 
 
-Compute = Callable[[Any, Shared, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+Outputs = tuple[jax.Array, jax.Array]  # what is differentiated, and what is compared
+Compute = Callable[[Any, Shared, jax.Array, jax.Array], Outputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +74,8 @@ class Section:
         name: as in `Difference`.
         weights: prefixes of its weights' names.
         at: the index of its layer in the stack of layers; 0 outside of the stack.
-        compute: returns (what is differentiated, the output) from (model, shared, input, tokens). The model's stack has this
-            layer alone. Layers that are computed alike have the same function, which is compiled once.
+        compute: returns `Outputs` from (model, shared, input, tokens). The model's stack has this layer alone. Layers that are
+            computed alike have the same function, which is compiled once.
     """
 
     name: str
@@ -120,7 +122,7 @@ def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
         HuggingFaceError: the weights cannot be read, or are others than transformers has.
     """
     tokens_BT, theirs_BTV = np.load(theirs / "tokens.npy"), np.load(theirs / "logits.npy")
-    run = sized(in_precision(source.run(), "f32"), tokens_BT.shape[1], 1)
+    run = run_on(source, tokens_BT)
     wanted = (*tokens_BT.shape, run.model.vocab_size)
     if theirs_BTV.shape != wanted:
         raise HuggingFaceError(f"{source.name}: logits are {list(wanted)}, those of transformers {list(theirs_BTV.shape)}.")
@@ -136,14 +138,20 @@ def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
     return Comparison(parts, alone, logits, float(absolute), float(np.abs(theirs_BTV).max()), float(same))
 
 
+def run_on(source: Origin, tokens_BT: np.ndarray) -> RunConfig:
+    """Return the config of the weights' run, in float32, with rows as long as these tokens."""
+    return sized(in_precision(source.run(), "f32"), tokens_BT.shape[1], 1)
+
+
 def not_by_parts(run: RunConfig) -> str:
     """Return why a model can be compared only as a whole; "" if its parts can be compared."""
     definition, _ = placed(run)
-    built = jax.eval_shape(definition.bind, definition.abstract)
-    if type(built) is Transformer and type(built.layers) is Block:
-        return ""
-    own = " of ".join(type(x).__name__ for x in (getattr(built, STACK, None), built) if x is not None)
-    return f"model.family = {run.model.family} builds {own}, which may compute in other parts"
+    built, name = jax.eval_shape(definition.bind, definition.abstract), f"model.family = {run.model.family}"
+    if getattr(family(run.model.family), "FORMAT", None) is None:
+        return f"{name} has no FORMAT, which has transformers' names of its weights"
+    if type(built) is not Transformer or type(built.layers) is not Block:
+        return f"{name} builds a {type(built).__name__}, which may compute in other parts"
+    return ""
 
 
 def norms_of(run: RunConfig) -> list[str]:
@@ -165,48 +173,45 @@ def stacks(model: schema.Model) -> list[tuple[str, int]]:
 
 def sections(model: schema.Model, chunk: int) -> Iterator[Section]:
     """Yield the parts of a model in order. chunk: tokens whose logits exist at one time in the loss."""
-    yield Section("embedding", ("embed",), 0, _embedding)
-    attention, feed_forward = functools.cache(_attention), functools.cache(_feed_forward)
-    kinds = layer_kinds(model)
+    once, kinds = functools.cache(functools.partial), layer_kinds(model)  # equal arguments give the same function
+    yield Section("embedding", ("embed",), 0, embedding)
     for i, (stack, at) in enumerate(stacks(model)):
         dense, kind = (at, 0) if stack == DENSE else (None, kinds[at])
         within, place = (stack, at) if dense is None else (f"{stack}.{at}", 0)
-        yield Section(f"layer {i}, attention", (f"{within}.attention",), place, attention(dense, kind))
-        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), place, feed_forward(dense))
-    yield Section(
-        "final norm and head", ("final_norm", "embed" if model.tied_head else "head"), 0, functools.partial(_head, chunk)
-    )
+        yield Section(f"layer {i}, attention", (f"{within}.attention",), place, once(attention, dense, kind))
+        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), place, once(feed_forward, dense))
+    weights = "final_norm", "embed" if model.tied_head else "head"
+    yield Section("final norm and head", weights, 0, once(head, chunk))
 
 
-def _embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y_BTD, _ = model.embed_tokens(tokens_BT)
-    return y_BTD, y_BTD
-
-
-def _block(model: Transformer, dense: int | None) -> Block:
+def block_of(model: Transformer, dense: int | None) -> Block:
+    """Return a dense layer, or the stack's only layer, with its weights gathered."""
     block = layer_at(model.layers, 0) if dense is None else model.dense_layers.blocks[dense]
     return model.ctx.zero.gather_module(block)
 
 
-def _attention(dense: int | None, kind: int) -> Compute:
-    def compute(model: Any, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y_BTD, _ = _block(model, dense).attend(x_BTD, shared, kind, None)
-        return y_BTD, y_BTD
-
-    return compute
+def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the embeddings, twice, as `Section.compute` does."""
+    y_BTD, _ = model.embed_tokens(tokens_BT)
+    return y_BTD, y_BTD
 
 
-def _feed_forward(dense: int | None) -> Compute:
-    def compute(model: Any, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y_BTD, _ = _block(model, dense).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
-        return y_BTD, y_BTD
+def attention(
+    dense: int | None, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+) -> Outputs:
+    """Return the residual stream after attention, twice."""
+    y_BTD, _ = block_of(model, dense).attend(x_BTD, shared, kind, None)
+    return y_BTD, y_BTD
 
-    return compute
+
+def feed_forward(dense: int | None, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the residual stream after the feed-forward block, twice."""
+    y_BTD, _ = block_of(model, dense).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
+    return y_BTD, y_BTD
 
 
-def _head(
-    chunk: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def head(chunk: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the loss that torch_reference.py differentiates, but as a sum over tokens, and the logits."""
     ctx = model.ctx
     hidden_BTD, _ = model.final_hidden((x_BTD, ()))
     batch = {"targets": jnp.roll(tokens_BT, -1, 1), "weights": jnp.ones(tokens_BT.shape, jnp.float32)}
@@ -227,7 +232,7 @@ def program(definition: Definition, placement: Placement, compute: Compute, weig
         tokens_BT, segments_BT, positions_BT = rows
         params = {**params, STACK: jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, at, 1), params[STACK])}
 
-        def outputs(own: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def outputs(own: Params, x: jax.Array) -> Outputs:
             model = definition.bind(filled(params, own))
             return compute(model, model.share(segments_BT, positions_BT), x, tokens_BT)
 
@@ -265,23 +270,23 @@ def differences(
     nothing = np.zeros((len(tokens_BT), 1, 1), np.float32)
     of_loss = np.full(len(tokens_BT), 1 / tokens_BT.size, np.float32)
     for i, section in enumerate(sections(run.model, run.loss.chunk)):
-        head = i == len(states)
+        last = i == len(states)
         x, dx = (states[i - 1], cotangents[i - 1]) if i else (nothing, nothing)
-        y, dy = (logits_BTV, of_loss) if head else (states[i], cotangents[i])
-        outputs, inputs, own = [], [], None
+        y, dy = (logits_BTV, of_loss) if last else (states[i], cotangents[i])
+        outputs, inputs, own = [], [], {}
         for b in range(len(tokens_BT)):
-            given = x[b : b + 1], dy[b] if head else dy[b : b + 1], *(a[b : b + 1] for a in rows)
+            given = x[b : b + 1], dy[b] if last else dy[b : b + 1], *(a[b : b + 1] for a in rows)
             y_b, dx_b, own_b = built(section.compute, section.weights)(params, np.int32(section.at), *given)
             outputs.append(np.asarray(y_b))
             inputs.append(np.asarray(dx_b))
-            own = own_b if own is None else jax.tree.map(jnp.add, own, own_b)
-        activations = largest(np.concatenate(outputs), y, y - x if i and not head else y)
-        gradients = largest(np.concatenate(inputs), dx, dx if head else dx - dy) if i else 0.0
+            own = jax.tree.map(jnp.add, own, own_b) if own else own_b
+        activations = largest(np.concatenate(outputs), y, y - x if i and not last else y)
+        gradients = largest(np.concatenate(inputs), dx, dx if last else dx - dy) if i else 0.0
         of_weights = {}
         for name, gradient in zip(jax.tree.leaves(names(own)), jax.tree.leaves(own), strict=True):
             stacked = name.startswith(f"{STACK}.")
             full = name.replace(STACK, f"{STACK}.{section.at}", 1) if stacked else name
-            entry = known[PREFIX + ("head" if head and name.startswith("embed") else full)]
+            entry = known[PREFIX + ("head" if last and name.startswith("embed") else full)]
             wanted = gradient_of(entry, files)
             off = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - wanted)
             of_weights[full] = ratio(off, np.linalg.norm(wanted))

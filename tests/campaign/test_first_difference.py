@@ -94,7 +94,7 @@ def test_a_bug_in_a_norm_is_named(gemma, monkeypatch):
     folder, theirs = gemma
     mark, right = scale_of(folder, 1), layers.rms_norm
 
-    def wrong(x: Any, scale: Any, eps: float, offset: float = 0.0) -> Any:
+    def wrong(x: Any, scale: Any, eps: float, offset: Any = 0.0) -> Any:
         return right(x, scale, eps, jnp.where(scale.reshape(-1)[0] == mark, 0.0, offset))
 
     monkeypatch.setattr(layers, "rms_norm", wrong)
