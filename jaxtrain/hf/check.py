@@ -64,7 +64,7 @@ def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
 
     norms: transformers' names of the modules whose inputs are wanted. out: the folder with tokens.npy, which gets the results.
     """
-    (out / "norms.json").write_text(json.dumps(norms))
+    (out / "norms.json").write_text(json.dumps(norms), encoding="utf-8")
     ended = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
     if ended.returncode or not (out / "logits.npy").exists():
         (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]

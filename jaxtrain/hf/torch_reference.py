@@ -27,7 +27,7 @@ def main():
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     folder, out = sys.argv[1], Path(sys.argv[2])
-    norms = json.loads((out / "norms.json").read_text())
+    norms = json.loads((out / "norms.json").read_text(encoding="utf-8"))
     torch.set_grad_enabled(bool(norms))
     # sdpa would be wrong for some models: its kernels have no soft cap, and transformers only warns about that.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
