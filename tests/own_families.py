@@ -23,6 +23,10 @@ class More(Transformer):
         return super().__call__(*rows) * self.gain[...] + self.bend[...][None, None]
 
 
+class Subclass(Transformer):
+    """A model of a class of its own."""
+
+
 def _family(model: type[Transformer], **more: Any) -> Any:
     return type("Family", (), {"build": staticmethod(model), **more})
 
@@ -37,6 +41,7 @@ def _with_down(ours: str, theirs: str) -> Any:
 
 like_llama = _family(Transformer, FORMAT=llama.FORMAT)
 bare = _family(More)
+subclass = _family(Subclass, FORMAT=llama.FORMAT)
 gelu = _family(Transformer, STRUCTURE=gemma2.STRUCTURE)
 not_all = _family(More, FORMAT=llama.FORMAT)
 turned = _family(Transformer, FORMAT=_with_down("F D", "D F"))

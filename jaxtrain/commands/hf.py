@@ -13,10 +13,11 @@ from typing import Any
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, stores
-from jaxtrain.config.command_line import Args, Invalid, Parser, path
+from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, path
 from jaxtrain.config.schema import OWN, Model
-from jaxtrain.hf.check import PYTHON, difference
+from jaxtrain.hf.check import PYTHON
 from jaxtrain.hf.folder import locate, open_folder
+from jaxtrain.metrics.files import write_output
 from jaxtrain.models import flops, presets
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.runtime.startup import start_jax
@@ -95,13 +96,14 @@ def parser() -> Parser:
     p.option("base", "the model of the adapters", "CKPT_OR_DIR", required=True)
     p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
 
-    p = top.command("check", "logits of a checkpoint and of a Hugging Face folder, compared through transformers")
+    p = top.command("check", "the first layer that differs from transformers, in activations or gradients")
     p.argument("checkpoint", f"what jaxtrain computes: {any_model}", "CKPT_OR_DIR")
     p.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
     p.option("base", base, "DIR")
     p.option("ema", average)
     p.option("tokens", "ids [B, T]; default: 2 x 64 random ones", "T.npy", type=path)
-    p.option("tolerance", "exit code 1 above this difference (default 1e-3)", "X", 1e-3, type=float)
+    p.option("tolerance", "exit code 1 above this relative difference (default 1e-3)", "X", 1e-3, type=float)
+    p.option("json", "all differences, for programs", "FILE", type=output_file)
     p.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
 
     p = top.command("logits", "logits of given tokens, in float32")
@@ -190,12 +192,28 @@ def run_logits(args: Args) -> int:
 
 
 def run_check(args: Args) -> int:
-    """Compare a checkpoint's logits with those of transformers. Return 1 if they differ by more than --tolerance, else 0."""
+    """Compare a checkpoint with transformers, part by part. Return 1 if a difference is above --tolerance, else 0."""
+    from jaxtrain.hf.check import compare
+
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    if difference(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say) <= args.tolerance:
-        return 0
-    say(f"above --tolerance={args.tolerance:g}: these are not the same model")
-    return 1
+    found = compare(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
+    first = found.first(args.tolerance)
+    if args.json:
+        text = json.dumps({"first": first, **dataclasses.asdict(found)})
+        finite = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
+        write_output(args.json, json.dumps(finite, indent=1) + "\n")
+    if found.parts:
+        say("part                  activations  gradients  gradient of a weight (the most different)")
+        for p in found.parts:
+            say(f"{p.part:20}  {p.activations:11.1e}  {p.gradients:9.1e}  {p.weights:.1e} {p.worst}")
+    else:
+        say(f"logits alone are compared, not parts: {found.alone}")
+    say(
+        f"logits of the whole model: {found.logits:.1e}; largest difference {found.absolute:.3g} of logits up to "
+        f"{found.range:.3g}; the likeliest token is the same at {found.likeliest:.1%} of the positions"
+    )
+    say(f"{f'first difference: {first}' if first else 'the same'} (--tolerance={args.tolerance:g})")
+    return 1 if first else 0
 
 
 def run_presets(args: Args) -> int:

@@ -1,22 +1,27 @@
-"""Compare a model's logits with those that transformers computes, in another Python."""
+"""Compare a model with what transformers computes, in another Python: logits, and each part's activations and gradients."""
 
+import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtrain.hf.folder import is_raw, locate
 from jaxtrain.models.hugging_face import HuggingFaceError
 
-SCRIPT = Path(__file__).parent / "torch_logits.py"
+if TYPE_CHECKING:
+    from jaxtrain.hf.parts import Comparison
+
+SCRIPT = Path(__file__).parent / "torch_reference.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"  # names that Python
 
 
-def difference(
+def compare(
     checkpoint: str, folder: str, python: str, tokens: Path | None, base: str, ema: bool, say: Callable[[str], None]
-) -> float:
-    """Return the largest difference of two models' logits, and report it by position.
+) -> "Comparison":
+    """Return the differences of two models, in float32.
 
     Args:
         checkpoint: computed by jaxtrain: a run, a checkpoint, or a Hugging Face folder.
@@ -25,14 +30,16 @@ def difference(
         tokens: file of ids, integers [B, T]; None: 2 x 64 random ones.
         base: for a run with adapters, the folder of the base model if it was moved.
         ema: compute with the average of the checkpoint's weights (train.ema_decay).
+        say: called with notes on the checkpoint.
 
     Raises:
-        HuggingFaceError: transformers did not compute the folder, or the shapes of the logits differ.
+        HuggingFaceError: transformers did not compute the folder, or the two have other weights or other shapes.
     """
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
-    from jaxtrain.hf.model import logits_of, read_tokens
+    from jaxtrain.hf.model import read_tokens
+    from jaxtrain.hf.parts import against, norms_of, run_on
 
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
@@ -42,31 +49,24 @@ def difference(
     source = open_origin(checkpoint).choose(ema)
     source.announce(say)
     vocab = source.run().model.vocab_size
-    if tokens:
-        tokens_BT, segments_BT = read_tokens(tokens, None, vocab)
-    else:
-        tokens_BT = np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
-        segments_BT = np.ones_like(tokens_BT)
-    with tempfile.TemporaryDirectory() as scratch:
-        asked, theirs = Path(scratch, "tokens.npy"), Path(scratch, "logits.npy")
-        np.save(asked, tokens_BT)
-        command = [python, SCRIPT, locate(folder), asked, theirs]
-        ended = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-        if ended.returncode or not theirs.exists():
-            (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
-            hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)
-            raise HuggingFaceError(f"transformers in {python} did not compute {folder}: {reason}.{hint}")
-        theirs_BTV = np.load(theirs)
-    ours_BTV = logits_of(source, base=base)(tokens_BT, segments_BT)
-    if ours_BTV.shape != theirs_BTV.shape:
-        raise HuggingFaceError(f"{folder}: logits are {list(theirs_BTV.shape)}, those here {list(ours_BTV.shape)}.")
-    by_position_T = np.abs(ours_BTV - theirs_BTV).max(axis=(0, 2))
-    say("position  largest difference")
-    for t, largest in enumerate(by_position_T):
-        say(f"{t:8d}  {largest:.3g}")
-    same, worst = float((ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()), float(by_position_T.max())
-    say(
-        f"largest difference {worst:.3g} of logits up to {float(np.abs(theirs_BTV).max()):.3g}; "
-        f"the likeliest token is the same at {same:.1%} of {tokens_BT.size} positions"
+    tokens_BT = (
+        read_tokens(tokens, None, vocab)[0] if tokens else np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
     )
-    return worst
+    with tempfile.TemporaryDirectory() as scratch:
+        theirs = Path(scratch)
+        np.save(theirs / "tokens.npy", tokens_BT)
+        ask(python, folder, norms_of(run_on(source, tokens_BT)), theirs)
+        return against(theirs, source, base)
+
+
+def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
+    """Let transformers compute a folder (torch_reference.py). Raises HuggingFaceError if it did not.
+
+    norms: transformers' names of the modules whose inputs are wanted. out: the folder with tokens.npy, which gets the results.
+    """
+    (out / "norms.json").write_text(json.dumps(norms), encoding="utf-8")
+    ended = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
+    if ended.returncode or not (out / "logits.npy").exists():
+        (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
+        hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)
+        raise HuggingFaceError(f"transformers in {python} did not compute {folder}: {reason}.{hint}")

@@ -165,6 +165,28 @@ def positions_of(segments_BT: np.ndarray) -> np.ndarray:
     return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(np.int32)
 
 
+def in_precision(run: RunConfig, precision: str) -> RunConfig:
+    """Return the run with this precision of the arithmetic, f32 | bf16; for f32, weights and gradients are f32 too."""
+    dtypes = dataclasses.replace(run.dtypes, params="f32", grads="f32", reduce="f32") if precision == "f32" else run.dtypes
+    return dataclasses.replace(run, precision=precision, dtypes=dtypes)
+
+
+def sized(run: RunConfig, T: int, documents: int) -> RunConfig:
+    """Return the run with rows of T tokens in up to this many documents, which determine the attention kernel."""
+    data = dataclasses.replace(run.data, seq_len=T, packing="documents", max_segments=documents)
+    return dataclasses.replace(run, data=data)
+
+
+def logits_program(definition: Definition, placement: Placement) -> Callable[..., jax.Array]:
+    """Return the compiled function from (weights, tokens, segments, positions) to logits."""
+
+    def forward(params: Any, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        model = definition.bind(params)
+        return model.logits(model(tokens_BT, segments_BT, positions_BT))
+
+    return jax.jit(placement.shard_map(forward, (definition.specs(placement), P(), P(), P()), P()))
+
+
 def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunConfig | None = None) -> Logits:
     """Return a function from (tokens, segments), each int32 (B, T), to the logits of a model, f32 (B, T, V).
 
@@ -174,24 +196,15 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
         base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
         run: the run's config; None: the config stored with the weights.
     """
-    run = run or source.run()
-    weights = dataclasses.replace(run.dtypes, params="f32" if precision == "f32" else run.dtypes.params)
-    run = dataclasses.replace(run, precision=precision, dtypes=weights)
+    run = in_precision(run or source.run(), precision)
     params: list[Params] = []
 
     @functools.lru_cache(1)
     def compiled(T: int, documents: int) -> Any:
-        data = dataclasses.replace(run.data, seq_len=T, packing="documents", max_segments=documents)
-        sized = dataclasses.replace(run, data=data)  # the length of the rows determines the kernel
-        definition, placement = placed(sized)
-
-        def forward(params: Any, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-            model = definition.bind(params)
-            return model.logits(model(tokens_BT, segments_BT, positions_BT))
-
+        definition, placement = placed(sized(run, T, documents))
         if not params:
-            params.append(read_params(source, sized, definition, placement, base))
-        return jax.jit(placement.shard_map(forward, (definition.specs(placement), P(), P(), P()), P()))
+            params.append(read_params(source, run, definition, placement, base))
+        return logits_program(definition, placement)
 
     def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
         forward = compiled(tokens_BT.shape[1], max(1, int(segments_BT.max())))

@@ -87,7 +87,13 @@ class Block(nnx.Module):
 
         kind: which of the model's kinds of layers this is (`models.attention.layer_kinds`).
         """
-        p, (x_BTD, statistics) = self.ctx.placement, carry
+        x_BTD, statistics = carry
+        x_BTD, cache = self.attend(x_BTD, shared, kind, cache)
+        return self.feed_forward((x_BTD, statistics), shared), cache
+
+    def attend(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
+        """Return the residual stream after attention, and the cache."""
+        p = self.ctx.placement
         with jax.named_scope("attention"):
             h_BTD = to_block(checkpoint_name(self.attention_norm(x_BTD), "attention_norm"), p)
             y_BTD, cache = self.attention(h_BTD, shared, kind, cache)
@@ -96,7 +102,11 @@ class Block(nnx.Module):
                 y_BTD = (y_BTD.astype(jnp.float32) + self.attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
             y_BTD = checkpoint_name(y_BTD, "attention_proj")
             y_BTD = self.attention_post_norm(y_BTD) if self.sandwich_norm else y_BTD
-            x_BTD = checkpoint_name(x_BTD + y_BTD, "residual")
+            return checkpoint_name(x_BTD + y_BTD, "residual"), cache
+
+    def feed_forward(self, carry: Carry, shared: Shared) -> Carry:
+        """Return the residual stream and the statistics after the feed-forward block."""
+        p, (x_BTD, statistics) = self.ctx.placement, carry
         with jax.named_scope("mlp"):
             h_BTD = to_block(checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm"), p)
             if isinstance(self.mlp, ExpertsMLP):
@@ -106,7 +116,7 @@ class Block(nnx.Module):
                 y_BTD = self.mlp(h_BTD)
             y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("mlp"), p), "mlp_down")
             y_BTD = self.mlp_post_norm(y_BTD) if self.sandwich_norm else y_BTD
-            return (x_BTD + y_BTD, statistics), cache
+            return x_BTD + y_BTD, statistics
 
 
 class DenseLayers(nnx.Module):

@@ -191,6 +191,8 @@ def test_adapters_go_to_peft_and_come_back(tmp_path, name):
     beside = logits_of(open_origin(str(tmp_path / "run")))(TOKENS, SEGMENTS)
     assert np.abs(logits(TOKENS, SEGMENTS) - theirs["merged"]).max() < SAME
     assert np.abs(beside - theirs["logits"]).max() < SAME
+    args = [str(tmp_path / "run"), str(tmp_path / "merged"), f"--python={packages.reference()}"]
+    assert command.main(["check", *args, f"--base={folder}"]) == 0
 
 
 def test_check_without_transformers_is_refused(tmp_path):

@@ -27,6 +27,7 @@ from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.names import entries
+from jaxtrain.hf.parts import Comparison, Difference, largest, ratio
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -337,6 +338,22 @@ PARAMETERS = {
     "gemma3_12b": 12_187_325_040 - VISION - 1152 * (3840 + 1),
     "gemma3_27b": 27_432_406_640 - VISION - 1152 * (5376 + 1),
 }
+
+
+def test_the_first_part_that_differs_is_named():
+    """The first part in the order of the model counts, a NaN is a difference, and logits alone may differ too."""
+
+    def found(*parts: tuple[float, float, float], logits: float = 0.0) -> Comparison:
+        return Comparison(tuple(Difference(f"part {i}", *x, "w") for i, x in enumerate(parts)), "", logits, 0.0, 1.0, 1.0)
+
+    same, nan = (1e-6, 1e-6, 1e-6), float("nan")
+    assert found(same, same).first(1e-3) == ""
+    assert found(same, (1e-6, 0.5, 0.25), (9.0, 9.0, 9.0)).first(1e-3) == "part 1: gradients 0.5, gradient of w 0.25"
+    assert found(same, (nan, 1e-6, 1e-6)).first(1e-3) == "part 1: activations nan"
+    assert found(same, logits=0.5).first(1e-3) and found(same, logits=nan).first(1e-3)
+    assert ratio(np.float32(nan), 1.0) != 0 and ratio(1.0, 0.0) == float("inf") and ratio(0.0, 0.0) == 0
+    theirs = np.full((1, 4, 2), 10.0)  # of which the part adds 1
+    assert largest(theirs + np.eye(4)[:, :2], theirs, np.full((1, 4, 2), 1.0)) == pytest.approx(0.5**0.5)
 
 
 def test_presets_have_the_published_sizes(capsys):

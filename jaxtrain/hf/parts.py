@@ -1,0 +1,312 @@
+"""The parts of a model, each compared with transformers: embedding, each layer's attention and feed-forward block, the head.
+
+Each part computes from transformers' own input of the part, and differentiates with transformers' own gradient of the part's
+output. So a fault is seen in its own part alone, forward and backward, and another choice of experts, which rounding may cause
+where two of them tie, does not spread either. The code is that of training, with its kernels: `Block.attend`,
+`Block.feed_forward`, and the loss.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import schema
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.config.shapes import DENSE, STACK
+from jaxtrain.hf.importing import Origin
+from jaxtrain.hf.model import in_precision, logits_program, placed, positions_of, read_params, sized
+from jaxtrain.hf.names import HEAD, PREFIX, Entry, entries
+from jaxtrain.models import family
+from jaxtrain.models.attention import Shared, layer_kinds
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.lora import is_adapter
+from jaxtrain.models.module import Definition, Params, filled, names, part
+from jaxtrain.models.moe import no_statistics
+from jaxtrain.models.remat import layer_at
+from jaxtrain.models.transformer import Block, Transformer
+from jaxtrain.sharding import Placement, all_reduce
+from jaxtrain.step.loss import LossSpec, cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The relative differences of one part of a model. 0: equal; NaN: some value is NaN.
+
+    Activations and gradients are compared token by token with the root mean square of what the part adds to the residual
+    stream, so that the stream hides nothing: the largest of all tokens counts.
+
+    Attributes:
+        part: its name, such as "layer 3, attention".
+        activations: of the part's output; of the head, the logits.
+        gradients: of the gradient with respect to the part's input; 0 for the embedding, whose input are tokens.
+        weights: of the gradient of the part's weight that differs most, in the 2-norm.
+        worst: that weight, by jaxtrain's name.
+    """
+
+    part: str
+    activations: float
+    gradients: float
+    weights: float
+    worst: str
+
+    def above(self, tolerance: float) -> dict[str, float]:
+        """Return the differences above `tolerance`, and those that are NaN, by their names here."""
+        found = {"activations": self.activations, "gradients": self.gradients, f"gradient of {self.worst}": self.weights}
+        return {name: value for name, value in found.items() if not value <= tolerance}  # NaN is above
+
+
+Outputs = tuple[jax.Array, jax.Array]  # what is differentiated, and what is compared
+Compute = Callable[[Any, Shared, jax.Array, jax.Array], Outputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a model.
+
+    Attributes:
+        name: as in `Difference`.
+        weights: prefixes of its weights' names.
+        at: the index of its layer in the stack of layers; 0 outside of the stack.
+        compute: returns `Outputs` from (model, shared, input, tokens). The model's stack has this layer alone. Layers that are
+            computed alike have the same function, which is compiled once.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    at: int
+    compute: Compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The differences of a model from transformers.
+
+    Attributes:
+        parts: of each part, in the order of the model.
+        alone: why there are no parts, and logits alone are compared; "" if there are.
+        logits: of the logits of the whole model, relative as `Difference.activations`.
+        absolute: the largest difference of the logits.
+        range: the largest of transformers' logits.
+        likeliest: the share of positions at which the likeliest token is the same.
+    """
+
+    parts: tuple[Difference, ...]
+    alone: str
+    logits: float
+    absolute: float
+    range: float
+    likeliest: float
+
+    def first(self, tolerance: float) -> str:
+        """Return the first part with a difference above `tolerance`, and its differences above it; "" if there is none."""
+        found = ((part.part, part.above(tolerance)) for part in self.parts)
+        named = next(((name, above) for name, above in found if above), None)
+        if named is None:
+            return "" if self.logits <= tolerance else f"no part, but the logits of the whole model, {self.logits:.2g}"
+        return f"{named[0]}: " + ", ".join(f"{name} {value:.2g}" for name, value in named[1].items())
+
+
+def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
+    """Return the differences of a model from what torch_reference.py has written to `theirs`.
+
+    base: for a run with adapters, the folder of the base model if it was moved.
+
+    Raises:
+        HuggingFaceError: the weights cannot be read, or are others than transformers has.
+    """
+    tokens_BT, theirs_BTV = np.load(theirs / "tokens.npy"), np.load(theirs / "logits.npy")
+    run = run_on(source, tokens_BT)
+    wanted = (*tokens_BT.shape, run.model.vocab_size)
+    if theirs_BTV.shape != wanted:
+        raise HuggingFaceError(f"{source.name}: logits are {list(wanted)}, those of transformers {list(theirs_BTV.shape)}.")
+    definition, placement = placed(run)
+    params = read_params(source, run, definition, placement, base)
+    alone = not_by_parts(run)
+    parts = () if alone else tuple(differences(run, definition, placement, params, theirs))
+    forward, ones_BT = logits_program(definition, placement), np.ones_like(tokens_BT)
+    rows = tokens_BT, ones_BT, positions_of(ones_BT)
+    ours_BTV = np.concatenate([forward(params, *(a[b : b + 1] for a in rows)) for b in range(len(tokens_BT))])
+    absolute, same = np.abs(ours_BTV - theirs_BTV).max(), (ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()
+    logits = largest(ours_BTV, theirs_BTV, theirs_BTV)
+    return Comparison(parts, alone, logits, float(absolute), float(np.abs(theirs_BTV).max()), float(same))
+
+
+def run_on(source: Origin, tokens_BT: np.ndarray) -> RunConfig:
+    """Return the config of the weights' run, in float32, with rows as long as these tokens."""
+    return sized(in_precision(source.run(), "f32"), tokens_BT.shape[1], 1)
+
+
+def not_by_parts(run: RunConfig) -> str:
+    """Return why a model can be compared only as a whole; "" if its parts can be compared."""
+    definition, _ = placed(run)
+    built, name = jax.eval_shape(definition.bind, definition.abstract), f"model.family = {run.model.family}"
+    if getattr(family(run.model.family), "FORMAT", None) is None:
+        return f"{name} has no FORMAT, which has transformers' names of its weights"
+    if type(built) is not Transformer or type(built.layers) is not Block:
+        return f"{name} builds a {type(built).__name__}, which may compute in other parts"
+    return ""
+
+
+def norms_of(run: RunConfig) -> list[str]:
+    """Return transformers' names of the modules whose inputs are the residual stream between the parts, in their order.
+
+    [] for a model that can be compared only as a whole.
+    """
+    if not_by_parts(run):
+        return []
+    ours = [f"{stack}.{at}.{norm}_norm.scale" for stack, at in stacks(run.model) for norm in ("attention", "mlp")]
+    known = entries(run.model)
+    return [known[PREFIX + name].theirs[0].removesuffix(".weight") for name in (*ours, "final_norm.scale")]
+
+
+def stacks(model: schema.Model) -> list[tuple[str, int]]:
+    """Return (name of the stack, index in it) of each layer."""
+    return [(DENSE, i) for i in range(model.dense_layers)] + [(STACK, i) for i in range(model.stacked_layers)]
+
+
+def sections(model: schema.Model, chunk: int) -> Iterator[Section]:
+    """Yield the parts of a model in order. chunk: tokens whose logits exist at one time in the loss."""
+    once, kinds = functools.cache(functools.partial), layer_kinds(model)  # equal arguments give the same function
+    yield Section("embedding", ("embed",), 0, embedding)
+    for i, (stack, at) in enumerate(stacks(model)):
+        dense, kind = (at, 0) if stack == DENSE else (None, kinds[at])
+        within, place = (stack, at) if dense is None else (f"{stack}.{at}", 0)
+        yield Section(f"layer {i}, attention", (f"{within}.attention",), place, once(attention, dense, kind))
+        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), place, once(feed_forward, dense))
+    weights = "final_norm", "embed" if model.tied_head else "head"
+    yield Section("final norm and head", weights, 0, once(head, chunk))
+
+
+def block_of(model: Transformer, dense: int | None) -> Block:
+    """Return a dense layer, or the stack's only layer, with its weights gathered."""
+    block = layer_at(model.layers, 0) if dense is None else model.dense_layers.blocks[dense]
+    return model.ctx.zero.gather_module(block)
+
+
+def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the embeddings, twice, as `Section.compute` does."""
+    y_BTD, _ = model.embed_tokens(tokens_BT)
+    return y_BTD, y_BTD
+
+
+def attention(
+    dense: int | None, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+) -> Outputs:
+    """Return the residual stream after attention, twice."""
+    y_BTD, _ = block_of(model, dense).attend(x_BTD, shared, kind, None)
+    return y_BTD, y_BTD
+
+
+def feed_forward(dense: int | None, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the residual stream after the feed-forward block, twice."""
+    y_BTD, _ = block_of(model, dense).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
+    return y_BTD, y_BTD
+
+
+def head(chunk: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+    """Return the loss that torch_reference.py differentiates, but as a sum over tokens, and the logits."""
+    ctx = model.ctx
+    hidden_BTD, _ = model.final_hidden((x_BTD, ()))
+    batch = {"targets": jnp.roll(tokens_BT, -1, 1), "weights": jnp.ones(tokens_BT.shape, jnp.float32)}
+    spec = LossSpec(ctx.numerics, ctx.placement, ctx.zero, chunk, model.model.logit_softcap)
+    return cross_entropy(hidden_BTD, model.head_VD, batch, spec), model.logits(hidden_BTD)
+
+
+def program(definition: Definition, placement: Placement, compute: Compute, weights: tuple[str, ...]) -> Any:
+    """Return the compiled function of a part: its output, and the gradients of its input and of its weights.
+
+    The function's arguments are all weights, the index of the layer in the stack, the part's input, the gradient of what
+    `compute` differentiates, tokens, segments and positions.
+    """
+    chosen = jax.tree.map(lambda name: name.startswith(weights) and not is_adapter(name), names(definition.abstract))
+    axes, specs = part(definition.axes, chosen), definition.specs(placement)
+
+    def run(params: Params, at: jax.Array, x: jax.Array, dy: jax.Array, *rows: jax.Array) -> tuple[Any, jax.Array, Params]:
+        tokens_BT, segments_BT, positions_BT = rows
+        params = {**params, STACK: jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, at, 1), params[STACK])}
+
+        def outputs(own: Params, x: jax.Array) -> Outputs:
+            model = definition.bind(filled(params, own))
+            return compute(model, model.share(segments_BT, positions_BT), x, tokens_BT)
+
+        _, vjp, y = jax.vjp(outputs, part(params, chosen), x, has_aux=True)
+        # All devices have the same tokens, and so equal shares of the loss (sharding.py).
+        own, dx = vjp(dy / placement.mesh.size)
+        own = definition.bind(params).ctx.zero.reduce_gradients(own, axes)
+        return y, all_reduce(dx, placement.all_axes), own
+
+    return jax.jit(placement.shard_map(run, (specs, *(P(),) * 6), (P(), P(), part(specs, chosen))))
+
+
+def differences(
+    run: RunConfig, definition: Definition, placement: Placement, params: Params, theirs: Path
+) -> Iterator[Difference]:
+    """Yield the differences of each part, in the order of the model. Rows are computed one by one.
+
+    Args:
+        run, definition, placement, params: the model, and its weights in float32.
+        theirs: the folder that torch_reference.py has written.
+    """
+    tokens_BT = np.load(theirs / "tokens.npy")
+    rows = tokens_BT, np.ones_like(tokens_BT), positions_of(np.ones_like(tokens_BT))
+    states, cotangents = (np.load(theirs / f"{name}.npy", mmap_mode="r").swapaxes(0, 1) for name in ("states", "cotangents"))
+    logits_BTV = np.load(theirs / "logits.npy", mmap_mode="r")
+    files = {file.stem: file for file in (theirs / "weights").glob("*.npy")}
+    known = entries(run.model, files)
+    if run.model.tied_head:
+        known[PREFIX + "head"] = dataclasses.replace(known[f"{PREFIX}embed.embedding"], theirs=(HEAD,))
+    named = {x for entry in known.values() for x in entry.theirs}
+    if unknown := sorted(files.keys() - named):
+        rule = f"transformers computes with {unknown[0]}, which is not in this model"
+        raise HuggingFaceError(f"{rule}. Fix: compare a folder that was exported from it, or imported as it.")
+    built = functools.cache(functools.partial(program, definition, placement))
+    nothing = np.zeros((len(tokens_BT), 1, 1), np.float32)
+    of_loss = np.full(len(tokens_BT), 1 / tokens_BT.size, np.float32)
+    for i, section in enumerate(sections(run.model, run.loss.chunk)):
+        last = i == len(states)
+        x, dx = (states[i - 1], cotangents[i - 1]) if i else (nothing, nothing)
+        y, dy = (logits_BTV, of_loss) if last else (states[i], cotangents[i])
+        outputs, inputs, own = [], [], {}
+        for b in range(len(tokens_BT)):
+            given = x[b : b + 1], dy[b] if last else dy[b : b + 1], *(a[b : b + 1] for a in rows)
+            y_b, dx_b, own_b = built(section.compute, section.weights)(params, np.int32(section.at), *given)
+            outputs.append(np.asarray(y_b))
+            inputs.append(np.asarray(dx_b))
+            own = jax.tree.map(jnp.add, own, own_b) if own else own_b
+        activations = largest(np.concatenate(outputs), y, y - x if i and not last else y)
+        gradients = largest(np.concatenate(inputs), dx, dx if last else dx - dy) if i else 0.0
+        of_weights = {}
+        for name, gradient in zip(jax.tree.leaves(names(own)), jax.tree.leaves(own), strict=True):
+            stacked = name.startswith(f"{STACK}.")
+            full = name.replace(STACK, f"{STACK}.{section.at}", 1) if stacked else name
+            entry = known[PREFIX + ("head" if last and name.startswith("embed") else full)]
+            wanted = gradient_of(entry, files)
+            off = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - wanted)
+            of_weights[full] = ratio(off, np.linalg.norm(wanted))
+        # NaN counts as the largest.
+        worst = max(of_weights, key=lambda name: np.nan_to_num(of_weights[name], nan=np.inf))
+        yield Difference(section.name, activations, gradients, of_weights[worst], worst)
+
+
+def gradient_of(entry: Entry, files: Mapping[str, Path]) -> np.ndarray:
+    """Return transformers' gradient of a weight, with jaxtrain's axes; 0 where transformers has none."""
+    stored = [np.load(files[x]) if x in files else np.zeros(entry.their_shape, np.float32) for x in entry.read]
+    return entry.to_ours(stored, np.dtype(np.float32), (slice(None),) * len(entry.shape))
+
+
+def largest(ours_BTX: np.ndarray, theirs_BTX: np.ndarray, added_BTX: np.ndarray) -> float:
+    """Return the largest difference of a token, relative to the root mean square over the tokens of `added_BTX`."""
+    off_BT, added_BT = (np.linalg.norm(a, axis=-1) for a in (ours_BTX - theirs_BTX, added_BTX))
+    return ratio(off_BT.max(), np.sqrt(np.mean(added_BT**2)))
+
+
+def ratio(difference: Any, of: Any) -> float:
+    """Return difference / of; 0 for 0 / 0."""
+    return float(difference / of) if of else float("inf" if difference else 0)
