@@ -3,12 +3,22 @@
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Model, Problem, nearest, parts_of
+from jaxtrain.config.schema import Mesh, Model, Moe, Problem, nearest, parts_of
+from jaxtrain.kernels.experts import support
 from jaxtrain.models import flops
 
 # Weights of a model with experts that have one matrix for each expert.
 EXPERTS = frozenset(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 SM = 89  # compute capability (times ten) from which GPUs multiply 8-bit floating point: Ada, Hopper, Blackwell
+
+
+def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
+    """Return whether the experts of a device may have different numbers of tokens.
+
+    If so, the matmuls of their weights' gradients stay in bfloat16.
+    """
+    even = moe.capacity_factor or support.alone(moe.impl, model.num_experts, mesh.expert)
+    return model.num_experts > 1 and not even
 
 
 def matmuls(model: Model) -> tuple[str, ...]:

@@ -18,11 +18,10 @@ from jax.sharding import Mesh
 from jaxtrain.config.layout import Layout, StepDtypes
 from jaxtrain.config.numbers import GB_PER_GIB
 from jaxtrain.config.schema import MESH_AXES, Remat, Sharding, Train
-from jaxtrain.kernels.experts import support
 from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models import activations
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.precision import EXPERTS
+from jaxtrain.models.precision import EXPERTS, uneven
 from jaxtrain.plan.program.collectives import Found
 from jaxtrain.plan.program.hlo import Computation, Instruction, Module, walk
 from jaxtrain.plan.program.op_cost import GEMM_CALLS, in_8_bits, of_experts
@@ -261,9 +260,7 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     trained = [trains for _, trains in paired]
     # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
     asked = sum(2 + trains for trains in trained)
-    even = run.moe.capacity_factor or support.alone(run.moe.impl, run.model.num_experts, run.mesh.expert)
-    if run.model.num_experts and not even:
-        # Experts of a device may have different numbers of rows. Gradients of their weights then stay in bfloat16.
+    if uneven(run.model, run.moe, run.mesh):
         asked -= sum(trains for path, trains in paired if ".".join(key.key for key in path) in EXPERTS)
     least = asked - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
