@@ -38,8 +38,8 @@ def average(
 ) -> None:
     """Write the average of checkpoints as a run's folder, with config.json and a checkpoint of step 0.
 
-    The checkpoint holds weights only, as that of an import does. Its config is that of the first, and its longest sequence the
-    shortest of all. meta.json lists what was averaged (key `averaged`).
+    The checkpoint holds weights only, as that of an import does. Its config and its texts are those of the first. Its longest
+    sequence is the shortest of all. meta.json lists what was averaged (key `averaged`).
 
     Args:
         paths: runs, folders of checkpoints, or checkpoints.
@@ -67,6 +67,9 @@ def average(
     for origin, weight in zip(origins, weights, strict=True):
         what = "the average of the weights of " * ema
         say(f"{weight:g} of {math.fsum(weights):g}: {what}{origin.name}")
+    for origin in origins[1:]:  # such as a base and its chat model
+        if other := [key for key, value in first.meta["text"].items() if origin.meta["text"].get(key) != value]:
+            say(f"{', '.join(other)} of the texts: as in {first.name}, other than in {origin.name}")
 
     wanted = {
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread(a.shape, jax.local_devices()))
@@ -134,7 +137,7 @@ def _opened(path: str, ema: bool) -> Origin:
 def _difference(paths: Sequence[str], origins: Sequence[Origin]) -> Problem | None:
     """Return the first difference of a checkpoint from the first one that makes an average meaningless."""
     first = origins[0]
-    run, stored, text = first.run(), _weights_of(first), _text(first)
+    run, stored, text = first.run(), _weights_of(first), first.meta["text"]
     for path, origin in zip(paths[1:], origins[1:], strict=True):
         other = origin.run()
         model, theirs = _computed(run), _computed(other)
@@ -143,21 +146,16 @@ def _difference(paths: Sequence[str], origins: Sequence[Origin]) -> Problem | No
             return Problem("CKPT", path, rule, "Average checkpoints of one model.")
         if rule := _other_tensor(stored, _weights_of(origin), paths[0]):
             return Problem("CKPT", path, rule, "Average checkpoints with the same tensors (dtypes.params decides their types).")
-        record = _text(origin)
-        if key := next((key for key in text if text[key] != record[key]), ""):
-            rule = f"{key} of its texts (key 'text' in meta.json) is not that of {paths[0]}"
-            return Problem("CKPT", path, rule, "Average checkpoints of one tokenizer and one chat template.")
+        if len({text["tokenizer_sha256"], origin.meta["text"]["tokenizer_sha256"]} - {""}) > 1:
+            rule = f"it was trained with another tokenizer than {paths[0]} (tokenizer_sha256 in meta.json)"
+            return Problem("CKPT", path, rule, "Average checkpoints of one tokenizer.")
     return None
 
 
 def _computed(run: Any) -> dict[str, Any]:
     """Return key -> value of the sections of a config that decide what weights compute."""
     own = {f"own.{name}": value for name, value in run.own} if run.model.outside else {}
-    return {f"model.{name}": value for name, value in dataclasses.asdict(run.model).items()} | own
-
-
-def _text(origin: Origin) -> dict[str, Any]:
-    return {key: value for key, value in origin.meta["text"].items() if key != "template_name"}
+    return {f"model.{name}": x for name, x in dataclasses.asdict(run.model).items() if name != "init_std"} | own
 
 
 def _other_tensor(stored: Tensors, theirs: Tensors, first: str) -> str:

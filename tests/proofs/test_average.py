@@ -124,9 +124,9 @@ def test_rounding_is_to_nearest_once():
     assert averaging.rounded(np.array(0.1), np.float32) == np.float32(0.1)
 
 
-def with_meta(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+def with_meta(change: Callable[[dict[str, Any]], object], run: str = "b") -> Callable[[Path], None]:
     def act(folder: Path) -> None:
-        path = folder / "b/checkpoints/4/meta.json"
+        path = folder / run / "checkpoints/4/meta.json"
         meta = files.unseal(path.read_text())
         change(meta)
         path.write_text(files.sealed(meta))
@@ -135,11 +135,16 @@ def with_meta(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 
 
 def flip(folder: Path) -> None:
-    path = max((folder / "b/checkpoints/4/arrays").rglob("*"), key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    for at in range(0, len(data), 8):
-        data[at] ^= 1
-    path.write_bytes(data)
+    for path in (folder / "b/checkpoints/4/arrays").rglob("d/*"):  # any of them may hold the weights
+        data = bytearray(path.read_bytes())
+        for at in range(0, len(data), 8):
+            data[at] ^= 1
+        path.write_bytes(data)
+
+
+def other_tokenizers(folder: Path) -> None:
+    for run in "ab":
+        with_meta(lambda meta, run=run: meta["text"].update(tokenizer_sha256=run), run)(folder)
 
 
 def nothing(folder: Path) -> None:
@@ -165,8 +170,7 @@ REFUSED: dict[str, tuple[list[str], Callable[[Path], object], str]] = {  # words
     "no such folder": (["a", "c"], nothing, "/c: "),
     "no such step": (["a", "b/checkpoints/3"], nothing, "2, 4"),
     "another model": (["a", "b"], with_meta(lambda meta: meta["config"]["model"].update(rope_base=5.0)), "model.rope_base"),
-    "another text": (["a", "b"], with_meta(lambda meta: meta["text"].update(eot=7)), "eot"),
-    "another tokenizer": (["a", "b"], with_meta(lambda meta: meta["text"].update(tokenizer_sha256="0")), "tokenizer_sha256"),
+    "another tokenizer": (["a", "b"], other_tokenizers, "tokenizer_sha256"),
     "another tensor": (["a", "b"], with_meta(renamed), "params."),
     "another_type": (["a", "b"], with_meta(wider), "bfloat16"),
     "adapters": (["a", "b"], with_meta(lambda meta: meta.update(base={"path": "x", "digest": "y"})), "hf export"),
@@ -184,6 +188,17 @@ def test_what_has_no_average_is_refused(two: Path, capfd: pytest.CaptureFixture[
     error = capfd.readouterr().err
     assert said in error and error.count("error: ") == 1 and "Traceback" not in error
     assert not (two / out).exists()
+
+
+def test_a_base_and_its_chat_model_are_averaged_with_the_first_ones_texts(two: Path, capfd: pytest.CaptureFixture[str]):
+    with_meta(lambda meta: meta["text"].update(template="{{ messages }}", taught=[7]))(two)
+    with_meta(lambda meta: meta["config"]["model"].update(init_std=0.5))(two)
+    assert average(two, "b", "a") == 0
+    said = capfd.readouterr().out
+    assert "taught, template" in said and "/a/checkpoints" in said
+    of = [runs.tensors(two / name) for name in "ba"]
+    assert_mean(runs.tensors(two / "out"), of, [1, 1])
+    assert Checkpoints(two / "out/checkpoints").meta(0)["text"]["template"] == "{{ messages }}"
 
 
 def test_a_folder_that_exists_is_left_as_it_is(two: Path, capfd: pytest.CaptureFixture[str]):
