@@ -101,8 +101,9 @@ def parser() -> Parser:
     p.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
     p.option("base", base, "DIR")
     p.option("ema", average)
-    p.option("tokens", "ids [B, T]; default: 2 x 64 random ones", "T.npy", type=path)
-    p.option("tolerance", "exit code 1 above this relative difference (default 1e-3)", "X", 1e-3, type=float)
+    p.option("tokens", "ids [B, T]; default: two rows of random ones", "T.npy", type=path)
+    text = "exit code 1 above this relative difference of a part, or ten times it of all logits (default 1e-4)"
+    p.option("tolerance", text, "X", 1e-4, type=float)
     p.option("json", "all differences, for programs", "FILE", type=output_file)
     p.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
 
@@ -212,6 +213,8 @@ def run_check(args: Args) -> int:
         f"logits of the whole model: {found.logits:.1e}; largest difference {found.absolute:.3g} of logits up to "
         f"{found.range:.3g}; the likeliest token is the same at {found.likeliest:.1%} of the positions"
     )
+    if found.unused:
+        say(f"not compared, because no token uses them: {'; '.join(found.unused)}")
     say(f"{f'first difference: {first}' if first else 'the same'} (--tolerance={args.tolerance:g})")
     return 1 if first else 0
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
+
+from jaxtrain.checkpoint.storage import free_bytes
 from jaxtrain.hf.folder import is_raw, locate
 from jaxtrain.models.hugging_face import HuggingFaceError
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).parent / "torch_reference.py"
 PYTHON = "JAXTRAIN_REFERENCE_PYTHON"  # names that Python
+TOKENS = 64
+LONGEST_WINDOW = 1024
 
 
 def compare(
@@ -27,19 +32,20 @@ def compare(
         checkpoint: computed by jaxtrain: a run, a checkpoint, or a Hugging Face folder.
         folder: computed by transformers: a Hugging Face folder.
         python: an interpreter that has transformers and torch.
-        tokens: file of ids, integers [B, T]; None: 2 x 64 random ones.
+        tokens: file of ids, integers [B, T]; None: 2 x `rows_length` random ones.
         base: for a run with adapters, the folder of the base model if it was moved.
         ema: compute with the average of the checkpoint's weights (train.ema_decay).
         say: called with notes on the checkpoint.
 
     Raises:
         HuggingFaceError: transformers did not compute the folder, or the two have other weights or other shapes.
+        OSError: the disk of temporary files (TMPDIR) has too little space.
     """
     import numpy as np
 
     from jaxtrain.hf.importing import open_origin
     from jaxtrain.hf.model import read_tokens
-    from jaxtrain.hf.parts import against, norms_of, run_on
+    from jaxtrain.hf.parts import against, norms_of, run_on, written_bytes
 
     if shutil.which(python) is None:
         raise HuggingFaceError(f"--python = {python}: no such program. Name an interpreter that has transformers and torch.")
@@ -48,15 +54,27 @@ def compare(
         raise HuggingFaceError(f"{folder}: {rule}. Fix: name a folder that hf export wrote without --raw.")
     source = open_origin(checkpoint).choose(ema)
     source.announce(say)
-    vocab = source.run().model.vocab_size
-    tokens_BT = (
-        read_tokens(tokens, None, vocab)[0] if tokens else np.random.default_rng(0).integers(0, vocab, (2, 64), np.int32)
-    )
+    model = source.run().model
+    if tokens:
+        tokens_BT, _ = read_tokens(tokens, None, model.vocab_size)
+    else:
+        shape = 2, rows_length(model.sliding_window)
+        tokens_BT = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
+    run = run_on(source, tokens_BT)
     with tempfile.TemporaryDirectory() as scratch:
         theirs = Path(scratch)
+        needed, free = written_bytes(run, tokens_BT), free_bytes(theirs)
+        if free is not None and free < needed:
+            rule = f"{decimal(needed)} are needed there for what transformers computes, and {decimal(free)} free"
+            raise OSError(f"{scratch}: {rule}. Fix: set TMPDIR to a folder on another disk.")
         np.save(theirs / "tokens.npy", tokens_BT)
-        ask(python, folder, norms_of(run_on(source, tokens_BT)), theirs)
+        ask(python, folder, norms_of(run), theirs)
         return against(theirs, source, base)
+
+
+def rows_length(window: int) -> int:
+    """Return the number of random tokens in a row: TOKENS, after a sliding window if it is at most LONGEST_WINDOW."""
+    return TOKENS + window * (TOKENS <= window <= LONGEST_WINDOW)
 
 
 def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
@@ -68,5 +86,7 @@ def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
     ended = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
     if ended.returncode or not (out / "logits.npy").exists():
         (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
+        if free_bytes(out) == 0:
+            raise OSError(f"{out}: its disk is full ({reason}). Fix: set TMPDIR to a folder on another disk.")
         hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)
         raise HuggingFaceError(f"transformers in {python} did not compute {folder}: {reason}.{hint}")

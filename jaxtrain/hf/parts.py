@@ -8,7 +8,7 @@ where two of them tie, does not spread either. The code is that of training, wit
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Difference:
         gradients: of the gradient with respect to the part's input; 0 for the embedding, whose input are tokens.
         weights: of the gradient of the part's weight that differs most, in the 2-norm.
         worst: that weight, by jaxtrain's name.
+        idle: the number of its experts that no token chose: their weights are not compared.
     """
 
     part: str
@@ -55,6 +56,7 @@ class Difference:
     gradients: float
     weights: float
     worst: str
+    idle: int
 
     def above(self, tolerance: float) -> dict[str, float]:
         """Return the differences above `tolerance`, and those that are NaN, by their names here."""
@@ -62,6 +64,7 @@ class Difference:
         return {name: value for name, value in found.items() if not value <= tolerance}  # NaN is above
 
 
+WHOLE = 10  # the limit of the whole model's logits, relative to that of a part
 Outputs = tuple[jax.Array, jax.Array]  # what is differentiated, and what is compared
 Compute = Callable[[Any, Shared, jax.Array, jax.Array], Outputs]
 
@@ -95,6 +98,7 @@ class Comparison:
         absolute: the largest difference of the logits.
         range: the largest of transformers' logits.
         likeliest: the share of positions at which the likeliest token is the same.
+        unused: what the tokens do not use, so that no difference there would be seen.
     """
 
     parts: tuple[Difference, ...]
@@ -103,13 +107,17 @@ class Comparison:
     absolute: float
     range: float
     likeliest: float
+    unused: tuple[str, ...]
 
     def first(self, tolerance: float) -> str:
-        """Return the first part with a difference above `tolerance`, and its differences above it; "" if there is none."""
+        """Return the first part with a difference above `tolerance`, and its differences above it; "" if there is none.
+
+        Rounding adds up over the layers, so the logits of the whole model may differ by WHOLE times as much.
+        """
         found = ((part.part, part.above(tolerance)) for part in self.parts)
         named = next(((name, above) for name, above in found if above), None)
         if named is None:
-            return "" if self.logits <= tolerance else f"no part, but the logits of the whole model, {self.logits:.2g}"
+            return "" if self.logits <= WHOLE * tolerance else f"no part, but the logits of the whole model, {self.logits:.2g}"
         return f"{named[0]}: " + ", ".join(f"{name} {value:.2g}" for name, value in named[1].items())
 
 
@@ -135,7 +143,30 @@ def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
     ours_BTV = np.concatenate([forward(params, *(a[b : b + 1] for a in rows)) for b in range(len(tokens_BT))])
     absolute, same = np.abs(ours_BTV - theirs_BTV).max(), (ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()
     logits = largest(ours_BTV, theirs_BTV, theirs_BTV)
-    return Comparison(parts, alone, logits, float(absolute), float(np.abs(theirs_BTV).max()), float(same))
+    of_range, not_used = float(np.abs(theirs_BTV).max()), tuple(unused(run, tokens_BT, parts))
+    return Comparison(parts, alone, logits, float(absolute), of_range, float(same), not_used)
+
+
+def unused(run: RunConfig, tokens_BT: np.ndarray, parts: Sequence[Difference]) -> Iterator[str]:
+    """Yield `Comparison.unused`."""
+    model, length = run.model, tokens_BT.shape[1]
+    if model.sliding_window >= length:
+        yield f"the end of the sliding window of {model.sliding_window:,} (rows have {length:,} tokens)"
+    ids = len(np.unique(tokens_BT))
+    if not model.tied_head and ids < model.vocab_size:
+        yield f"{model.vocab_size - ids:,} of {model.vocab_size:,} rows of the embedding"
+    if idle := sum(part.idle for part in parts):
+        yield f"{idle:,} of {model.num_experts * (model.step_layers - model.dense_layers):,} experts"
+
+
+def written_bytes(run: RunConfig, tokens_BT: np.ndarray) -> int:
+    """Return the bytes that torch_reference.py writes: float32 logits, and with parts states and gradients."""
+    model, rows = run.model, tokens_BT.size
+    logits = 4 * rows * model.vocab_size
+    if not_by_parts(run):
+        return logits
+    weights = sum(a.size for a in jax.tree.leaves(placed(run)[0].abstract)) + model.vocab_size * model.d_model * model.tied_head
+    return logits + 4 * weights + 2 * 4 * rows * model.d_model * (2 * model.num_layers + 1)
 
 
 def run_on(source: Origin, tokens_BT: np.ndarray) -> RunConfig:
@@ -261,7 +292,7 @@ def differences(
     files = {file.stem: file for file in (theirs / "weights").glob("*.npy")}
     known = entries(run.model, files)
     if run.model.tied_head:
-        known[PREFIX + "head"] = dataclasses.replace(known[f"{PREFIX}embed.embedding"], theirs=(HEAD,))
+        known[PREFIX + "head"] = dataclasses.replace(known[f"{PREFIX}embed.embedding"], read=(HEAD,), copies=())
     named = {x for entry in known.values() for x in entry.theirs}
     if unknown := sorted(files.keys() - named):
         rule = f"transformers computes with {unknown[0]}, which is not in this model"
@@ -282,7 +313,7 @@ def differences(
             own = jax.tree.map(jnp.add, own, own_b) if own else own_b
         activations = largest(np.concatenate(outputs), y, y - x if i and not last else y)
         gradients = largest(np.concatenate(inputs), dx, dx if last else dx - dy) if i else 0.0
-        of_weights = {}
+        of_weights, idle = {}, 0
         for name, gradient in zip(jax.tree.leaves(names(own)), jax.tree.leaves(own), strict=True):
             stacked = name.startswith(f"{STACK}.")
             full = name.replace(STACK, f"{STACK}.{section.at}", 1) if stacked else name
@@ -290,9 +321,11 @@ def differences(
             wanted = gradient_of(entry, files)
             off = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - wanted)
             of_weights[full] = ratio(off, np.linalg.norm(wanted))
+            if entry.how.ours.startswith("E ") and name.endswith("down"):
+                idle = int((~wanted.reshape(len(wanted), -1).any(1)).sum())
         # NaN counts as the largest.
         worst = max(of_weights, key=lambda name: np.nan_to_num(of_weights[name], nan=np.inf))
-        yield Difference(section.name, activations, gradients, of_weights[worst], worst)
+        yield Difference(section.name, activations, gradients, of_weights[worst], worst, idle)
 
 
 def gradient_of(entry: Entry, files: Mapping[str, Path]) -> np.ndarray:

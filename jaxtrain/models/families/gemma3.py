@@ -1,7 +1,7 @@
 """The text models of Gemma 3: norms on queries and keys instead of Gemma 2's soft caps; every sixth layer without a window."""
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
-from jaxtrain.models.hf_keys import WHOLE, Settings, only
+from jaxtrain.models.hf_keys import LAYERS, Settings, only
 from jaxtrain.models.hf_tensors import COMMON, POST_NORMS, QK_NORM
 from jaxtrain.models.hugging_face import GEMMA, KEYS, Format, Rope, Windows
 from jaxtrain.models.structure import Structure, presets
@@ -11,7 +11,7 @@ STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding
 
 def pattern(s: Settings) -> str:
     """Return the repeated letters of layers: of every `sliding_window_pattern` layers, the last has no sliding window."""
-    every = s.take("sliding_window_pattern", WHOLE, None) or s.take("_sliding_window_pattern", WHOLE, 6)
+    every = s.take("sliding_window_pattern", LAYERS, None) or s.take("_sliding_window_pattern", LAYERS, 6)
     return LOCAL * (every - 1) + GLOBAL
 
 
