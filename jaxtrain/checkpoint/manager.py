@@ -214,7 +214,7 @@ class Checkpoints:
         """Return the numbers of the complete steps as text, for messages."""
         try:
             return ", ".join(map(str, self.steps())) or "none"
-        except Unreachable:  # the text is for messages, also about this error
+        except OSError:  # the text is for messages, also about this error
             return "not known"
 
     def remedy(self, step: int) -> str:
@@ -357,17 +357,18 @@ class Checkpoints:
             sums = lambda: found  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
         save = Save(step, size, meta.get(HELD_OUT, math.inf), began, began if copying is None else copying)
+        tensors = dict(tensors)
         if self._peers.count == 1:
-            begun = self._worker.submit(self._begin, save, record, dict(tensors), sums)
+            begun = self._worker.submit(self._begin, save, record, tensors, sums)
         else:
             # Orbax begins with a collective over the devices, and collectives must be in the same order on all processes.
             begun = concurrent.futures.Future()
             try:
-                begun.set_result(self._begin(save, record, dict(tensors), sums))
+                begun.set_result(self._begin(save, record, tensors, sums))
             except Exception as e:
                 begun.set_exception(e)
         save.returned = time.perf_counter()
-        self._running = save, self._worker.submit(self._end, save, begun)
+        self._running = save, self._worker.submit(self._end, save, tensors, begun)
         self._running[1].add_done_callback(lambda _: ended())
         return save
 
@@ -403,8 +404,9 @@ class Checkpoints:
         if self._running is None:
             return
         save, job = self._running
-        job.result()
+        concurrent.futures.wait([job])
         self._running = None
+        job.result()
         self._newest = self._newest if save.error else save.step
         self._finished.append(save)
 
@@ -442,13 +444,14 @@ class Checkpoints:
         record["tensors"] = {k: [list(tensors[k].shape), tensors[k].dtype.name, digests.text(x)] for k, x in found.items()}
         self.storage.write(folder / META, files.sealed(record))
 
-    def _end(self, save: Save, begun: "concurrent.futures.Future[Any]") -> None:
+    def _end(self, save: Save, tensors: dict[str, Any], begun: "concurrent.futures.Future[Any]") -> None:
         """Finish the save that `_begin` began, in the background."""
         try:
             self._together("written", lambda: begun.result().result())
             self._commit(save.step)
         except Exception as e:
             save.error = self._failed(save.step, e)
+        tensors.clear()  # copies of a complete state, which the traceback of a failure would keep
         save.ended = time.perf_counter()
 
     def _commit(self, step: int) -> None:

@@ -24,7 +24,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.filesize import decimal
 
-from jaxtrain.checkpoint import Checkpoints, find
+from jaxtrain.checkpoint import CheckpointError, Checkpoints, find
+from jaxtrain.checkpoint import NotFinite as SavedNotFinite
 from jaxtrain.checkpoint.manager import stored_in
 from jaxtrain.config import schema
 from jaxtrain.config.durations import duration
@@ -316,6 +317,9 @@ def save(out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[s
     """Write a run's folder, with config.json and a checkpoint of step 0.
 
     config: as in config.json. more: further keys of meta.json, `text` and `positions` among them.
+
+    The caller has found that the folder is new (`check_new`). If it cannot be written, it is removed, with the caller's files.
+    Raises OSError then.
     """
     meta = {
         "config": config,
@@ -325,8 +329,14 @@ def save(out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[s
         **more,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
-    Checkpoints(out / "checkpoints").save_now(0, tensors, meta)
-    write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
+    try:
+        Checkpoints(out / "checkpoints").save_now(0, tensors, meta)
+        write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
+    except BaseException as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, CheckpointError) and not isinstance(error, SavedNotFinite):
+            raise OSError(f"{error}") from None
+        raise
 
 
 # ---- Shared with the export

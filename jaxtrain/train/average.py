@@ -1,7 +1,7 @@
 """Average the weights of checkpoints: `python -m jaxtrain checkpoint average A B --out=DIR`.
 
 An averaged value is sum(w_i x_i) / sum(w_i) in float64, rounded once, to nearest, to the type that the checkpoints store. The
-weights are read in parts of PART bytes, or of one tensor if it is larger. Memory holds the average, and on the host some five
+weights are read in parts of PART bytes, or of one tensor if it is larger. Memory holds the average, and on the host some seven
 times the size of a part.
 """
 
@@ -25,6 +25,8 @@ from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.step.state import Tensors
 
 PART = 256 << 20
+BLOCK = 1 << 22  # elements that are computed with at a time
+TOKENIZER = "tokenizer"  # its folder in that of the average
 LEAST_SUM = 1e-6  # of the weights, as a part of the sum of their magnitudes
 
 
@@ -82,7 +84,7 @@ def average(
                 tensors[name] = jax.make_array_from_callback(mean.shape, part[name].sharding, mean.__getitem__)
     config, tokenizer = _config(first)
     if tokenizer:  # before the checkpoint, with which the run counts as complete
-        copy_tokenizer(tokenizer, folder / config["data"]["tokenizer"])
+        copy_tokenizer(tokenizer, folder / TOKENIZER)
     averaged = [
         {"path": origin.path, "step": origin.step, "weight": weight, "ema": ema}
         for origin, weight in zip(origins, weights, strict=True)
@@ -202,8 +204,9 @@ def _averaged(
         for name, a in part.items():
             x = np.asarray(found.pop(name))
             if jnp.issubdtype(a.dtype, jnp.floating):
-                term = np.asarray(x.astype(np.float64) * weight)
-                sums[name] = np.asarray(sums[name] + term) if name in sums else term
+                weighted = sums.setdefault(name, np.zeros(x.shape))
+                for block in _blocks(x):
+                    weighted.reshape(-1)[block] += x.reshape(-1)[block].astype(np.float64) * weight
             elif not np.array_equal(sums.setdefault(name, x), x):
                 rule = f"{name} holds {a.dtype.name}, which has no average, and is not the same as in {origins[0].name}"
                 raise ConfigError([Problem("CKPT", origin.path, rule, "Average checkpoints that share it.")])
@@ -211,8 +214,15 @@ def _averaged(
     total = math.fsum(weights)
     for name, a in part.items():
         if jnp.issubdtype(a.dtype, jnp.floating):
-            sums[name] = rounded(np.asarray(sums[name] / total), a.dtype)
+            mean = np.empty(a.shape, a.dtype)
+            for block in _blocks(mean):
+                mean.reshape(-1)[block] = rounded(sums[name].reshape(-1)[block] / total, a.dtype)
+            sums[name] = mean
     return sums
+
+
+def _blocks(x: np.ndarray) -> Iterator[slice]:
+    return (slice(begin, begin + BLOCK) for begin in range(0, x.size, BLOCK))
 
 
 def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
@@ -239,7 +249,8 @@ def _config(first: Origin) -> tuple[dict[str, Any], Path | None]:
     make its checkpoints those of the new folder.
     """
     config: Mapping[str, Any] = first.meta["config"]
-    spec, there = config["data"]["tokenizer"], first.run().data.tokenizer
-    copied = Path(there) if spec != there and Path(there).is_dir() else None
-    data = {**config["data"], "tokenizer": spec if copied else there}
+    there, run = first.run().data.tokenizer, Path(first.path).parent.parent
+    inside = Path(there).is_dir() and not stores.is_bucket(first.path) and Path(there).resolve().is_relative_to(run.resolve())
+    copied = Path(there) if inside else None
+    data = {**config["data"], "tokenizer": TOKENIZER if copied else there}
     return {**config, "data": data, "checkpoint": {**config["checkpoint"], "dir": ""}}, copied

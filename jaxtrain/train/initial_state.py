@@ -223,12 +223,15 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
         # Settings of another function with tensors of the same names and shapes.
         rule = f"its weights are those of model.family = {of}, which computes another function: {theirs}"
         problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {of}."))
-    if source.folder and run.init.what != "weights":
-        rule = f"{source.name} is a Hugging Face folder, which holds no optimizer's state"
+    if run.init.what != "weights" and (source.folder or {"hugging_face", "peft", "averaged"} & source.meta.keys()):
+        rule = f"{source.name} holds no optimizer's state"
         problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
     elif run.init.what != "weights":
         was, now = schema.resolve(source.meta["config"])[0].flat, run.flat
-        if blocks := [name for name in ("dtypes.m", "dtypes.v") if (was[name] == "int8") != (now[name] == "int8")]:
+        if was["optimizer.name"] != now["optimizer.name"]:
+            rule = f"{source.name} has the state of optimizer.name={was['optimizer.name']}"
+            problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
+        elif blocks := [name for name in ("dtypes.m", "dtypes.v") if (was[name] == "int8") != (now[name] == "int8")]:
             rule = f"moments in 8-bit blocks are not converted, and {source.name} has other {' and '.join(blocks)}"
             remedy = f"Set {' '.join(f'{name}={was[name]}' for name in blocks)}, or init.what=weights."
             problems.append(schema.Problem("init.what", run.init.what, rule, remedy))

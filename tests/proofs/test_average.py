@@ -13,6 +13,7 @@ import pytest
 import runs
 
 from jaxtrain.checkpoint import Checkpoints, files
+from jaxtrain.checkpoint.storage import Storage
 from jaxtrain.commands import checkpoint, hf, sample
 from jaxtrain.train import average as averaging
 
@@ -206,6 +207,35 @@ def test_a_folder_that_exists_is_left_as_it_is(two: Path, capfd: pytest.CaptureF
     (two / "out/notes").write_text("mine")
     assert average(two, "a", "b") == 2 and str(two / "out") in capfd.readouterr().err
     assert [path.name for path in (two / "out").iterdir()] == ["notes"]
+
+
+def test_a_failed_write_leaves_no_folder(two: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(storage: Storage, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "sync", full)
+        assert average(two, "a", "b") == 1
+    assert not (two / "out").exists()
+    assert average(two, "a", "b") == 0
+
+
+@pytest.mark.parametrize("spec", ["tokenizer", "../tok", "/tok/"])
+def test_a_tokenizer_is_copied_from_the_first_run_alone(two: Path, spec: str):
+    """One that lies elsewhere stays there, and no other file is written."""
+    spec = f"{two}{spec}" if spec.startswith("/") else spec
+    place = two / "a/tokenizer" if spec == "tokenizer" else two / "tok"
+    place.mkdir()
+    (place / "tokenizer.json").write_text("of a")
+    (two / "sub").mkdir()
+    (two / "sub/tok").mkdir()
+    (two / "sub/tok/tokenizer.json").write_text("another")
+    with_meta(lambda meta: meta["config"]["data"].update(tokenizer=spec), "a")(two)
+    assert average(two, "a", "b", out="sub/out") == 0
+    assert (two / "sub/tok/tokenizer.json").read_text() == "another" and (place / "tokenizer.json").read_text() == "of a"
+    named = two / "sub/out" / json.loads((two / "sub/out/config.json").read_text())["data"]["tokenizer"]
+    assert (named / "tokenizer.json").read_text() == "of a"
+    assert named.resolve() == (two / "sub/out/tokenizer" if spec == "tokenizer" else place)
 
 
 def test_the_new_folder_stands_alone(two: Path):

@@ -1,11 +1,13 @@
 """Checkpoints on real files: a restore returns the saved arrays; failed and interrupted saves leave usable folders."""
 
+import gc
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -179,6 +181,19 @@ def test_a_failed_save_is_told_once_and_later_ones_work(tmp_path: Path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["1", "5"], "a later save works"
 
 
+def test_a_folder_that_cannot_be_listed_fails_one_save_alone(tmp_path: Path):
+    found = save_steps(tmp_path / "steps", 1)
+    (tmp_path / "steps").rename(tmp_path / "away")
+    (tmp_path / "steps").write_text("")
+    found.save(2, placed(values(2), mesh(8, 1)), {})
+    [failed] = found.wait()
+    assert isinstance(failed.error, CheckpointError)
+    (tmp_path / "steps").unlink()
+    (tmp_path / "away").rename(tmp_path / "steps")
+    found.save_now(3, placed(values(3), mesh(8, 1)), {})
+    assert found.steps() == [1, 3]
+
+
 def broken(storage: Storage, step: int) -> None:
     raise OSError(5, "Input/output error")
 
@@ -205,10 +220,18 @@ def test_a_save_that_cannot_end_leaves_what_was_there(
 ):
     """An error after the arrays, a full disk, one without the right to write, another disk mounted in place of the first."""
     found = save_steps(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(change[0] or found.storage, *change[1:])
-        found.save(2, placed(values(2), mesh(8, 1)), {})
-        [failed] = found.wait()
+    copies = placed(values(2), mesh(8, 1))
+    kept = [weakref.ref(x) for x in copies.values()]
+    gc.disable()  # as during a run
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(change[0] or found.storage, *change[1:])
+            found.save(2, copies, {})
+            del copies
+            [failed] = found.wait()
+        assert [ref() for ref in kept] == [None] * len(kept), "its copies are freed at once"
+    finally:
+        gc.enable()
     assert failed.error
     assert ("Free some space" in str(failed.error)) == full_disk
     assert found.states() == {1: "complete"}

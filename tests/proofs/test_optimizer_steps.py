@@ -149,6 +149,9 @@ def test_a_checkpoint_of_blocks_resumes_on_other_meshes_and_in_no_other_type(off
     with pytest.raises(schema.ConfigError) as error:
         resumed(helpers.tiny(SIZES | new), tmp_path / "other")
     assert [p.key for p in error.value.problems] == ["init.what"]
+    with pytest.raises(schema.ConfigError) as error:
+        resumed(helpers.tiny(SIZES | new | {"optimizer.name": "muon"}), tmp_path / "other")
+    assert [p.key for p in error.value.problems] == ["init.what"]
     current = resumed(helpers.tiny(SIZES | INT8 | new), tmp_path / "other")
     for name, x in to_tensors(current).items():
         if ".mu." in name or ".nu." in name:

@@ -265,8 +265,8 @@ BUGS = (
     Bug(
         "average: every weight counts as 1",
         "jaxtrain/train/average.py",
-        "x.astype(np.float64) * weight)",
-        "x.astype(np.float64) * 1.0)",
+        ".astype(np.float64) * weight",
+        ".astype(np.float64) * 1.0",
         "proofs/test_average.py -k nearest_to_the_mean",
     ),
     Bug(
