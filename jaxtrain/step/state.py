@@ -15,14 +15,14 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import digests, stacks
-from jaxtrain.checkpoint.stacks import ON_HOST
+from jaxtrain.checkpoint import digests
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.models.module import Definition, Params, filled, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import Placement, replicated
-from jaxtrain.step import guard
+from jaxtrain.step import guard, stacks
+from jaxtrain.step.stacks import ON_HOST
 
 Tensors = dict[str, Any]  # name -> jax.Array, or jax.ShapeDtypeStruct
 EMA = "ema."  # prefix of the average of the weights among the tensors of a state

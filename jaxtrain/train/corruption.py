@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import digests
-from jaxtrain.checkpoint.stacks import ON_HOST
 from jaxtrain.step import state
+from jaxtrain.step.stacks import ON_HOST
 from jaxtrain.step.state import TrainState
 
 PROBE = 512  # rows and columns of the matrices that each device multiplies after a mismatch

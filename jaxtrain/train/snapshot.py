@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import digests, stacks
-from jaxtrain.step import state
+from jaxtrain.checkpoint import digests
+from jaxtrain.step import stacks, state
 from jaxtrain.step.state import Tensors, TrainState
 
 

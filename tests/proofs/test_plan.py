@@ -19,7 +19,6 @@ from jax.sharding import SingleDeviceSharding
 from plans import FULL, LOOP, ONE_EACH, TWO, compiled, config, module, plan
 
 from jaxtrain import sharding
-from jaxtrain.checkpoint.stacks import copy, copy_layer
 from jaxtrain.config import installed, launch
 from jaxtrain.models import zero
 from jaxtrain.plan.expect import expect
@@ -30,6 +29,7 @@ from jaxtrain.plan.result import Plan, from_json, to_json
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.step import compiler, memory
 from jaxtrain.step.program import build
+from jaxtrain.step.stacks import copy, copy_layer
 from jaxtrain.step.state import shardings
 from jaxtrain.train import setup
 

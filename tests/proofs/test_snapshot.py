@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints, digests
-from jaxtrain.checkpoint.stacks import ON_HOST
+from jaxtrain.step.stacks import ON_HOST
 from jaxtrain.step.state import to_tensors
 from jaxtrain.train.snapshot import Snapshots
 
