@@ -344,12 +344,14 @@ def test_the_first_part_that_differs_is_named():
     """The first part in the order of the model counts, a NaN is a difference, and logits alone may differ too."""
 
     def found(*parts: tuple[float, float, float], logits: float = 0.0) -> Comparison:
-        return Comparison(tuple(Difference(f"part {i}", *x, "w") for i, x in enumerate(parts)), "", logits, 0.0, 1.0, 1.0)
+        each = tuple(Difference(f"part {i}", *x, "w", 0) for i, x in enumerate(parts))
+        return Comparison(each, "", logits, 0.0, 1.0, 1.0, ())
 
     same, nan = (1e-6, 1e-6, 1e-6), float("nan")
     assert found(same, same).first(1e-3) == ""
     assert found(same, (1e-6, 0.5, 0.25), (9.0, 9.0, 9.0)).first(1e-3) == "part 1: gradients 0.5, gradient of w 0.25"
     assert found(same, (nan, 1e-6, 1e-6)).first(1e-3) == "part 1: activations nan"
+    assert found(same, logits=9e-3).first(1e-3) == "", "rounding adds up over the layers"
     assert found(same, logits=0.5).first(1e-3) and found(same, logits=nan).first(1e-3)
     assert ratio(np.float32(nan), 1.0) != 0 and ratio(1.0, 0.0) == float("inf") and ratio(0.0, 0.0) == 0
     theirs = np.full((1, 4, 2), 10.0)  # of which the part adds 1
