@@ -1,5 +1,6 @@
 """How keys of a Hugging Face config.json are read and written: by tables, each key with its `Row`. Imports no jax."""
 
+import abc
 import dataclasses
 import json
 import shlex
@@ -150,16 +151,16 @@ def import_with(path: str, *changes: str) -> str:
     return spelled(f"python -m jaxtrain hf import {folder} --out=RUN {given}; then use RUN")
 
 
-class Row:
+class Row(abc.ABC):
     """A row of a table: how a key of config.json is read and written, perhaps with further keys."""
 
+    @abc.abstractmethod
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not support."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def write(self, model: Model, key: str) -> dict[str, Any]:
         """Return keys of config.json."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """`checkpoint average`: its values are numpy's, its checkpoint is one like any other, and what has no average is refused."""
 
+import functools
 import json
 import math
 import shutil
@@ -24,23 +25,32 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two runs, `a` and `b`, of other seeds."""
-    made = tmp_path_factory.mktemp(request.param)
-    config = runs.smallest(made, {"train.steps": 4, "checkpoint.every_steps": 2, "eval.every_steps": 0, **RUNS[request.param]})
-    for seed, name in enumerate("ab"):
-        assert runs.train(config, made / name, train__seed=seed) == 0
-    return made
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains two runs, `a` and `b`, of other seeds, and returns their folder."""
+
+    @functools.cache
+    def train(kind: str) -> Path:
+        made = tmp_path_factory.mktemp(kind)
+        keys = {"train.steps": 4, "checkpoint.every_steps": 2, "eval.every_steps": 0}
+        config = runs.smallest(made, keys | RUNS[kind])
+        for seed, name in enumerate("ab"):
+            assert runs.train(config, made / name, train__seed=seed) == 0
+        return made
+
+    return train
+
+
+@pytest.fixture(params=RUNS)
+def folder(request: pytest.FixtureRequest, trained: Callable[[str], Path]) -> Path:
+    return trained(request.param)
 
 
 @pytest.fixture
-def two(folder: Path, tmp_path: Path) -> Path:
+def two(trained: Callable[[str], Path], tmp_path: Path) -> Path:
     """Return a folder with copies of two runs of float32 weights."""
-    if folder.name.startswith("bf16"):
-        pytest.skip("once is enough")
     for name in "ab":
-        shutil.copytree(folder / name, tmp_path / name)
+        shutil.copytree(trained("f32") / name, tmp_path / name)
     return tmp_path
 
 

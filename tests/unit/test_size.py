@@ -14,7 +14,7 @@ BUDGETS = {
     "data": 5720,
     "kernels": 4250,
     "checkpoint": 1390,
-    "models": 3850,
+    "models": 3860,
     "optim": 1040,
     "step": 4520,
     "hf": 2820,
