@@ -214,7 +214,7 @@ def run_check(args: Args) -> int:
         f"{found.range:.3g}; the likeliest token is the same at {found.likeliest:.1%} of the positions"
     )
     if found.unused:
-        say(f"not compared, because no token uses them: {'; '.join(found.unused)}")
+        say(f"not compared, because these tokens or transformers do not use it: {'; '.join(found.unused)}")
     say(f"{f'first difference: {first}' if first else 'the same'} (--tolerance={args.tolerance:g})")
     return 1 if first else 0
 

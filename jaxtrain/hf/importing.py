@@ -43,6 +43,8 @@ from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step.state import EMA, Tensors
 
+COPIED = "tokenizer"  # the folder of the tokenizer in that of an import
+
 
 class NotFinite(HuggingFaceError):
     """An error: a tensor has values that are not finite. All processes find it."""
@@ -303,23 +305,27 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     run = folder.run(dtype)
     bare = not (folder.path / "tokenizer.json").is_file()
     if not bare:  # a path relative to the run's folder, which can be moved
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer="tokenizer"))
-    # The tokenizer comes before the checkpoint, with which the run counts as complete.
-    if any((folder.path / name).is_file() for name in TOKENIZER):
-        copy_tokenizer(folder.path, out / "tokenizer")
-    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text})
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=COPIED))
+    has_tokenizer = any((folder.path / name).is_file() for name in TOKENIZER)
+    tokenizer = folder.path if has_tokenizer else None
+    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text}, tokenizer)
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
-def save(out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[str, Any]) -> None:
+def save(
+    out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[str, Any], tokenizer: Path | None = None
+) -> None:
     """Write a run's folder, with config.json and a checkpoint of step 0.
 
-    config: as in config.json. more: further keys of meta.json, `text` and `positions` among them.
+    Args:
+        out: a new folder (`check_new`). If it cannot be written, it is removed.
+        config: as in config.json.
+        more: further keys of meta.json, `text` and `positions` among them.
+        tokenizer: the folder of the tokenizer to copy to OUT/COPIED.
 
-    The caller has found that the folder is new (`check_new`). If it cannot be written, it is removed, with the caller's files.
-    Raises OSError then.
+    Raises OSError if the folder cannot be written.
     """
     meta = {
         "config": config,
@@ -330,6 +336,8 @@ def save(out: Path, config: Mapping[str, Any], tensors: Tensors, more: Mapping[s
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
     }
     try:
+        if tokenizer:  # before the checkpoint, with which the run counts as complete
+            copy_tokenizer(tokenizer, out / COPIED)
         Checkpoints(out / "checkpoints").save_now(0, tensors, meta)
         write_atomic(out / "config.json", json.dumps(config, indent=1) + "\n")
     except BaseException as error:

@@ -98,7 +98,7 @@ class Comparison:
         absolute: the largest difference of the logits.
         range: the largest of transformers' logits.
         likeliest: the share of positions at which the likeliest token is the same.
-        unused: what the tokens do not use, so that no difference there would be seen.
+        unused: what the tokens or transformers do not use, so that no difference there would be seen.
     """
 
     parts: tuple[Difference, ...]
@@ -156,7 +156,9 @@ def unused(run: RunConfig, tokens_BT: np.ndarray, parts: Sequence[Difference]) -
     if not model.tied_head and ids < model.vocab_size:
         yield f"{model.vocab_size - ids:,} of {model.vocab_size:,} rows of the embedding"
     if idle := sum(part.idle for part in parts):
-        yield f"{idle:,} of {model.num_experts * (model.step_layers - model.dense_layers):,} experts"
+        yield f"{idle:,} of {model.num_experts * model.stacked_layers:,} experts"
+    if model.mtp_layers:
+        yield "the modules of multi-token prediction"
 
 
 def written_bytes(run: RunConfig, tokens_BT: np.ndarray) -> int:

@@ -18,15 +18,14 @@ from rich.filesize import decimal
 
 from jaxtrain.config import stores
 from jaxtrain.config.schema import ConfigError, Problem
-from jaxtrain.hf.folder import copy_tokenizer, is_folder
-from jaxtrain.hf.importing import Origin, check_new, check_space, open_origin, save, spread
+from jaxtrain.hf.folder import is_folder
+from jaxtrain.hf.importing import COPIED, Origin, check_new, check_space, open_origin, save, spread
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.step.state import Tensors
 
 PART = 256 << 20
 BLOCK = 1 << 22  # elements that are computed with at a time
-TOKENIZER = "tokenizer"  # its folder in that of the average
 LEAST_SUM = 1e-6  # of the weights, as a part of the sum of their magnitudes
 
 
@@ -83,14 +82,12 @@ def average(
             for name, mean in _averaged(part, origins, weights, progress).items():
                 tensors[name] = jax.make_array_from_callback(mean.shape, part[name].sharding, mean.__getitem__)
     config, tokenizer = _config(first)
-    if tokenizer:  # before the checkpoint, with which the run counts as complete
-        copy_tokenizer(tokenizer, folder / TOKENIZER)
     averaged = [
         {"path": origin.path, "step": origin.step, "weight": weight, "ema": ema}
         for origin, weight in zip(origins, weights, strict=True)
     ]
     more = {"averaged": averaged, "text": first.meta["text"], "positions": min(origin.positions for origin in origins)}
-    save(folder, config, tensors, more)
+    save(folder, config, tensors, more, tokenizer)
     say(f"wrote {decimal(size)} to {out}")
 
 
@@ -252,5 +249,5 @@ def _config(first: Origin) -> tuple[dict[str, Any], Path | None]:
     there, run = first.run().data.tokenizer, Path(first.path).parent.parent
     inside = Path(there).is_dir() and not stores.is_bucket(first.path) and Path(there).resolve().is_relative_to(run.resolve())
     copied = Path(there) if inside else None
-    data = {**config["data"], "tokenizer": TOKENIZER if copied else there}
+    data = {**config["data"], "tokenizer": COPIED if copied else there}
     return {**config, "data": data, "checkpoint": {**config["checkpoint"], "dir": ""}}, copied

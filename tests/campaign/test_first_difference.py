@@ -38,6 +38,7 @@ def test_correct_models_differ_nowhere(tmp_path, monkeypatch, name):
     assert [part["part"] for part in found["parts"]] == ["embedding", *of_layers, "final norm and head"]
     assert max(part[what] for part in found["parts"] for what in ("activations", "gradients", "weights")) < ROUNDING, found
     assert found["logits"] < ROUNDING and found["first"] == ""
+    assert ("the modules of multi-token prediction" in found["unused"]) == bool(modules)
     # The weights' gradients are compared with others than zeros.
     assert all(part["weights"] > 0 for part in found["parts"])
 

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import helpers
 import hugging_face
@@ -266,10 +265,15 @@ def test_a_lone_tokenizer_is_completed(tmp_path):
 def test_an_import_that_is_killed_leaves_no_checkpoint_without_its_tokenizer(tmp_path, monkeypatch):
     theirs, out = hugging_face.write(tmp_path / "theirs", "llama", vocab=264), tmp_path / "ours"
     folders.write_byte_tokenizer(theirs)
-    monkeypatch.setattr(importing, "save", Mock(side_effect=KeyboardInterrupt))
+
+    def interrupted(*_):
+        assert (out / "tokenizer" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importing.Checkpoints, "save_now", interrupted)
     with pytest.raises(KeyboardInterrupt):
         importing.import_folder(open_folder(theirs), out, "auto", print)
-    assert (out / "tokenizer" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    assert not out.exists()
 
 
 def test_a_config_of_an_older_version_is_read_if_its_model_is_one_of_this(tmp_path):

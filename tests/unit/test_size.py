@@ -17,7 +17,7 @@ BUDGETS = {
     "models": 3860,
     "optim": 1040,
     "step": 4520,
-    "hf": 2820,
+    "hf": 2830,
     "plan": 5610,
     "train": 6030,
     "report": 4950,
