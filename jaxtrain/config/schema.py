@@ -622,7 +622,20 @@ class Lora:
 
     rank: int = key(0, "columns of each adapter's first matrix; 0: no adapters, all weights are trained", at_least=0)
     alpha: float = key(32.0, "adapters' outputs are multiplied by alpha / rank", above=0, resume=FUNCTION)
-    targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's and experts'")
+    rslora: bool = key(False, "multiply by alpha / sqrt(rank) instead", resume=FUNCTION)
+    targets: str = key("", "weights that have an adapter, as wq,wv; '': all matrices of layers but the router's")
+    experts: str = key(
+        "each",
+        "adapters of the experts' gate, up and down: a pair for each expert, one that a layer's experts share, or none",
+        choices=("each", "shared", "none"),
+    )
+    base: str = key(
+        "bf16",
+        "storage of the frozen matrices of layers: the compute dtype (bf16), fp8 (e4m3, a scale for each output), nf4 (QLoRA's "
+        "4 bits), or mxfp4 for the experts alone",
+        choices=("bf16", "fp8", "nf4", "mxfp4"),
+        resume=FUNCTION,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
