@@ -147,7 +147,9 @@ def decode(
     if fmt == "fp8":
         return (from_bits(parts["bits"], E4M3).astype(jnp.float32) * jnp.expand_dims(parts["scale"], axis)).astype(dtype)
     bits = jnp.expand_dims(parts["bits"], axis if inputs_first else parts["bits"].ndim)
-    shift = np.array([FIRST[fmt], 4 - FIRST[fmt]], np.uint8).reshape((2, 1) if inputs_first else (2,))
+    shift = np.array([FIRST[fmt], 4 - FIRST[fmt]], np.uint8).reshape(
+        (1,) * (bits.ndim - 2) + ((2, 1) if inputs_first else (1, 2))
+    )
     *leading, rows, columns = parts["bits"].shape
     shape = (*leading, *((2 * rows, columns) if inputs_first else (rows, 2 * columns)))
     codes = _split(((bits >> shift) & 15).reshape(shape), BLOCK[fmt], inputs_first)
@@ -245,7 +247,7 @@ def _second_level(amax: jax.Array, inputs_first: bool) -> dict[str, jax.Array]:
     x = jnp.pad(flat - offset[..., None], rest).reshape(*flat.shape[:-1], -1, SECOND)
     second = jnp.max(jnp.abs(x), axis=-1)
     middles = (DYNAMIC[:-1] + DYNAMIC[1:]) / 2
-    above = (x * _reciprocal(second)[..., None])[..., None] > middles
+    above = (x * _reciprocal(second)[..., None])[..., None] > middles.reshape((1,) * x.ndim + (-1,))
     codes = jnp.sum(above, axis=-1, dtype=jnp.int32).astype(jnp.uint8)
     codes = codes.reshape(*flat.shape[:-1], -1)[..., : flat.shape[-1]].reshape(theirs.shape)
     return {"scale": codes.mT if inputs_first else codes, "second": second, "offset": offset}
@@ -258,8 +260,8 @@ def _first_level(
     rows, columns = parts["scale"].shape[-2:]
     inputs = _axis(inputs_first)
     first = [at // BLOCK["nf4"] if axis == inputs else at for axis, at in zip((-2, -1), start, strict=True)]
-    row, column = first[0] + jnp.arange(rows)[:, None], first[1] + jnp.arange(columns)
+    row, column = first[0] + jnp.arange(rows)[:, None], first[1] + jnp.arange(columns)[None, :]
     output, block = (column, row) if inputs_first else (row, column)
     place = output * (whole[inputs] // BLOCK["nf4"]) + block  # in the order of the matrix (outputs, inputs)
-    second = parts["second"].at[..., place // SECOND].get(mode="promise_in_bounds")
+    second = parts["second"].at[..., place.astype(jnp.uint32) // SECOND].get(mode="promise_in_bounds")
     return _look_up(DYNAMIC, parts["scale"]) * second + parts["offset"][..., None, None]

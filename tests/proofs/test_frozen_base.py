@@ -14,6 +14,7 @@ MODEL = {
     "model.num_layers": 2,
     "model.d_model": 128,
     "model.num_heads": 8,
+    "model.head_dim": 32,
     "model.num_kv_heads": 2,
     "model.d_ff": 256,
     "data.seq_len": 32,
@@ -22,7 +23,13 @@ MODEL = {
     "lora.rank": 3,
     "lora.alpha": 6.0,
 }
-EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "lora.targets": "wq,wk,wv,wo", "moe.balance_loss": 0.0, "moe.z_loss": 0.0}
+EXPERTS = {
+    "model.num_experts": 4,
+    "model.experts_per_token": 2,
+    "lora.targets": "wq,wk,wv,wo",
+    "moe.balance_loss": 0.0,
+    "moe.z_loss": 0.0,
+}
 MODELS = {"nf4": {}, "fp8": {}, "mxfp4": EXPERTS, "nf4 experts": EXPERTS}
 # Every way in which a step stores and gathers weights. Each of 4 ranks copies one of 2 key/value heads.
 LAYOUTS = {
@@ -45,11 +52,13 @@ def decoded(run, tensors):
     weights = {name.removesuffix(".bits"): name for name in tensors if name.endswith(".bits")}
     for weight in weights:
         how = stored[split_layer(weight)[0].removeprefix(PREFIX)]
-        out[weight] = np.asarray(how.decode({part: jnp.asarray(tensors[f"{weight}.{part}"]) for part in how.abstract}, np.dtype("float32")))
+        out[weight] = np.asarray(
+            how.decode({part: jnp.asarray(tensors[f"{weight}.{part}"]) for part in how.abstract}, np.dtype("float32"))
+        )
     return out
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=helpers.few(MODELS, "nf4", "mxfp4"))
 def expected(request):
     """Return the model, its tensors, and loss and gradients of a run with the same weights that are not in fewer bits."""
     run, plain = run_of(request.param), run_of(request.param, base="bf16")
@@ -58,13 +67,13 @@ def expected(request):
     return request.param, tensors, float(values["loss"]), grads
 
 
-@pytest.mark.parametrize("layout", ["", *LAYOUTS])
+@pytest.mark.parametrize("layout", helpers.few(LAYOUTS, "tensor"))
 def test_the_step_is_that_of_the_decoded_weights(layout, expected):
     """Loss and gradients of adapters are those of the decoded weights, in every layout. The step leaves the bits unchanged."""
     name, tensors, loss, grads = expected
     if layout == "expert" and not MODELS[name]:
         pytest.skip("a model without experts")
-    run = run_of(name, LAYOUTS.get(layout))
+    run = run_of(name, LAYOUTS[layout])
     values, mine, after = step(run, helpers.host_batch(run, 0), tensors)
     assert float(values["loss"]) == pytest.approx(loss, rel=1e-6)
     assert mine.keys() == grads.keys()
