@@ -19,7 +19,6 @@ from jaxtrain.hf import encoded
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.lora import Digest, gone
 from jaxtrain.hf.names import PREFIX
-from jaxtrain.kernels import low_bits
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.module import Definition
 from jaxtrain.models.stored import Stored
@@ -162,6 +161,6 @@ def _encoding(stored: Stored, layouts: tuple[tuple[str, NamedSharding], ...]) ->
 
     def encode(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
         parts = stored.encode(w)
-        return parts, low_bits.error(w, stored.decode(parts, jnp.dtype(jnp.float32)))
+        return parts, stored.error(w, parts)
 
     return jax.jit(encode, out_shardings=(dict(layouts), None))

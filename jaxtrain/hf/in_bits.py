@@ -33,7 +33,7 @@ class InBits:
         self.tensors: Tensors = {n: a for n, a in everything.items() if n.startswith(PREFIX) and not is_adapter(n)}
 
     def read(self, progress: Progress) -> tuple[Tensors, dict[str, Any], list[str]]:
-        """Return (tensors, entries of meta.json, a line of relative errors for each layer). progress: as in `importing.load`."""
+        """Return (tensors, entries of meta.json, a line of errors for each layer). progress: as in `importing.load`."""
         source = origin_of(self._folder, progress)
         base = read_base(source, self.tensors, self._definition, self._placement)
         weights = weights_of(self.tensors, source, self._definition, self._placement)
