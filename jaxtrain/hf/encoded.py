@@ -13,20 +13,26 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.stored import LEADING, Stored
 from jaxtrain.step.state import Tensors
 
 RECORD = "low_bits"  # key of meta.json
-DTYPE = jnp.dtype(jnp.bfloat16)  # of a decoded weight, unless another is asked for
 
 
-def record(weights: Mapping[str, Stored], digest: str) -> dict[str, Any]:
-    """Return the entry of meta.json. weights: of one layer each, by name in checkpoints. digest: of the weights before."""
+def record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, Any]:
+    """Return the entry of meta.json.
+
+    Args:
+        weights: how each weight is stored, of one layer each, by name in checkpoints.
+        dtype: dtype of the weights that were encoded, f32 | bf16.
+        digest: the digest of the model before (lora.Digest).
+    """
     found = {
         name: {"shape": list(how.shape), "experts": "experts" in how.axes, "inputs_first": how.inputs_first}
         for name, how in weights.items()
     }
-    return {RECORD: {"format": next(iter(weights.values())).format, "digest": digest, "weights": found}}
+    return {RECORD: {"format": next(iter(weights.values())).format, "dtype": dtype, "digest": digest, "weights": found}}
 
 
 def format_of(meta: Mapping[str, Any]) -> str:
@@ -44,11 +50,12 @@ def weights_of(meta: Mapping[str, Any]) -> dict[str, Stored]:
     return out
 
 
-def decoded(stored: Mapping[str, jax.ShapeDtypeStruct], weights: Mapping[str, Stored]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shape and dtype of each tensor of a checkpoint, with each of `weights` as one tensor."""
+def decoded(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of a checkpoint's tensors, with each weight in fewer bits as one. stored: as in the file."""
+    weights = weights_of(meta)
     parts = {f"{name}.{part}" for name, how in weights.items() for part in how.abstract}
     kept = {name: a for name, a in stored.items() if name not in parts}
-    return kept | {name: jax.ShapeDtypeStruct(how.shape, DTYPE) for name, how in weights.items()}
+    return kept | {name: jax.ShapeDtypeStruct(how.shape, DTYPES[meta[RECORD]["dtype"]]) for name, how in weights.items()}
 
 
 def reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:

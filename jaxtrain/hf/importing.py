@@ -158,7 +158,7 @@ def open_origin(path: str) -> Origin:
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
         in_bits = encoded.weights_of(meta)
-        stored = encoded.decoded(stored_in(meta), in_bits)
+        stored = encoded.decoded(meta, stored_in(meta))
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
         return Origin(name, place, step, meta, stored, encoded.reader(read, in_bits), read, best=loss is not None)

@@ -37,7 +37,8 @@ class InBits:
         source = origin_of(self._folder, progress)
         base = read_base(source, self.tensors, self._definition, self._placement)
         weights = weights_of(self.tensors, source, self._definition, self._placement)
-        record = encoded.record({weight.name: weight.stored for weight in weights if weight.stored}, base.digest)
+        stored = {weight.name: weight.stored for weight in weights if weight.stored}
+        record = encoded.record(stored, self._folder.dtype, base.digest)
         of_layers: dict[str, list[str]] = {}
         for name, error in base.errors.items():
             stack, layer, weight = name.removeprefix(PREFIX).split(".", 2)
