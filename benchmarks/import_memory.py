@@ -6,7 +6,7 @@ The output is the reports of import and export, then one line of JSON. Each of t
 memory is the process's maximum during the command, with the arrays on its devices, minus its memory before the command. Size is
 that of the safetensors files. A plain copy of these files is timed too. Files are dropped from the page cache before they are
 read.
---gigabytes=16.06 is Llama 3 8B in bfloat16.
+--gigabytes=16.06 is Llama 3 8B in bfloat16. --dtype=nf4 stores its matrices in fewer bits, and an export decodes them.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def timed(size: int, seconds: float) -> dict[str, float]:
     return {"seconds": round(seconds, 2), "gb_per_s": round(size / 1e9 / seconds, 3)}
 
 
-def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, found: Any) -> None:
+def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, dtype: str, found: Any) -> None:
     """Run a command in this process, and put (number of devices, report) into the queue `found`.
 
     The report has seconds, GB/s, CPU seconds, and peak memory as a multiple of `size`. kind: "import" or "export".
@@ -108,7 +108,7 @@ def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, foun
 
     jax.block_until_ready(jax.device_put(0.0))
     orbax()
-    command = prepared(kind, source, out, shard_size)
+    command = prepared(kind, source, out, shard_size, dtype)
     before, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
     reset_peak()
     command()
@@ -117,14 +117,15 @@ def measure(kind: str, source: Path, out: Path, size: int, shard_size: str, foun
     found.put((jax.local_device_count(), report))
 
 
-def prepared(kind: str, source: Path, out: Path, shard_size: str) -> Callable[[], None]:
+def prepared(kind: str, source: Path, out: Path, shard_size: str, dtype: str) -> Callable[[], None]:
     """Import the modules of the command (import or export), and return a function that runs it."""
     if kind == "import":
         from jaxtrain.hf.folder import open_folder
         from jaxtrain.hf.importing import import_folder
+        from jaxtrain.hf.in_bits import InBits
 
         folder = open_folder(source)
-        return lambda: import_folder(folder, out, "auto", print)
+        return lambda: import_folder(folder, out, "auto", print, None if dtype == "auto" else InBits(folder, dtype))
     from jaxtrain.hf.exporting import export
 
     return lambda: export(str(source), out, shard_size=shard_size)
@@ -135,6 +136,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m benchmarks.import_memory", description=(__doc__ or "").partition("\n")[0])
     p.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint, about")
     p.add_argument("--folder", type=Path, required=True, help="a scratch folder with space for twice the checkpoint")
+    p.add_argument("--dtype", default="auto", choices=("auto", "fp8", "nf4"), help="of the import's matrices (auto)")
     p.add_argument("--shard-size", default="5GB", help="of a file of the export, at most (5GB)")
     return p
 
@@ -168,7 +170,7 @@ def main() -> None:
     shutil.rmtree(back)
     for kind, source, out in (("import", theirs, ours), ("export", ours, back)):
         forget(source)
-        alone(measure, kind, source, out, size, args.shard_size, found)
+        alone(measure, kind, source, out, size, args.shard_size, args.dtype, found)
         report["devices"], report[kind] = found.get()
         shutil.rmtree(source)
     print(json.dumps(report))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.hf import encoded
@@ -25,7 +26,7 @@ from jaxtrain.models.stored import Stored
 from jaxtrain.sharding import Placement
 from jaxtrain.step.state import Tensors, split_layer
 
-AT_ONCE = 1 << 28  # least bytes of weights, over all devices, that are read before they are encoded
+AT_ONCE = 1 << 26  # least bytes of weights, over all devices, that are read before they are encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Base:
 def weights_of(wanted: Tensors, source: Origin, definition: Definition, placement: Placement) -> list[Weight]:
     """Return the weights from which the wanted tensors of a base are made, in their order.
 
-    Weights in fewer bits are read in their stored dtype, and sharded by the rules.
+    Weights in fewer bits are read in their stored dtype, and sharded over experts or outputs, so that no block is split.
     """
     out: dict[str, Weight] = {}
     for name, a in wanted.items():
@@ -81,8 +82,9 @@ def weights_of(wanted: Tensors, source: Origin, definition: Definition, placemen
             shape, axes = stored.shape[cut:], stored.axes[cut:]
             there = source.stored.get(weight)
             dtype = there.dtype if there else jnp.dtype(jnp.bfloat16)
-            plain = jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, weight, shape))
-            out[weight] = Weight(weight, plain, {name: a}, dataclasses.replace(stored, shape=shape, axes=axes))
+            of_layer = dataclasses.replace(stored, shape=shape, axes=axes)
+            plain = jax.ShapeDtypeStruct(shape, dtype, sharding=of_layer.whole_blocks(placement))
+            out[weight] = Weight(weight, plain, {name: a}, of_layer)
     return list(out.values())
 
 
@@ -93,7 +95,7 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
     """
     form, digest = encoded.format_of(source.meta), Digest()
     tensors: Tensors = {}
-    errors: dict[str, Any] = {}
+    errors: dict[str, float] = {}
     todo = weights_of(wanted, source, definition, placement)
     as_stored = [weight for weight in todo if weight.stored and weight.stored.format == form]
     if as_stored:
@@ -108,12 +110,13 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
                 continue
             named = {name.rpartition(".")[2]: name for name in weight.parts}
             layouts = tuple((part, weight.parts[name].sharding) for part, name in named.items())
-            parts, errors[weight.name] = _encoding(weight.stored, layouts)(x)
+            parts, error = _encoding(weight.stored, x.sharding, layouts)(x)
+            # One program at a time: several at once would hold their temporary arrays, and on CPUs their collectives deadlock.
+            errors[weight.name] = float(error)
             tensors |= {named[part]: made for part, made in parts.items()}
-            jax.block_until_ready(parts)  # before the next weights are read
     # A checkpoint in bits has the digest of the weights that were encoded.
     digest_of_all = source.meta[encoded.RECORD]["digest"] if as_stored else digest.hex()
-    return Base(tensors, digest_of_all, {name: float(x) for name, x in errors.items()})
+    return Base(tensors, digest_of_all, errors)
 
 
 def base_digest(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> str:
@@ -156,11 +159,28 @@ def _batches(weights: list[Weight], every: bool = False) -> Iterator[list[Weight
 
 
 @functools.cache
-def _encoding(stored: Stored, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
-    """Return the jitted function from a weight, one layer of it, to (its arrays by name, the relative error)."""
+def _encoding(stored: Stored, home: NamedSharding, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
+    """Return the jitted function from a weight, one layer of it, to (its arrays by name, the relative error).
+
+    home: the sharding of the weight. layouts: the sharding of each array. For experts, the error is the mean of theirs. They
+    are encoded one after the other, because float32 arrays of all experts would need several times the memory of their layer.
+    """
 
     def encode(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
         parts = stored.encode(w)
         return parts, stored.error(w, parts)
 
-    return jax.jit(encode, out_shardings=(dict(layouts), None))
+    def experts(w_E: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        return jax.lax.map(encode, w_E)
+
+    if stored.experts:
+        over = P(*home.spec[:1])
+        each = jax.shard_map(experts, mesh=home.mesh, in_specs=over, out_specs=(over, over), check_vma=False)
+
+        def made(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+            parts, errors_E = each(w)
+            return parts, jnp.mean(errors_E)
+
+    else:
+        made = encode
+    return jax.jit(made, out_shardings=(dict(layouts), None))

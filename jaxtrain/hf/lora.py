@@ -53,22 +53,22 @@ class Digest:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[tuple[tuple[int, ...], jax.Array]]] = {}  # of each layer, or of all at once
+        self._sums: dict[str, list[tuple[tuple[int, ...], int]]] = {}  # of each layer, or of all at once
 
     def add(self, name: str, x: jax.Array) -> None:
         """Add a tensor, with its name in checkpoints."""
         whole, layer = split_layer(name)
         before = np.uint32((layer or 0) * x.size % 2**32)
         lead = () if layer is None else (1,)
-        self._sums.setdefault(whole.removeprefix(PREFIX), []).append(((*lead, *x.shape), _sum(x, before, np.uint32(1))))
+        self._sums.setdefault(whole.removeprefix(PREFIX), []).append(((*lead, *x.shape), int(_sum(x, before, np.uint32(1)))))
 
     def add_params(self, params: Params, layers: Arrangement | None) -> None:
         """Add the arrays of parameters. layers: order of the layers on pipeline stages (TrainState.layers)."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if layers and is_stacked(path):
-                made = (layers.layers, *x.shape[1:]), _sum_stack(x, layers.order)
+                made = (layers.layers, *x.shape[1:]), int(_sum_stack(x, layers.order))
             else:
-                made = x.shape, _sum(x, np.uint32(0), np.uint32(1))
+                made = x.shape, int(_sum(x, np.uint32(0), np.uint32(1)))
             self._sums[dotted_name(path)] = [made]
 
     def hex(self) -> str:
@@ -77,7 +77,7 @@ class Digest:
         for name, sums in sorted(self._sums.items(), key=lambda item: item[0].split(".")):
             shape = sums[0][0] if len(sums) == 1 else (len(sums), *sums[0][0][1:])
             key = "".join(f"['{part}']" for part in name.split("."))
-            found.update(f"{key} {shape} {sum(int(x) for _, x in sums) % 2**32}\n".encode())
+            found.update(f"{key} {shape} {sum(x for _, x in sums) % 2**32}\n".encode())
         return found.hexdigest()[:32]
 
 

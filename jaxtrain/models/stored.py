@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels import low_bits
 from jaxtrain.sharding import Axes, Placement, index
@@ -62,6 +64,25 @@ class Stored:
             kept = (axis if even or placement.compute_axes(axis) else None for axis, even in zip(axes, fit, strict=True))
             out[name] = (*lead, *kept)
         return out
+
+    @property
+    def experts(self) -> bool:
+        """Return whether there is a matrix for each expert."""
+        return "experts" in self.axes
+
+    def whole_blocks(self, placement: Placement) -> NamedSharding:
+        """Return a sharding of one layer's weight over experts or outputs, by as many devices as divide their number.
+
+        Each expert's matrix is on one device.
+        """
+        outputs = range(self._lead + 1, len(self.shape)) if self.inputs_first else [self._lead]
+        dims, over = [0] if self.experts else outputs, list(placement.all_axes)
+        while over:
+            for dim in dims:
+                if self.shape[dim] % placement.size(over) == 0:
+                    return NamedSharding(placement.mesh, P(*[None] * dim, tuple(over)))
+            over.pop()
+        return NamedSharding(placement.mesh, P())
 
     def encode(self, w: jax.Array) -> dict[str, jax.Array]:
         """Return the arrays of the weight, or of one layer of it."""
