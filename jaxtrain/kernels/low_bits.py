@@ -112,7 +112,7 @@ def encode(w: jax.Array, fmt: str, inputs_first: bool) -> dict[str, jax.Array]:
     Raises ValueError if the inputs are not whole blocks. A GPU's division is not rounded to nearest, so there a few numbers in
     a million, next to the middle between two values, become the other one.
     """
-    shapes(*w.shape[-2:], fmt, inputs_first)
+    shapes(w.shape[-2], w.shape[-1], fmt, inputs_first)
     axis = _axis(inputs_first)
     w = w.astype(jnp.float32)
     if fmt == "fp8":
