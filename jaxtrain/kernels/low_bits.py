@@ -1,8 +1,8 @@
 """Frozen weights in 8 or 4 bits: e4m3 with a scale for each output, NF4 of QLoRA, and MXFP4.
 
-    fp8    e4m3 (largest 448) times a float32 for each output: 8 bits a weight.
+    fp8    e4m3 (largest 448) times a float32 for each output, the largest magnitude times 1/448: 8 bits a weight.
     nf4    16 quantiles of the normal distribution times a number for each 64 inputs (Dettmers et al. 2023, arXiv:2305.14314).
-           These numbers are in 8 bits themselves ("double quantisation"): 4.13 bits a weight.
+           These numbers are in 8 bits themselves ("double quantization"): 4.13 bits a weight.
     mxfp4  e2m1 (largest 6) times a power of two for each 32 inputs (OCP Microscaling Formats v1.0): 4.25 bits a weight.
 
 A weight is a stack of matrices (..., R, C) of any number of leading dimensions, each matrix for itself. Its inputs, which a
@@ -18,8 +18,9 @@ Parts of a weight, by name:
 NF4 follows bitsandbytes (0.50.2), whose bits these are: the block's largest magnitude becomes 1, by multiplication with its
 reciprocal; a number in the middle between two values gets the lower one; the first of two weights is in a byte's high half.
 The largest magnitudes less their mean are rounded to its signed 8-bit map, in blocks of 256 in the order of the matrix
-(outputs, inputs). MXFP4 follows the published GPT-OSS: the first of two weights is in a byte's low half. Numbers that were
-MXFP4 before, with any scales, are represented exactly.
+(outputs, inputs), each to the nearest value as on GPUs. (On a CPU, bitsandbytes looks a few of them up one value beside.)
+MXFP4 follows the published GPT-OSS: the first of two weights is in a byte's low half. Numbers that were MXFP4 before, with any
+scales, are represented exactly if they are normal numbers of bfloat16.
 
 A weight that is not finite does not become a finite one: it becomes NaN or infinite and so does its output (fp8), its block
 (mxfp4), or its whole matrix (nf4). Magnitudes below 2^-124 may become 0.
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.kernels.fp8 import E4M3, SMALLEST, from_bits, to_bits
+from jaxtrain.kernels.fp8 import E4M3, SMALLEST, from_bits, rounded, to_bits
 
 FORMATS = ("fp8", "nf4", "mxfp4")
 BLOCK = {"nf4": 64, "mxfp4": 32}  # inputs that share a scale
@@ -106,16 +107,20 @@ def shapes(R: int, C: int, fmt: str, inputs_first: bool) -> dict[str, tuple[tupl
 
 
 def encode(w: jax.Array, fmt: str, inputs_first: bool) -> dict[str, jax.Array]:
-    """Return the parts of a whole weight (..., R, C)."""
-    shapes(*w.shape[-2:], fmt, inputs_first)
+    """Return the parts of a whole weight (..., R, C). It takes twice the memory of a bfloat16 weight beside the weight.
+
+    Raises ValueError if the inputs are not whole blocks. A GPU's division is not rounded to nearest, so there a few numbers in
+    a million, next to the middle between two values, become the other one.
+    """
+    shapes(w.shape[-2], w.shape[-1], fmt, inputs_first)
     axis = _axis(inputs_first)
     w = w.astype(jnp.float32)
     if fmt == "fp8":
-        amax = jnp.max(jnp.abs(w), axis=axis)
-        scale = jnp.where(amax == 0, 1.0, jnp.maximum(_divided(amax, float(jnp.finfo(E4M3).max)), SMALLEST))
-        return {"bits": to_bits((w / jnp.expand_dims(scale, axis)).astype(E4M3)), "scale": scale}
+        amax = _largest(w, axis)
+        scale = jnp.where(amax == 0, 1.0, jnp.maximum(amax * (1 / float(jnp.finfo(E4M3).max)), SMALLEST))
+        return {"bits": to_bits(rounded(w, jnp.expand_dims(scale, axis), E4M3)), "scale": scale}
     blocks = _split(w, BLOCK[fmt], inputs_first)
-    amax = jnp.max(jnp.abs(blocks), axis=axis)
+    amax = _largest(blocks, axis)
     if fmt == "nf4":
         codes = _nearest(blocks * jnp.expand_dims(_reciprocal(amax), axis), NF4)
         scales = _second_level(amax, inputs_first)
@@ -146,27 +151,26 @@ def decode(
     axis = _axis(inputs_first)
     if fmt == "fp8":
         return (from_bits(parts["bits"], E4M3).astype(jnp.float32) * jnp.expand_dims(parts["scale"], axis)).astype(dtype)
-    bits = jnp.expand_dims(parts["bits"], axis if inputs_first else parts["bits"].ndim)
-    shift = np.array([FIRST[fmt], 4 - FIRST[fmt]], np.uint8).reshape(
-        (1,) * (bits.ndim - 2) + ((2, 1) if inputs_first else (1, 2))
-    )
     *leading, rows, columns = parts["bits"].shape
+    pair = (1,) * (len(leading) + 1) + ((2, 1) if inputs_first else (1, 2))
+    shift = np.array([FIRST[fmt], 4 - FIRST[fmt]], np.uint8).reshape(pair)
     shape = (*leading, *((2 * rows, columns) if inputs_first else (rows, 2 * columns)))
-    codes = _split(((bits >> shift) & 15).reshape(shape), BLOCK[fmt], inputs_first)
+    codes = ((jnp.expand_dims(parts["bits"], axis) >> shift) & 15).reshape(shape)
     if fmt == "nf4":
         scale = _first_level(parts, inputs_first, start, whole or shape[-2:])
     else:
         scale = _power_of_two(parts["scale"].astype(jnp.int32))
-    values = _look_up({"nf4": NF4, "mxfp4": MXFP4}[fmt], codes) * jnp.expand_dims(scale, axis)
-    return values.reshape(shape).astype(dtype)
+    values = _look_up({"nf4": NF4, "mxfp4": MXFP4}[fmt], _split(codes, BLOCK[fmt], inputs_first))
+    return (values * jnp.expand_dims(scale, axis)).reshape(shape).astype(dtype)
 
 
 def error(w: jax.Array, parts: dict[str, jax.Array], fmt: str, inputs_first: bool) -> jax.Array:
     """Return the root-mean-square error of a whole weight relative to its root mean square, f32 (); 0 for a weight of zeros."""
 
     def mean_square(x: jax.Array) -> jax.Array:
+        x = x * x
         for _ in range(x.ndim):  # one axis after another: a float32 sum of all of a weight's squares would lose digits
-            x = jnp.mean(x * x if x.ndim == w.ndim else x, axis=-1)
+            x = jnp.mean(x, axis=-1)
         return x
 
     w = w.astype(jnp.float32)
@@ -178,9 +182,10 @@ def _look_up(values: np.ndarray, codes: jax.Array) -> jax.Array:
     return jnp.asarray(values).at[codes].get(mode="promise_in_bounds")
 
 
-def _divided(x: jax.Array, by: float) -> jax.Array:
-    """Return x / by. XLA would multiply by the rounded reciprocal of a scalar."""
-    return x / jax.lax.optimization_barrier(jnp.full_like(x, by))
+def _largest(x: jax.Array, axis: int) -> jax.Array:
+    """Return the largest magnitude over an axis. The result of a NaN is a NaN: a float32 `max` on a CPU may pass over it."""
+    magnitudes = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # ordered as the numbers, and NaN above infinity
+    return jax.lax.bitcast_convert_type(jnp.max(magnitudes, axis=axis), jnp.float32)
 
 
 def _reciprocal(amax: jax.Array) -> jax.Array:
@@ -189,8 +194,11 @@ def _reciprocal(amax: jax.Array) -> jax.Array:
 
 def _nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
     """Return the codes of the nearest of ascending values, uint8; the lower one's in the middle between two."""
+    middles = (values[:-1] + values[1:]) / 2
+    if len(values) > 16:  # a few comparisons take less time than a search, many take more
+        return jnp.searchsorted(jnp.asarray(middles), x, method="scan_unrolled").astype(jnp.uint8)
     code = jnp.zeros(x.shape, jnp.uint8)
-    for middle in (values[:-1] + values[1:]) / 2:
+    for middle in middles:
         code += (x > middle).astype(jnp.uint8)
     return code
 
@@ -199,13 +207,16 @@ def _nearest(x: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def _exponent(amax: jax.Array) -> jax.Array:
-    """Return the exponents of blocks as E8M0, int32: of the largest magnitude's power of two, less that of e2m1's 4."""
+    """Return the exponents of blocks as E8M0, int32: of the largest magnitude's power of two, less that of e2m1's 4.
+
+    They are at least 1, because 2^-127 is not a normal number of float32.
+    """
     exponent = (jax.lax.bitcast_convert_type(amax, jnp.int32) >> 23) & 255
-    return jnp.where(exponent == 255, NAN, jnp.maximum(exponent - 2, 0))
+    return jnp.where(exponent == 255, NAN, jnp.maximum(exponent - 2, 1))
 
 
 def _power_of_two(e8m0: jax.Array) -> jax.Array:
-    """Return 2^(e8m0 - 127), f32; NaN of 255, and 0 of 0, whose power of two is not a normal number."""
+    """Return 2^(e8m0 - 127), f32; NaN of 255, and 0 of 0."""
     bits = jnp.where(e8m0 == NAN, 0x7FC00000, e8m0 << 23)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -235,7 +246,8 @@ def _mean(x: jax.Array) -> jax.Array:
         high = a + b
         of_b = high - a
         low = (low_a + low_b) + ((a - (high - of_b)) + (b - of_b))
-    return _divided((high + low)[..., 0], count)
+    total = (high + low)[..., 0]
+    return total / jnp.where(jnp.isnan(total), total, count)  # of a constant, XLA would take the rounded reciprocal
 
 
 def _second_level(amax: jax.Array, inputs_first: bool) -> dict[str, jax.Array]:
@@ -245,10 +257,8 @@ def _second_level(amax: jax.Array, inputs_first: bool) -> dict[str, jax.Array]:
     offset = _mean(flat)
     rest = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % SECOND)]
     x = jnp.pad(flat - offset[..., None], rest).reshape(*flat.shape[:-1], -1, SECOND)
-    second = jnp.max(jnp.abs(x), axis=-1)
-    middles = (DYNAMIC[:-1] + DYNAMIC[1:]) / 2
-    above = (x * _reciprocal(second)[..., None])[..., None] > middles.reshape((1,) * x.ndim + (-1,))
-    codes = jnp.sum(above, axis=-1, dtype=jnp.int32).astype(jnp.uint8)
+    second = _largest(x, -1)
+    codes = _nearest(x * _reciprocal(second)[..., None], DYNAMIC)
     codes = codes.reshape(*flat.shape[:-1], -1)[..., : flat.shape[-1]].reshape(theirs.shape)
     return {"scale": codes.mT if inputs_first else codes, "second": second, "offset": offset}
 
@@ -258,10 +268,10 @@ def _first_level(
 ) -> jax.Array:
     """Return the scales of the blocks, f32, in the shape of `scale`."""
     rows, columns = parts["scale"].shape[-2:]
-    inputs = _axis(inputs_first)
-    first = [at // BLOCK["nf4"] if axis == inputs else at for axis, at in zip((-2, -1), start, strict=True)]
-    row, column = first[0] + jnp.arange(rows)[:, None], first[1] + jnp.arange(columns)[None, :]
+    inputs, count = _axis(inputs_first), jnp.uint32  # of an unsigned index XLA knows that it is not from the end
+    first = [jnp.asarray(at, count) // (BLOCK["nf4"] if i == inputs else 1) for i, at in zip((-2, -1), start, strict=True)]
+    row, column = first[0] + jnp.arange(rows, dtype=count)[:, None], first[1] + jnp.arange(columns, dtype=count)[None]
     output, block = (column, row) if inputs_first else (row, column)
-    place = output * (whole[inputs] // BLOCK["nf4"]) + block  # in the order of the matrix (outputs, inputs)
-    second = parts["second"].at[..., place.astype(jnp.uint32) // SECOND].get(mode="promise_in_bounds")
+    place = output * count(whole[inputs] // BLOCK["nf4"]) + block  # in the order of the matrix (outputs, inputs)
+    second = parts["second"].at[..., place // SECOND].get(mode="promise_in_bounds")
     return _look_up(DYNAMIC, parts["scale"]) * second + parts["offset"][..., None, None]
