@@ -100,7 +100,7 @@ def _merged(source: Origin, base: str, wide: bool) -> Read:
             names = [name, *(adapter_of(name, half) for half in (A, B))]
             found = {each: places()[each] for each in names if each in places()}
             tensors = {each: np.asarray(x if at is None else x[at]) for each, (x, at) in found.items()}
-            for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
+            for _, x in lora.merged(tensors, run.lora.scale):
                 yield name, np.asarray(x)
 
     return read

@@ -43,7 +43,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
-from jaxtrain.config.schema import Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
+from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
 from jaxtrain.config.shapes import FIRST_ROUND
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
@@ -217,12 +217,20 @@ def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     return differentiates_layers(lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
-def adapters(model: Model, lora: Lora) -> float:
-    """Return forward FLOPs per token of the adapters of all layers: 2 rank (inputs + outputs) for each adapted weight."""
-    m, d = model, model.d_model
-    ends = {name: sum(pair) for name, pair in projections(m).items()}
-    ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
-    return m.num_layers * 2 * lora.rank * sum(ends.get(name, 0) for name in parts_of(lora.targets))
+def adapters(model: Model, lora: Lora, rows: float = 0.0) -> float:
+    """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight. rows: as in `products`.
+
+    An adapter of experts' weights multiplies the same rows, whether it is one for each expert or shared by them.
+    """
+    m, targets = model, parts_of(lora.targets)
+    found = m.num_layers * sum(sum(pair) for name, pair in projections(m).items() if name in targets)
+    if not m.num_experts:
+        widths = m.num_layers * (m.d_model + m.d_ff)
+    else:
+        of_experts = (m.d_model + m.d_ff) * (rows or m.experts_per_token) if lora.experts != "none" else 0
+        shared = m.d_model + m.shared_d_ff if m.shared_d_ff else 0
+        widths = m.stacked_layers * (of_experts + shared) + m.dense_layers * (m.d_model + m.dense_d_ff)
+    return 2.0 * lora.rank * (found + widths * sum(name in targets for name in FEED_FORWARD))
 
 
 def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
@@ -278,7 +286,9 @@ def beyond(run: RunConfig) -> Flops:
     passes = 1 + back * (
         1 + learns(run.lora, run.train, "layers.mlp.gate")
     )  # the backward pass: gradients of activations and weights
-    return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
+    spare_of_adapters = 3 * (adapters(run.model, run.lora, rows) - adapters(run.model, run.lora))
+    spare = spare * passes + spare_of_adapters
+    return extra + again + Flops(twice + spare, twice + spare)
 
 
 def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:

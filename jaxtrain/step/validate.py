@@ -20,6 +20,7 @@ from jaxtrain.config.commands import CONFIG
 from jaxtrain.config.environment import overlay
 from jaxtrain.config.hardware import REPEATABLE, Devices
 from jaxtrain.config.schema import (
+    FEED_FORWARD,
     FIT,
     Checkpoint,
     Compiler,
@@ -36,6 +37,7 @@ from jaxtrain.config.schema import (
     Sample,
     Train,
     nearest,
+    parts_of,
     to_dict,
 )
 from jaxtrain.models import FAMILIES, rules
@@ -82,6 +84,9 @@ READ_WITH = (
     ("moe.bias_rate", "model.router_bias", True),
     ("init.base", "lora.rank", None),
     ("lora.targets", "lora.rank", None),
+    ("lora.rslora", "lora.rank", None),
+    ("lora.experts", "lora.rank", None),
+    ("lora.experts", "model.num_experts", None),
     ("init.what", "init.from", None),
     ("loss.mtp_weight", "model.mtp_layers", None),
     ("optimizer.decay_shape", "optimizer.schedule", "wsd"),
@@ -177,9 +182,10 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
         rule, instead = f"updates layer by layer, and {o.name} may need all of them at once", " or ".join(groups.METHODS)
         problems.append(Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {instead}."))
     if run.lora.rank and "lora.rank" not in bad:
-        problems += _lora(run.train, run.init, d)
+        problems += _lora(run, bad)
         if run.model.family in FAMILIES:
-            problems += rules.wrong_targets(run.lora.targets, run.model.adaptable, run.model.num_experts > 0)
+            known = run.model.adaptable(run.lora.experts != "none")
+            problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0)
     if run.loss.of_pairs:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
@@ -305,8 +311,9 @@ def _repeatable(train: Train, compiler: Compiler, devices: Devices) -> Iterable[
             yield Problem("compiler.options", compiler.options, rule, f"Take {name} out, or set train.deterministic=false.")
 
 
-def _lora(train: Train, init: Init, dtypes: Dtypes) -> Iterable[Problem]:
+def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem for each setting that adapters exclude."""
+    lora, train, init, dtypes = run.lora, run.train, run.init, run.dtypes
     if train.freeze.strip():
         rule = "has no effect: with lora.rank above 0 only adapters are trained"
         yield Problem("train.freeze", train.freeze, rule, "Set '', or lora.rank to 0.")
@@ -317,6 +324,10 @@ def _lora(train: Train, init: Init, dtypes: Dtypes) -> Iterable[Problem]:
         if getattr(dtypes, name) == INT8:
             rule = "moments of adapters are too few to be worth storing in blocks"
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
+    adapted = set(parts_of(lora.targets))
+    if lora.experts == "shared" and "lora.experts" not in bad and run.model.num_experts and not adapted & set(FEED_FORWARD):
+        rule = f"lora.targets = {lora.targets} names no weight of the experts"
+        yield Problem("lora.experts", "shared", rule, f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets.")
 
 
 def _pairs(loss: Loss, data: Data, bad: set[str]) -> Iterable[Problem]:
