@@ -218,9 +218,9 @@ def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
 
 
 def adapters(model: Model, lora: Lora, rows: float = 0.0) -> float:
-    """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight. rows: as in `products`.
+    """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight.
 
-    An adapter of experts' weights multiplies the same rows, whether it is one for each expert or shared by them.
+    rows: as in `products`. Experts' adapters multiply the rows of the experts, also if they share one.
     """
     m, targets = model, parts_of(lora.targets)
     found = m.num_layers * sum(sum(pair) for name, pair in projections(m).items() if name in targets)

@@ -87,7 +87,9 @@ class Adapters(nnx.Module):
             dims = list(zip(w.get_value().shape, w.get_metadata("axes"), strict=True))
             each = dims[:experts] if lora.experts == "each" else []
             inputs = [c in eqn.split(",")[0] for c in _letters(eqn)]
-            into, out = ([dim for dim, x in zip(dims[experts:], inputs, strict=True) if x == wanted] for wanted in (True, False))
+            into, out = (
+                [dim for dim, x in zip(dims[experts:], inputs, strict=True) if x == wanted] for wanted in (True, False)
+            )
             if experts and not each:  # stored like the weights outside of experts, over more devices
                 into, out = ([(size, SHARED.get(axis, axis)) for size, axis in part] for part in (into, out))
             begin = uniform(math.prod(size for size, _ in into))

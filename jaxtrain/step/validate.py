@@ -25,8 +25,6 @@ from jaxtrain.config.schema import (
     Checkpoint,
     Compiler,
     Data,
-    Dtypes,
-    Init,
     Log,
     Loss,
     Optimizer,
