@@ -73,6 +73,15 @@ def wrong_targets(lora: Lora, known: Sequence[str], experts: bool) -> list[Probl
     return [Problem(key, targets, rule, f"Set {','.join(named)}{instead}.")]
 
 
+def unused_experts(lora: Lora, model: Model) -> list[Problem]:
+    """Return a problem if the experts are to share adapters, and lora.targets names none of their weights."""
+    if lora.experts != "shared" or not model.num_experts or {*parts_of(lora.targets)} & {*FEED_FORWARD}:
+        return []
+    rule = f"lora.targets = {lora.targets} names no weight of the experts"
+    remedy = f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets."
+    return [Problem("lora.experts", lora.experts, rule, remedy)]
+
+
 def _problems(m: Model) -> list[Problem]:
     keys = {name: key for name, key in schema.declared().items() if name.startswith("model.")}
     values = {name: getattr(m, name.removeprefix("model.")) for name in keys}

@@ -20,11 +20,12 @@ from jaxtrain.config.commands import CONFIG
 from jaxtrain.config.environment import overlay
 from jaxtrain.config.hardware import REPEATABLE, Devices
 from jaxtrain.config.schema import (
-    FEED_FORWARD,
     FIT,
     Checkpoint,
     Compiler,
     Data,
+    Dtypes,
+    Init,
     Log,
     Loss,
     Optimizer,
@@ -35,7 +36,6 @@ from jaxtrain.config.schema import (
     Sample,
     Train,
     nearest,
-    parts_of,
     to_dict,
 )
 from jaxtrain.models import FAMILIES, rules
@@ -180,10 +180,12 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
         rule, instead = f"updates layer by layer, and {o.name} may need all of them at once", " or ".join(groups.METHODS)
         problems.append(Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {instead}."))
     if run.lora.rank and "lora.rank" not in bad:
-        problems += _lora(run, bad)
+        problems += _lora(run.train, run.init, d)
         if run.model.family in FAMILIES:
             known = run.model.adaptable(run.lora.experts != "none")
-            problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0)
+            problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0) or rules.unused_experts(
+                run.lora, run.model
+            )
     if run.loss.of_pairs:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
@@ -309,9 +311,8 @@ def _repeatable(train: Train, compiler: Compiler, devices: Devices) -> Iterable[
             yield Problem("compiler.options", compiler.options, rule, f"Take {name} out, or set train.deterministic=false.")
 
 
-def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
+def _lora(train: Train, init: Init, dtypes: Dtypes) -> Iterable[Problem]:
     """Yield a problem for each setting that adapters exclude."""
-    lora, train, init, dtypes = run.lora, run.train, run.init, run.dtypes
     if train.freeze.strip():
         rule = "has no effect: with lora.rank above 0 only adapters are trained"
         yield Problem("train.freeze", train.freeze, rule, "Set '', or lora.rank to 0.")
@@ -322,10 +323,6 @@ def _lora(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         if getattr(dtypes, name) == INT8:
             rule = "moments of adapters are too few to be worth storing in blocks"
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
-    adapted = set(parts_of(lora.targets))
-    if lora.experts == "shared" and "lora.experts" not in bad and run.model.num_experts and not adapted & set(FEED_FORWARD):
-        rule = f"lora.targets = {lora.targets} names no weight of the experts"
-        yield Problem("lora.experts", "shared", rule, f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets.")
 
 
 def _pairs(loss: Loss, data: Data, bad: set[str]) -> Iterable[Problem]:

@@ -1,18 +1,15 @@
 """Adapters of experts: gradients against those of merged weights, in every layout, and what a step computes."""
 
 import functools
-import re
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_dpo import begun, off, step
+from test_dpo import begun, step
 
-from jaxtrain.models import flops
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.precision import EXPERTS
 
 RANK, ALPHA = 3, 6.0
 LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
