@@ -20,6 +20,7 @@ from jaxtrain.kernels.experts.pallas_kernels import (
     ALIGNED,
     OUTER,
     PROGRAMS,
+    STORES,
     TIMES,
     Static,
     Tile,
@@ -91,15 +92,18 @@ def outer(
     a, b = _filled(rows_RD), _filled(rows_RF)
     ends_E = jnp.cumsum(sizes_E)
     bounds = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
-    # The computing warpgroups clear one part of the columns each.
-    tile = _narrowed(TILES[OUTER], b.shape[1], COMPUTING * chunk(b.dtype))
+    tile = _narrowed(TILES[OUTER], b.shape[1], chunk(b.dtype))
     static = Static(tile, _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
     made = (E, a.shape[1], b.shape[1])
     return _call(outer_kernel, f"{OUTER}_R", static, (bounds, a, b), made, out, outer_scratch)[:, :D, :F]
 
 
-def _narrowed(tile: Tile, columns: int, least: int) -> Tile:
-    """Return the tile for a result of so few columns, such as that of an adapter: at least `least`, and a multiple of it."""
+def _narrowed(tile: Tile, columns: int, width: int) -> Tile:
+    """Return the tile for a result of so few columns, such as that of an adapter.
+
+    Two chunks of `width` columns remain: each computing warpgroup clears one, and consecutive stores need different buffers.
+    """
+    least = max(COMPUTING, STORES) * width
     return tile._replace(columns=min(tile.columns, -(-columns // least) * least))
 
 
