@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_dpo import begun, step
+from test_dpo import begun, off, step
 
+from jaxtrain.models import flops
 from jaxtrain.models.lora import is_adapter
+from jaxtrain.plan.program import hlo
+from jaxtrain.plan.program.op_cost import gemm_flops
+from jaxtrain.step.state import abstract_tensors
 
 RANK, ALPHA = 3, 6.0
 LORA = {"lora.rank": RANK, "lora.alpha": ALPHA}
@@ -119,3 +123,68 @@ LAYOUTS = {
 def test_layouts(layout, experts):
     """Every layout has the gradients of one device."""
     assert_as_merged("biases", experts, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("experts", helpers.few(["each", "shared"], "each"))
+def test_a_capacity(experts):
+    """Tokens that an expert drops add nothing to its adapter. An expert on its device alone is in "alone" above."""
+    on = {"mesh.expert": 2, "moe.capacity_factor": 0.75}
+    assert_as_merged("biases", experts, {}, on)
+
+
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_lower_precisions_are_near(experts):
+    """In bfloat16, with further rounds, and with the base in FP8."""
+    tensors, _, grads = expected("biases", experts)
+    of_experts = {k: v for k, v in grads.items() if ".mlp." in k}
+    for precision, limit in (("bf16", 0.05), ("fp8", 0.4)):
+        how = {"lora.experts": experts, "precision": precision, "mesh.expert": 2, "mesh.fsdp": 2}
+        run = helpers.tiny(SMALL | BIASES | LORA | how)
+        given = {k: tensors[k].astype(a.dtype) for k, a in abstract_tensors(helpers.program(run).state).items()}
+        made = step(run, helpers.host_batch(run, 0), given)[1]
+        assert off({k: made[k] for k in of_experts}, of_experts) < limit, precision
+        assert ("f8E4M3FN" in helpers.lowered(run)) == (precision == "fp8")
+
+
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_adapters_begin_with_the_loss_of_the_base(experts):
+    """To the bit: b is zero."""
+    run, plain = (helpers.tiny(SMALL | more) for more in (LORA | {"lora.experts": experts}, {}))
+    tensors = helpers.initial_tensors(run)
+    base = helpers.initial_tensors(plain) | {k: v for k, v in tensors.items() if k.startswith(PREFIX) and not is_adapter(k)}
+    one, two = (float(step(r, helpers.host_batch(r, 0), t)[0]["loss"]) for r, t in ((run, tensors), (plain, base)))
+    assert one == two
+
+
+# ---- What a step computes
+
+UNROLLED = {"parallel.scan_layers": False, "moe.capacity_factor": 1.0, "loss.chunk": 256}
+
+
+def matmuls(run) -> float:
+    """Return the FLOPs per token of all matmuls in a run's compiled step, whose layers are unrolled."""
+    module = hlo.parse(helpers.train_step(run).as_text() or "")
+    parts = module.computations.values()
+    return sum(gemm_flops(where, i) for where in parts for i in where.instructions if i.opcode == "dot") / run.tokens_per_step
+
+
+@pytest.mark.parametrize("model", helpers.few(["plain", "latent"], "plain"))
+def test_a_step_has_the_flops_of_adapters_and_no_gradient_of_weights(model):
+    """A capacity of an even load makes all matmuls plain. MFU's formula is that of the program, and so is that of HFU."""
+    settings, none = SMALL | MODELS[model] | UNROLLED | LORA, {"lora.experts": "none"}
+    for experts, remat in (("each", "none"), ("shared", "none"), ("each", "full")):
+        runs = [helpers.tiny(settings | {"remat.policy": remat} | more) for more in ({"lora.experts": experts}, none)]
+        of_adapters, of_none = (helpers.training_flops(run).causal + flops.beyond(run).causal for run in runs)
+        assert matmuls(runs[0]) - matmuls(runs[1]) == pytest.approx(of_adapters - of_none, rel=1e-3), (experts, remat)
+    # A frozen weight has two matmuls in place of three. All of attention's are in the program, and half of them in the formula.
+    settings = SMALL | MODELS[model] | UNROLLED | {"remat.policy": "none"}
+    none, everything = helpers.tiny(settings | LORA | none), helpers.tiny(settings)
+    m = none.model
+    of_weights = sum(flops.by_weight(m).values()) + flops.heads(m)
+    router = flops.by_weight(m)["layers.mlp.router"]
+    saved = matmuls(everything) - (matmuls(none) - 3 * flops.adapters(m, none.lora))
+    first = 0.1 * of_weights  # the first layer's input needs no gradient
+    assert of_weights - router - first < saved < of_weights + first
+    frozen = helpers.tiny(settings | {"train.freeze": "*.mlp.gate,*.mlp.up,*.mlp.down"})
+    names = [name for name in flops.by_weight(m) if name.endswith(("mlp.gate", "mlp.up", "mlp.down"))]
+    assert matmuls(everything) - matmuls(frozen) == pytest.approx(sum(flops.by_weight(m)[name] for name in names), rel=1e-3)

@@ -17,8 +17,9 @@ are not differentiated, such as those beside adapters, have no gradients.
 
 A projection with an adapter is  x w_e + scale (x a_e) b_e. The adapter's matmuls are those of the weights, with the rank as the
 small dimension: `pallas` on Hopper, which multiplies each row by its own expert's matrices only. Its kernels have at least 128
-columns and contract at least 64 dimensions, so lower ranks take the time of these. An adapter that all experts share is one plain matmul of all rows. Unused rows
-are zeros (exchange.py), and add nothing to its gradients. With FP8 weights, adapters stay in the compute dtype.
+columns and contract at least 64 dimensions, so lower ranks take the time of these. An adapter that all experts share is one
+plain matmul of all rows. Unused rows are zeros (exchange.py), and add nothing to its gradients. With FP8 weights, adapters stay
+in the compute dtype.
 """
 
 import dataclasses
