@@ -160,8 +160,10 @@ def run_export_adapter(args: Args) -> int:
     """Export a checkpoint's adapters for PEFT. Return the exit code."""
     from jaxtrain.hf.peft import export_adapter
 
-    step, names = export_adapter(args.checkpoint, args.out, args.base, args.ema)
+    step, names, notes = export_adapter(args.checkpoint, args.out, args.base, args.ema)
     say(f"{args.out}: {len(names)} tensors of step {step}")
+    for note in notes:
+        say(f"  {note}")
     return 0
 
 
@@ -171,7 +173,8 @@ def run_import_adapter(args: Args) -> int:
 
     run, notes = import_adapter(Path(args.folder), args.base, args.out)
     lora = run.lora
-    say(f"{args.out}: adapters of rank {lora.rank}, alpha {lora.alpha:g}, of {lora.targets} beside {run.init.from_}")
+    scale = f"alpha {lora.alpha:g}{' (rslora)' * lora.rslora}"
+    say(f"{args.out}: adapters of rank {lora.rank}, {scale}, of {lora.targets} beside {run.init.from_}")
     for note in notes:
         say(f"  {note}")
     return 0

@@ -229,12 +229,12 @@ class Model:
         """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
 
-    @property
-    def adaptable(self) -> tuple[str, ...]:
-        """Return the names of the weights that can have an adapter. Those of experts cannot."""
+    def adaptable(self, experts: bool) -> tuple[str, ...]:
+        """Return the names of the weights that can have an adapter. experts: whether those of experts can."""
         queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
         keys = ("wkv_down", "wkv_up") if self.kv_lora_rank else ("wk", "wv")
-        return (*queries, *keys, "wo", *(() if self.num_experts else ("gate", "up", "down")))
+        mlp = experts or not self.num_experts or self.shared_d_ff or self.dense_layers
+        return (*queries, *keys, "wo", *(FEED_FORWARD if mlp else ()))
 
     @property
     def kinds(self) -> str:
@@ -617,6 +617,7 @@ class Init:
 
 
 LOW_BITS = ("fp8", "nf4", "mxfp4")  # formats of frozen matrices (kernels/low_bits.py)
+FEED_FORWARD = ("gate", "up", "down")  # the weights of a feed-forward block and of each expert, as lora.targets names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -639,6 +640,11 @@ class Lora:
         choices=("bf16", *LOW_BITS),
         resume=FUNCTION,
     )
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the adapters' outputs, alpha / rank or alpha / sqrt(rank); 0 without adapters."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank) if self.rank else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1141,7 +1147,7 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
     chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
     adapted = run.lora
     if adapted.rank > 0 and not adapted.targets:
-        adapted = dataclasses.replace(adapted, targets=",".join(model.adaptable))
+        adapted = dataclasses.replace(adapted, targets=",".join(model.adaptable(adapted.experts != "none")))
     return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen), lora=adapted), problems
 
 

@@ -4,6 +4,7 @@ A run with `lora.rank` saves only its adapters. `base` in meta.json has the orig
 digest, a wrong base would give a wrong model without an error.
 """
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,15 +124,16 @@ def opened(path: str) -> Origin | None:
         return None
 
 
-def settings_of(how: schema.Lora) -> tuple[int, float, frozenset[str]]:
-    """Return rank, alpha and the set of targets, to be compared."""
-    return how.rank, how.alpha, frozenset(schema.parts_of(how.targets))
+def settings_of(how: schema.Lora) -> schema.Lora:
+    """Return the settings of adapters, to be compared: without the base's storage, and with the targets in one order."""
+    return dataclasses.replace(how, base="", targets=",".join(sorted(set(schema.parts_of(how.targets)))))
 
 
 def as_options(adapters: Origin) -> str:
     """Return the settings of adapters as text for a command line."""
     how = adapters.run().lora
-    return f"lora.rank={how.rank}, lora.alpha={how.alpha:g} and lora.targets={how.targets}"
+    more = f", lora.rslora={str(how.rslora).lower()}, lora.experts={how.experts}"
+    return f"lora.rank={how.rank}, lora.alpha={how.alpha:g}{more} and lora.targets={how.targets}"
 
 
 def gone(path: str, error: Exception) -> CheckpointError:
@@ -156,7 +158,7 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
     """Yield (name, array) of a model without adapters: W + scale a b for adapted weights, all others unchanged.
 
     tensors: canonical name, with or without a prefix -> weight or adapter (`...attention.lora.wq_a`). Each tensor is looked up
-    once, in order. scale: alpha / rank.
+    once, in order. scale: of the adapters, `schema.Lora.scale`.
 
     The sum is computed in float32 and rounded once, to the weight's own dtype. Raises ValueError for an adapter without its
     second matrix or without its weight.
@@ -170,15 +172,25 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
         if not {a, b} <= adapters:
             raise ValueError(f"of the adapter of {name}, {a if a not in adapters else b} is missing")
         adapters -= {a, b}
-        w = np.asarray(tensors[name])
-        yield name, (w.astype(np.float32) + scale * product(name, tensors[a], tensors[b])).astype(w.dtype)
+        yield name, _added(name, *(np.asarray(tensors[x]) for x in (name, a, b)), scale)
     if adapters:
         raise ValueError(f"no weight for {', '.join(sorted(adapters))}")
 
 
-def product(name: str, a: Any, b: Any) -> np.ndarray:
+def _added(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Return w + scale a b in the dtype of w. Experts are computed one by one; their a and b may be one pair for all."""
+    letters = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")[1]
+    if w.ndim == len(letters):
+        return (w.astype(np.float32) + scale * product(name, a, b)).astype(w.dtype)
+    each, out = a.ndim + b.ndim > w.ndim + 1, np.empty_like(w)
+    for e, one in enumerate(w):
+        out[e] = _added(name, one, a[e] if each else a, b[e] if each else b, scale)
+    return out
+
+
+def product(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the matrix product a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
-    made = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
+    made = np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
     letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul
     return made.transpose([letters.index(c) for c in ws])

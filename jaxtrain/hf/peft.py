@@ -2,13 +2,23 @@
 
 PEFT names the two matrices of a linear layer `base_model.model.{layer}.lora_A.weight`, (rank, inputs), and `.lora_B.weight`,
 (outputs, rank). The names of layers, and which axes of a weight are its inputs, follow from the family's table of tensors.
+
+transformers 5 has all experts of a layer in two parameters of one module, gate_up_proj and down_proj, which PEFT adapts by
+`target_parameters` (ParamWrapper in peft/tuners/lora/layer.py). Of E experts, lora_A is (E rank, inputs) with the ranks of an
+expert next to each other, and lora_B (outputs, rank E) with the experts of a rank next to each other. The adapter of down_proj
+has the name of the module, and that of gate_up_proj `base_layer` in it; one alone has the name of the module.
+
+gate_up_proj has one A. The A of an export has the a of gate, then that of up, so its rank is twice the others'. B is zero where
+one's rank meets the other's outputs. rank_pattern and alpha_pattern state this rank, and the alpha with which the scale stays.
+PEFT writes the same from the adapters that it made for each expert's modules with transformers 4, which can be imported, too.
 """
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +28,7 @@ import safetensors.numpy
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import Model, RunConfig, to_dict
+from jaxtrain.config.schema import FEED_FORWARD, Model, RunConfig, parts_of, to_dict
 from jaxtrain.data.chat_template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
@@ -27,10 +37,10 @@ from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.frozen_base import base_digest
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, placed
-from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
+from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, grouped, match
 from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.models.hf_tensors import HfTensor
+from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
 from jaxtrain.step.state import abstract_tensors
@@ -38,34 +48,94 @@ from jaxtrain.step.state import abstract_tensors
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
 MODEL, A_NAME, B_NAME = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+GATE_UP, DOWN, INNER = "gate_up_proj", "down_proj", ".base_layer"
+PATTERN = rf".*\.{GATE_UP}"  # the key of rank_pattern and alpha_pattern
+IN_ORDER = ("gate", "up")  # of gate_up_proj and its ranks
 # Keys of adapter_config.json without effect on the adapters' output.
 WITHOUT_EFFECT = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"),
     *("revision", "target_modules", "exclude_modules", "task_type", "ensure_weight_tying", "eva_config"),
 )
-READ = ("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights")
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights", "target_parameters")
+READ_OF_EXPERTS = ("rank_pattern", "alpha_pattern")
+MERGE = "Merge the adapter into its base with PEFT (merge_and_unload, save_pretrained), and train adapters of that model."
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # other values of init_lora_weights change the base, too
 OFF = (None, False, "none", {}, [])  # the values of all other keys that are accepted
 
 
 def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
-    """Return jaxtrain's name -> entry of each adapter matrix. `Entry.theirs` has the matrix's name in PEFT.
+    """Return jaxtrain's name -> entry of each adapter matrix but those of experts. `Entry.theirs` has the name in PEFT.
 
-    The weights of EQUATIONS have adapters (models/lora.py), except the weights of experts.
+    The weights of EQUATIONS have adapters (models/lora.py).
     """
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
-        if weight.ours.rpartition(".")[2] not in EQUATIONS or weight.how.each_expert:
+        if weight.ours.rpartition(".")[2] not in EQUATIONS or is_of_experts(weight):
             continue
         outputs, inputs = (" ".join(axes) for axes in grouped(weight.how.theirs))
         ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
         layer, sizes = MODEL + weight.theirs[0].removesuffix(".weight"), {**weight.sizes, "R": rank}
         a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R ({inputs})")
         b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"({outputs}) R", interleaved=weight.how.interleaved)
-        for half, how in ((A, a), (B, b)):
-            name = adapter_of(weight.ours, half)
-            out[name] = Entry(name, (how.name,), how, sizes)
+        out |= _pair(weight.ours, a, b, sizes)
     return out
+
+
+def is_of_experts(weight: Entry) -> bool:
+    """Return whether a weight is that of a layer's experts."""
+    return weight.ours.rpartition(".")[2] in FEED_FORWARD and flat(weight.how.ours)[0] == "E"
+
+
+def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, int]) -> dict[str, Entry]:
+    """Return jaxtrain's name -> entry of the adapter matrices of experts, as PEFT has them for parameters of a module.
+
+    Args:
+        targets: the names of the adapted weights.
+        ranks: the rank of each of PEFT's parameters. The rank of jaxtrain's arrays is that of the parameter, too (`widened`).
+    """
+    out: dict[str, Entry] = {}
+    for weight in filter(is_of_experts, entries(model).values()):
+        ours, _, name = weight.ours.rpartition(".")
+        how = EXPERTS_TOGETHER[f"layers.{{i}}.mlp.{name}"] if weight.how.each_expert else weight.how
+        found = LAYER.match(weight.theirs[0])
+        if name not in targets or found is None:
+            continue
+        module, _, parameter = how.name.replace("{i}", found[1]).rpartition(".")
+        inner = INNER if parameter == GATE_UP and "down" in targets else ""
+        into = "F" if name == "down" else "D"
+        outputs = next(" ".join(axes) for axes in grouped(how.theirs)[1:] if into not in axes)
+        a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
+        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"({outputs}) (R E)", how.half)
+        out |= _pair(weight.ours, a, b, {**weight.sizes, "R": ranks[parameter]})
+    return out
+
+
+def module_entries(model: Model, rank: int) -> dict[str, Entry]:
+    """Return jaxtrain's name -> entry of the adapter matrices of experts, as PEFT has them for a module of each expert."""
+    out: dict[str, Entry] = {}
+    for weight in filter(is_of_experts, entries(model).values()):
+        if weight.how.each_expert:
+            outputs, inputs = flat(weight.how.theirs)
+            a = HfTensor(A_NAME + "{e}", f"E {inputs} R", f"R {inputs}")
+            b = HfTensor(B_NAME + "{e}", f"E R {outputs}", f"{outputs} R")
+            names = [MODEL + name.removesuffix(".weight") for name in weight.theirs]
+            out |= _pair(weight.ours, a, b, {**weight.sizes, "R": rank}, names)
+    return out
+
+
+def _pair(weight: str, a: HfTensor, b: HfTensor, sizes: Mapping[str, int], modules: Sequence[str] = ()) -> dict[str, Entry]:
+    """Return the entries of a weight's two matrices. modules: those with the matrices, if each expert has a module."""
+    out = {}
+    for half, suffix, how in ((A, A_NAME, a), (B, B_NAME, b)):
+        name = adapter_of(weight, half)
+        out[name] = Entry(name, tuple(module + suffix for module in modules) or (how.name,), how, sizes)
+    return out
+
+
+def widened(name: str, x: np.ndarray, at: int, wide: int) -> np.ndarray:
+    """Return an adapter matrix of experts with `wide` times its rank: its own ranks are part `at`, and all others are zero."""
+    parts = [x if i == at else np.zeros_like(x) for i in range(wide)]
+    return np.concatenate(parts, axis=2 if name.endswith(A) else 1)
 
 
 def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: schema.Lora, base: str) -> list[str]:
@@ -75,7 +145,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
         folder: the folder to write.
         adapters: all adapter matrices of the model, by jaxtrain's names.
         model: the config of the base model.
-        how: the settings with rank and alpha.
+        how: the settings of the adapters.
         base: base_model_name_or_path in adapter_config.json.
 
     Raises:
@@ -83,8 +153,31 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
     """
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
         raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
-    found = adapter_entries(model, how.rank)
-    tensors = {found[name].theirs[0]: found[name].to_theirs(np.asarray(x, np.float32)) for name, x in adapters.items()}
+    targets, plain = parts_of(how.targets), adapter_entries(model, how.rank)
+    fused = [name for name in IN_ORDER if name in targets and how.experts != "none" and model.num_experts]
+    ranks = {GATE_UP: len(fused) * how.rank, DOWN: how.rank}
+    experts = expert_entries(model, targets, ranks)
+    tensors: dict[str, np.ndarray] = {}
+    modules, parameters = set(), set()
+    for name, x in adapters.items():
+        x, entry = np.asarray(x, np.float32), plain.get(name) or experts[name]
+        theirs, other = entry.theirs[0], None
+        module = theirs.removesuffix(A_NAME).removesuffix(B_NAME)
+        if name in plain:
+            # PEFT takes gate_proj among target_modules for that of experts.
+            if weight_of(name) in FEED_FORWARD and model.num_experts:
+                parameters.add(".".join(module.split(".")[-2:]) + ".weight")
+            else:
+                modules.add(module.rpartition(".")[2])
+        else:
+            x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
+            if weight_of(name) in fused:
+                x = widened(name, x, fused.index(weight_of(name)), len(fused))
+            other = np.zeros(entry.their_shape, np.float32)
+            parameters.add(f"mlp.experts.{DOWN if weight_of(name) == 'down' else GATE_UP}")
+        # gate and up have ranks and columns of their own in the same tensor, and zeros in the other's.
+        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x, other=other)
+    wide = len(fused)
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -92,23 +185,29 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
         "inference_mode": True,
         "r": how.rank,
         "lora_alpha": int(how.alpha) if how.alpha == int(how.alpha) else how.alpha,
-        "target_modules": sorted({name.removesuffix(A_NAME).rpartition(".")[2] for name in tensors if name.endswith(A_NAME)}),
+        "target_modules": sorted(modules),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": how.rslora,
         "use_dora": False,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {PATTERN: how.rank * wide} if wide > 1 else {},
+        "alpha_pattern": {PATTERN: wide_alpha(how, wide)} if wide > 1 else {},
     }
     write_atomic(folder / TENSORS, safetensors.numpy.save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     return sorted(tensors)
 
 
+def wide_alpha(how: schema.Lora, wide: int) -> float:
+    """Return the alpha with which a rank `wide` times as large has the same scale."""
+    return how.alpha * (math.sqrt(wide) if how.rslora else wide)
+
+
 def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray], list[str]]:
-    """Return (settings, float32 arrays by jaxtrain's names, notes on converted or ignored settings) of PEFT's adapter.
+    """Return (settings, float32 arrays by jaxtrain's names, notes on ignored settings) of PEFT's adapter.
 
     Raises:
         HuggingFaceError: the folder has no adapter, or the adapter has settings or tensors that jaxtrain does not support.
@@ -123,13 +222,14 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     kind = found.get("peft_type")
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
-    unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in (*WITHOUT_EFFECT, *READ) and value not in OFF]
+    of_experts = [key for key in READ_OF_EXPERTS if model.num_experts and [*(found.get(key) or {})] == [PATTERN]]
+    known_keys = (*WITHOUT_EFFECT, *READ, *of_experts)
+    unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in known_keys and value not in OFF]
     if found.get("init_lora_weights", True) not in INITIAL:
         unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
     if unknown:
         rule = f"{'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind"
-        fix = "Merge the adapter into its base with PEFT (merge_and_unload, save_pretrained), and train adapters of that model."
-        raise HuggingFaceError(f"{folder / CONFIG}: {rule}. {fix}")
+        raise HuggingFaceError(f"{folder / CONFIG}: {rule}. {MERGE}")
     rank, alpha, notes = found.get("r"), found.get("lora_alpha"), []
     if type(rank) is not int or rank < 1:
         raise HuggingFaceError(f"{folder / CONFIG}: r = {rank!r}: must be a whole number above 0.")
@@ -138,28 +238,61 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     alpha = float(alpha)
     if wrong := schema.declared()["lora.alpha"].out_of_range(alpha):
         raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: {wrong[0]}.")
-    if found.get("use_rslora"):
-        notes.append(f"use_rslora: alpha / sqrt(rank) is read as alpha = {alpha * math.sqrt(rank):g}")
-        alpha *= math.sqrt(rank)
+    how = schema.Lora(rank, alpha, rslora=bool(found.get("use_rslora")))
     if found.get("lora_dropout"):
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
-    expert = next((name for name in sorted(tensors) if ".experts." in name), None)
-    if expert:
-        raise HuggingFaceError(
-            f"{folder / TENSORS}: {expert} adapts experts, which have no adapters in jaxtrain. Train an adapter of attention "
-            "alone (target_modules: q_proj, k_proj, v_proj, o_proj)."
-        )
     if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
         raise HuggingFaceError(f"{folder / TENSORS}: {wrong} has values that are NaN or infinite. Fetch it again.")
     known = adapter_entries(model, rank)
     adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}
     wanted = {name: e for name, e in known.items() if weight_of(name) in adapted}
+    experts, wide = _of_experts(folder, model, how, found, tensors)
+    wanted |= experts
     shapes = {name: x.shape for name, x in tensors.items()}
     match(wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:")
-    every = {name: tuple(slice(None) for _ in e.shape) for name, e in wanted.items()}
-    ours = {name: e.to_ours([tensors[e.theirs[0]]], np.dtype("float32"), every[name]) for name, e in wanted.items()}
+    ours = {}
+    for name, e in wanted.items():
+        x = e.to_ours([tensors[theirs] for theirs in e.theirs], np.dtype("float32"), tuple(slice(None) for _ in e.shape))
+        ours[name] = _narrowed(folder, name, x, how.rank) if wide > 1 and name in experts and weight_of(name) in IN_ORDER else x
+    adapted |= {weight_of(name) for name in experts}
     targets = ",".join(name for name in EQUATIONS if name in adapted)
-    return schema.Lora(rank, alpha, targets), ours, notes
+    none = bool(model.num_experts and adapted & {*FEED_FORWARD} and not experts)
+    return dataclasses.replace(how, targets=targets, experts="none" if none else "each"), ours, notes
+
+
+def _of_experts(
+    folder: Path, model: Model, how: schema.Lora, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+) -> tuple[dict[str, Entry], int]:
+    """Return the entries of experts' adapters in PEFT's files, and the rank of gate_up_proj as a multiple of the others'.
+
+    Raises HuggingFaceError if rank_pattern or alpha_pattern are others than an export has.
+    """
+    modules = {name: e for name, e in module_entries(model, how.rank).items() if {*e.theirs} & tensors.keys()}
+    if modules:
+        present = {weight_of(name) for name in modules}
+        return {name: e for name, e in module_entries(model, how.rank).items() if weight_of(name) in present}, 1
+    asked = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
+    names = [*(IN_ORDER if GATE_UP in asked else ()), *(["down"] if DOWN in asked else [])]
+    rank, alpha = ((config.get(key) or {}).get(PATTERN) for key in READ_OF_EXPERTS)
+    rank, alpha = rank or how.rank, alpha or how.alpha
+    wide = 2 if rank == 2 * how.rank else 1
+    if not model.num_experts or (rank, alpha) == (wide * how.rank, wide_alpha(how, wide)):
+        return expert_entries(model, names, {GATE_UP: wide * how.rank, DOWN: how.rank}) if model.num_experts else {}, wide
+    rule = f"rank {rank!r} and alpha {alpha!r} of {GATE_UP}: must be {how.rank} and {how.alpha:g}, as for the other weights"
+    both = f"{2 * how.rank} and {wide_alpha(how, 2):g}, of separate adapters of gate and up"
+    raise HuggingFaceError(f"{folder / CONFIG}: {rule}, or {both}. {MERGE}")
+
+
+def _narrowed(folder: Path, name: str, x: np.ndarray, rank: int) -> np.ndarray:
+    """Return the matrix of gate or up from that of gate_up_proj of twice its rank: the inverse of `widened`."""
+    at = IN_ORDER.index(weight_of(name))
+    own, other = (slice(half * rank, (half + 1) * rank) for half in (at, 1 - at))
+    if name.endswith(A):
+        return x[:, :, own]
+    if x[:, other].any():
+        rule = f"the outputs of {weight_of(name)} depend on ranks of the other half of {GATE_UP}"
+        raise HuggingFaceError(f"{folder / TENSORS}: {rule}, so it is no pair of adapters of rank {rank}. {MERGE}")
+    return x[:, own]
 
 
 def weight_of(adapter: str) -> str:
@@ -170,8 +303,10 @@ def weight_of(adapter: str) -> str:
 # ---- The commands
 
 
-def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -> tuple[int, list[str]]:
-    """Write the adapters of a checkpoint for PEFT, and the chat template of their training. Return (step, the tensors' names).
+def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -> tuple[int, list[str], list[str]]:
+    """Write the adapters of a checkpoint for PEFT, and the chat template of their training.
+
+    Return (step, the tensors' names, notes on the adapters' form).
 
     Args:
         path: a checkpoint, or a run's folder.
@@ -196,7 +331,9 @@ def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -
     written = write(folder, adapters, run.model, run.lora, base)
     if template := source.text().template:
         write_atomic(folder / TEMPLATE, template)
-    return source.step, written
+    copied = run.lora.experts == "shared" and run.model.num_experts
+    notes = [f"PEFT has no adapter that experts share: written {copied} times, once for each expert"] if copied else []
+    return source.step, written, notes
 
 
 def base_name(path: str) -> str:

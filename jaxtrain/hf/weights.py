@@ -114,7 +114,7 @@ def _merged(source: Origin, base: str, wide: bool) -> Read:
         for name in wanted:
             names = [name, *(adapter_of(name, half) for half in (A, B))]
             tensors = {each: x for each in names if (x := value(each)) is not None}
-            for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
+            for _, x in lora.merged(tensors, run.lora.scale):
                 yield name, np.asarray(x)
 
     return read

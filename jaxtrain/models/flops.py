@@ -41,9 +41,9 @@ A module of multi-token prediction (model.mtp_layers) is one more layer, one mor
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from jaxtrain.config.schema import Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
+from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
 from jaxtrain.config.shapes import FIRST_ROUND
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
@@ -217,12 +217,32 @@ def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     return differentiates_layers(lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
-def adapters(model: Model, lora: Lora) -> float:
-    """Return forward FLOPs per token of the adapters of all layers: 2 rank (inputs + outputs) for each adapted weight."""
-    m, d = model, model.d_model
-    ends = {name: sum(pair) for name, pair in projections(m).items()}
-    ends |= dict.fromkeys(("gate", "up", "down"), (d + m.d_ff) * (m.experts_per_token if m.num_experts else 1))
-    return m.num_layers * 2 * lora.rank * sum(ends.get(name, 0) for name in parts_of(lora.targets))
+def _adapted(model: Model, lora: Lora, rows: float) -> Iterator[tuple[str, float, float]]:
+    """Yield (result, input widths, output widths) of adapted weights. The widths are sums over layers and over rows of experts.
+
+    The result is named as in `gemms`. rows: as in `adapters`.
+    """
+    m, targets = model, parts_of(lora.targets)
+    for name, (into, out) in projections(m).items():
+        if name in targets:
+            yield _ATTENTION[name], m.num_layers * into, m.num_layers * out
+    blocks = [(m.d_ff, m.num_layers)]
+    if m.num_experts:
+        of_experts = (rows or m.experts_per_token) * (lora.experts != "none")
+        blocks = [(m.d_ff, m.stacked_layers * of_experts), (m.dense_d_ff, m.dense_layers)]
+        blocks.append((m.shared_d_ff, m.stacked_layers * (m.shared_d_ff > 0)))
+    for name in FEED_FORWARD:
+        for width, times in blocks if name in targets else ():
+            into, out = (width, m.d_model) if name == "down" else (m.d_model, width)
+            yield f"mlp_{name}", times * into, times * out
+
+
+def adapters(model: Model, lora: Lora, rows: float = 0.0) -> float:
+    """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight.
+
+    rows: of the adapters of experts (`shared_rows`), as in `products`.
+    """
+    return 2.0 * lora.rank * sum(into + out for _, into, out in _adapted(model, lora, rows))
 
 
 def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
@@ -267,18 +287,16 @@ def beyond(run: RunConfig) -> Flops:
     These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
     beyond an even load. A capacity below 1 drops tokens, so the result may be negative.
     """
-    back = differentiates_layers(run.lora, run.train)
-    extra = recompute(run.model, run.remat, run.data.seq_len) if back else Flops(0.0, 0.0)
-    twice = 2.0 * run.model.d_model * run.model.vocab_size * run.loss.of_pairs
-    rows = expert_rows(run.model, run.moe, run.mesh)
-    if not run.model.num_experts or rows == run.model.experts_per_token:
-        return extra + Flops(twice, twice)
-    spare = layers(run.model, rows) - layers(run.model)
-    again = recompute(run.model, run.remat, run.data.seq_len, rows) + extra * -1 if back else Flops(0.0, 0.0)
-    passes = 1 + back * (
-        1 + learns(run.lora, run.train, "layers.mlp.gate")
-    )  # the backward pass: gradients of activations and weights
-    return extra + again + Flops(twice, twice) + Flops(spare, spare) * passes
+    m, back = run.model, differentiates_layers(run.lora, run.train)
+    rows = expert_rows(m, run.moe, run.mesh)
+    of_adapters = shared_rows(run, rows)
+    passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
+    linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, of_adapters) - adapters(m, run.lora))
+    linear += 2.0 * m.d_model * m.vocab_size * run.loss.of_pairs
+    if not back:
+        return Flops(linear, linear)
+    linear += recomputed_adapters(m, run.lora, run.remat, of_adapters)
+    return recompute(m, run.remat, run.data.seq_len, rows) + Flops(linear, linear)
 
 
 def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
@@ -291,6 +309,38 @@ def expert_rows(model: Model, moe: Moe, mesh: Mesh) -> float:
     """
     factor = moe.capacity_factor or (FIRST_ROUND if support.alone(moe.impl, model.num_experts, mesh.expert) else 1.0)
     return min(model.experts_per_token * factor, model.num_experts)
+
+
+def shared_rows(run: RunConfig, rows: float) -> float:
+    """Return the rows per token that adapters of experts multiply. rows: those of the experts (`expert_rows`).
+
+    An adapter that experts share multiplies the whole buffer of the first round (kernels/experts/feed_forward.py).
+    """
+    whole = run.lora.experts == "shared" and run.mesh.expert > 1 and not run.moe.capacity_factor
+    return min(run.model.experts_per_token * FIRST_ROUND, run.model.num_experts) if whole else rows
+
+
+def _recomputed(model: Model, remat: Remat) -> list[str]:
+    """Return the results of matmuls that `recompute` counts in every layer."""
+    have = kept(remat)
+    made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
+    again = [name for name in ("q", "k", "v", "q_latent", "kv_latent", "mlp_gate", "mlp_up") if name not in made]
+    again += ["router"]
+    if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
+        again += ["attention_proj"]
+    return again
+
+
+def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0) -> float:
+    """Return the FLOPs per token of adapters that the remat policy recomputes. rows: as in `adapters`.
+
+    The results of all matrices a have no name, and their b's are recomputed with the results that they are added to. down's b
+    is left out: it is recomputed only inside checkpoints of several layers, and with sandwich_norm.
+    """
+    if remat.policy == "none":
+        return 0.0
+    again = _recomputed(model, remat)
+    return 2.0 * lora.rank * sum(into + out * (made in again) for made, into, out in _adapted(model, lora, rows))
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
@@ -314,12 +364,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     """
     if remat.policy == "none":
         return Flops(0.0, 0.0)
-    have = kept(remat)
-    made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
-    again = [name for name in ("q", "k", "v", "q_latent", "kv_latent", "mlp_gate", "mlp_up") if name not in made]
-    again += ["router"]
-    if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
-        again += ["attention_proj"]
+    have, again = kept(remat), _recomputed(model, remat)
 
     def linear(cost: dict[str, float], count: int, every: int) -> float:
         of_all = count * sum(cost.get(name, 0.0) for name in again)

@@ -1,8 +1,13 @@
-"""Low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + alpha / rank (x a) b.
+"""Low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685): y = x W + scale (x a) b.
+
+The scale is alpha / rank, or alpha / sqrt(rank) with lora.rslora (Kalajdzievski 2023, arXiv:2312.03732).
 
 For each adapted weight W, the submodule `lora` of W's module has two parameters. a is `W_a` with shape (W's input dimensions,
 rank), and b is `W_b` with shape (rank, W's output dimensions). W's dimensions are sharded as in W, and the rank is not sharded.
 b starts at zero, so training starts with the base model.
+
+The weight of a layer's experts has one more dimension in front, the experts. So do its a and b with lora.experts=each. With
+lora.experts=shared, all experts have the same a and b, of the same shapes as for a weight without experts.
 """
 
 import dataclasses
@@ -22,6 +27,7 @@ A, B = "_a", "_b"
 # The einsum equation of each weight that can be adapted: it shows which dimensions of the weight are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
+SHARED = {"expert_embed": "embed"}  # logical axis of an expert's weight -> that of an adapter that all experts share
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
 EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
@@ -31,14 +37,10 @@ class Lora:
     """The settings of a model's adapters, static under jit. A model has no adapters if the rank is 0."""
 
     rank: int = 0
-    alpha: float = 0.0
+    scale: float = 0.0  # the factor of the adapters' outputs
     targets: tuple[str, ...] = ()  # names of weights
+    experts: str = "each"  # each, shared or none
     params: jnp.dtype = dataclasses.field(default_factory=lambda: jnp.dtype("float32"))  # dtype of the adapters' master weights
-
-    @property
-    def scale(self) -> float:
-        """Return alpha / rank, the factor of the adapters' outputs."""
-        return self.alpha / self.rank
 
 
 def is_adapter(name: str) -> bool:
@@ -73,24 +75,31 @@ class Adapters(nnx.Module):
     Args:
       of: the module.
       weights: names of the module's weights that can be adapted. Names in `lora.targets` get an adapter.
+      experts: whether the weights are those of experts, whose first dimension is the experts.
     """
 
-    def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs):
+    def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs, experts: bool = False):
         lora: Lora = ctx.lora
-        self.ctx, self.names = ctx, tuple(name for name in weights if lora.rank and name in lora.targets)
+        have = lora.rank and not (experts and lora.experts == "none")
+        self.ctx, self.names = ctx, tuple(name for name in weights if have and name in lora.targets)
         for name in self.names:
             w, eqn = getattr(of, name), EQUATIONS[name]
-            shape, axes = w.get_value().shape, w.get_metadata("axes")
+            dims = list(zip(w.get_value().shape, w.get_metadata("axes"), strict=True))
+            each = dims[:experts] if lora.experts == "each" else []
             inputs = [c in eqn.split(",")[0] for c in _letters(eqn)]
-            into, out = ([i for i, x in enumerate(inputs) if x == wanted] for wanted in (True, False))
-            fan_in = math.prod(shape[i] for i in into)
-            a_shape, a_axes = (*(shape[i] for i in into), lora.rank), (*(axes[i] for i in into), None)
-            b_shape, b_axes = (lora.rank, *(shape[i] for i in out)), (None, *(axes[i] for i in out))
-            setattr(self, name + A, param(rngs, a_shape, a_axes, uniform(fan_in), lora.params))
-            setattr(self, name + B, param(rngs, b_shape, b_axes, constant(0.0), lora.params))
+            into, out = (
+                [dim for dim, x in zip(dims[experts:], inputs, strict=True) if x == wanted] for wanted in (True, False)
+            )
+            if experts and not each:  # stored like the weights outside of experts, over more devices
+                into, out = ([(size, SHARED.get(axis, axis)) for size, axis in part] for part in (into, out))
+            begin = uniform(math.prod(size for size, _ in into))
+            rank = (lora.rank, None)
+            for half, init, shape in ((A, begin, [*each, *into, rank]), (B, constant(0.0), [*each, rank, *out])):
+                sizes, axes = zip(*shape, strict=True)
+                setattr(self, name + half, param(rngs, sizes, axes, init, lora.params))
 
     def __call__(self, name: str, x: jax.Array, y: jax.Array, prepared: Callable[[Any], Any] = lambda w: w) -> jax.Array:
-        """Return y + alpha / rank (x a) b if `name` is adapted, else y.
+        """Return y + scale (x a) b if `name` is adapted, else y.
 
         Args:
           x, y: input and result of `dot` with the adapted weight.
@@ -103,6 +112,10 @@ class Adapters(nnx.Module):
             # The factor is applied before b: after b, the backward pass would make a scaled copy of y's whole gradient.
             h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
             return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
+
+    def pairs(self) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """Return (a, b) of each adapted weight, by its name."""
+        return {name: (getattr(self, name + A)[...], getattr(self, name + B)[...]) for name in self.names}
 
     def merged(self, name: str, w: jax.Array) -> jax.Array:
         """Return the gathered weight `w`, with its adapter added if `name` is adapted."""

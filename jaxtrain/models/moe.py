@@ -10,6 +10,7 @@ from jaxtrain.config.schema import Model
 from jaxtrain.kernels.experts import feed_forward as kernel
 from jaxtrain.kernels.experts.routing import COLUMNS, route
 from jaxtrain.models.layers import GATED, Context, GatedLinear
+from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.sharding import all_reduce, index
 
@@ -43,6 +44,7 @@ class ExpertsMLP(nnx.Module):
             self.down_bias = param(rngs, (E, D), out, constant(0.0), ctx.numerics.vectors)
         if model.shared_d_ff:
             self.shared = GatedLinear(D, model.shared_d_ff, std, out_std, ctx, rngs)
+        self.lora = Adapters(self, kernel.WEIGHTS, ctx, rngs, experts=True)
         self.model, self.ctx = model, ctx
         self.spec = kernel.Spec(
             E,
@@ -51,6 +53,7 @@ class ExpertsMLP(nnx.Module):
             ctx.moe.capacity_factor,
             ctx.placement,
             ctx.numerics,
+            ctx.lora.scale,
         )
 
     def _biases(self) -> kernel.Biases | None:
@@ -79,8 +82,10 @@ class ExpertsMLP(nnx.Module):
                 how["sequence"] = tuple(a for a in p.token_axes if a in p.mesh_axes("sequence"))
             routed = route(logits_BTE, bias_E, real_BT, **how)
         with jax.named_scope("experts"):
-            weights = self.gate.get_value(), self.up.get_value(), self.down.get_value()
-            made: Any = kernel.feed_forward(x_BTD, routed.share_BTk, routed.chosen_BTk, *weights, self._biases(), self.spec)
+            weights = self.gate.get_value(), self.up.get_value(), self.down.get_value(), self._biases()
+            adapters = {name: kernel.Pair(*pair) for name, pair in self.lora.pairs().items()}
+            given = x_BTD, routed.share_BTk, routed.chosen_BTk, kernel.Weights(*weights, adapters)
+            made: Any = kernel.feed_forward(*given, self.spec)
             y_BTD, dropped = made
         choices, dropped = all_reduce((real_BT.sum() * k, dropped), p.token_axes)
         dropped = jax.lax.stop_gradient(dropped) / jnp.maximum(choices, 1)

@@ -8,8 +8,18 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config import schema, unread
-from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Problem, parts_of, spelled_value, with_fits
-from jaxtrain.models.precision import EXPERTS
+from jaxtrain.config.schema import (
+    FEED_FORWARD,
+    FIT,
+    GLOBAL,
+    LOCAL,
+    Lora,
+    Model,
+    Problem,
+    parts_of,
+    spelled_value,
+    with_fits,
+)
 
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # For unread.problems.
@@ -39,26 +49,37 @@ def problems_of(m: Model) -> list[Problem]:
     return with_fits(_problems(m), check)
 
 
-def wrong_targets(targets: str, known: Sequence[str], experts: bool) -> list[Problem]:
+def wrong_targets(lora: Lora, known: Sequence[str], experts: bool) -> list[Problem]:
     """Return a problem if lora.targets names no weight, or a name that no weight for adapters has.
 
     known: names of the weights that can have adapters. experts: whether the model has experts.
     """
+    key, targets = "lora.targets", lora.targets
     asked = parts_of(targets)
     wrong = [target for target in asked if target not in known]
     if asked and not wrong:
         return []
     if not known:
-        return [Problem("lora.targets", targets, "the model has no adapters", "Give it models.lora.Adapters, or lora.rank=0.")]
+        return [Problem(key, targets, "the model has no adapters", "Give it models.lora.Adapters, or lora.rank=0.")]
     meant = {target: difflib.get_close_matches(target, known, 1, 0.7) for target in wrong}
-    of_experts = [target for target in wrong if experts and f"layers.mlp.{target}" in EXPERTS]
-    rule = f"no weight for adapters has the name {', '.join(wrong)}" if wrong else "names no weight"
+    of_experts = [target for target in wrong if experts and lora.experts == "none" and target in FEED_FORWARD]
+    rule, instead = f"no weight for adapters has the name {', '.join(wrong)}" if wrong else "names no weight", ""
     if wrong and of_experts == wrong:
-        rule = f"the weights of experts take no adapters, and {', '.join(wrong)} are theirs"
+        rule = f"lora.experts = none, and {', '.join(wrong)} are weights of experts alone"
+        instead = ", or lora.experts to each"
     left = [name for target in asked for name in ([target] if target in known else meant[target])]
     gone = [target for target in wrong if not meant[target] and target not in of_experts]
     named = known if gone or not left else dict.fromkeys(left)
-    return [Problem("lora.targets", targets, rule, f"Set {','.join(named)}.")]
+    return [Problem(key, targets, rule, f"Set {','.join(named)}{instead}.")]
+
+
+def unused_experts(lora: Lora, model: Model) -> list[Problem]:
+    """Return a problem if the experts are to share adapters, and lora.targets names none of their weights."""
+    if lora.experts != "shared" or not model.num_experts or {*parts_of(lora.targets)} & {*FEED_FORWARD}:
+        return []
+    rule = f"lora.targets = {lora.targets} names no weight of the experts"
+    remedy = f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets."
+    return [Problem("lora.experts", lora.experts, rule, remedy)]
 
 
 def _problems(m: Model) -> list[Problem]:

@@ -37,7 +37,7 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
         numerics,
         placement,
         zero,
-        lora=Lora(run.lora.rank, run.lora.alpha, parts_of(run.lora.targets), numerics.adapters),
+        lora=Lora(run.lora.rank, run.lora.scale, parts_of(run.lora.targets), run.lora.experts, numerics.adapters),
         moe=run.moe,
         own=own_settings(run.own),
         structure=getattr(module, "STRUCTURE", Structure()),
@@ -109,7 +109,7 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     known = jax.tree.leaves(called)
     if lora.rank:
         adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
-        if problems := wrong_targets(lora.targets, sorted(adapted), any(name.endswith(".router") for name in known)):
+        if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in known)):
             raise ConfigError(problems)
         return jax.tree.map(is_adapter, called)
     patterns = parts_of(train.freeze)

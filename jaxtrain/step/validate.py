@@ -82,6 +82,9 @@ READ_WITH = (
     ("moe.bias_rate", "model.router_bias", True),
     ("init.base", "lora.rank", None),
     ("lora.targets", "lora.rank", None),
+    ("lora.rslora", "lora.rank", None),
+    ("lora.experts", "lora.rank", None),
+    ("lora.experts", "model.num_experts", None),
     ("init.what", "init.from", None),
     ("loss.mtp_weight", "model.mtp_layers", None),
     ("optimizer.decay_shape", "optimizer.schedule", "wsd"),
@@ -179,7 +182,10 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     if run.lora.rank and "lora.rank" not in bad:
         problems += _lora(run.train, run.init, d)
         if run.model.family in FAMILIES:
-            problems += rules.wrong_targets(run.lora.targets, run.model.adaptable, run.model.num_experts > 0)
+            known = run.model.adaptable(run.lora.experts != "none")
+            problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0) or rules.unused_experts(
+                run.lora, run.model
+            )
     if run.loss.of_pairs:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:

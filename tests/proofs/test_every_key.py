@@ -67,6 +67,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         | {"model.rope_original_len": 4099, "model.routed_scaling": 2.7, "optimizer.momentum": 0.91},
     ),
     ({"loss.name": "dpo", "lora.rank": 2}, {"lora.alpha": 8.5, "loss.beta": 0.37, "loss.label_smoothing": 0.21}),
+    ({"lora.rank": 2, "lora.alpha": 13.5}, {"lora.rslora": True}),
 ]
 # The constant that follows from the value of a key, where it is not the value itself.
 CONSTANT = {
@@ -79,6 +80,7 @@ CONSTANT = {
     "optimizer.groups": 0.57,
     "model.rope_high_freq": 8.75 - 2.5,
     "lora.alpha": 8.5 / 2,
+    "lora.rslora": 13.5 / 2**0.5,
 }
 
 
@@ -161,6 +163,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"train.grad_accum": 2, "parallel.scan_layers": False}, {"train.accumulate": "microbatch"}),
     ({}, {"loss.name": "helpers:half_loss", "lora.rank": 2}),
     ({"lora.rank": 2}, {"lora.targets": "wq"}),
+    (EXPERTS | {"lora.rank": 2}, {"lora.experts": "shared"}),
     ({}, {"optimizer.name": "helpers:slower_adamw", "optimizer.schedule": "linear", "optimizer.decay_steps": 5}),
     ({"optimizer.schedule": "wsd"}, {"optimizer.decay_shape": "sqrt"}),
     ({}, {"optimizer.offload": "moments"}),

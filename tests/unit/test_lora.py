@@ -1,5 +1,7 @@
 """Low-rank adapters: their initial values, their merge into weights, their base's digest, and their PEFT form."""
 
+import dataclasses
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -127,13 +129,17 @@ LATENT |= {"model.dense_layers": 1, "model.dense_d_ff": 64}
     ("settings", "weights"),
     [
         ({}, "wq wk wv wo gate up down"),
-        (EXPERTS, "wq wk wv wo"),
-        (LATENT, "wq_down wq_up wkv_down wkv_up wo"),
-        (LATENT | {"model.q_lora_rank": 0}, "wq wkv_down wkv_up wo"),
+        (EXPERTS, "wq wk wv wo gate up down"),
+        (EXPERTS | {"lora.experts": "none"}, "wq wk wv wo"),
+        (LATENT, "wq_down wq_up wkv_down wkv_up wo gate up down"),
+        (LATENT | {"model.q_lora_rank": 0, "lora.experts": "none"}, "wq wkv_down wkv_up wo gate up down"),
     ],
 )
 def test_a_rank_alone_adapts_all_matrices_that_can_be(settings, weights):
     assert adapted(MODEL | LORA | settings) == {*weights.split()}
+
+
+TARGETS = ("wq,wk,wv,wo,gate,up,down", "gate,wo", "gate", "wq_up", "wqq,wo", "q_proj")
 
 
 @pytest.mark.parametrize("name", presets())
@@ -146,12 +152,17 @@ def test_adapters_of_every_preset(name):
         made.lora.update({"rank": 8, **lora})
         return validate.validate_step(schema.resolve(made)[0], Devices("cpu", "cpu", 1, 1e6, "test"))
 
-    assert problems() == []
-    for targets in ("wq,wk,wv,wo,gate,up,down", "gate,wo", "gate", "wq_up", "wqq,wo", "q_proj"):
-        if found := problems(targets=targets):
-            (problem,) = found
-            fix = re.match(r"Set ('[^']*'|[\w,]+)", problem.remedy)
-            assert problem.key == "lora.targets" and fix and problems(targets=fix[1].strip("',")) == []
+    assert problems() == problems(rslora=True) == []
+    more = [{"experts": experts} for experts in ("each", "shared", "none") if presets()[name].get("num_experts")]
+    assert not any(problems(**one) for one in more)
+    for targets, one in itertools.product(TARGETS, more or [{}]):
+        one = one | {"targets": targets}
+        for _ in range(2):  # shared adapters of experts may be unused by the targets that the first remedy names
+            for problem in (found := problems(**one)):
+                fix = re.match(r"Set ('[^']*'|[\w,]+)", problem.remedy)
+                assert len(found) == 1 and problem.key in ("lora.targets", "lora.experts") and fix
+                one |= {problem.key.removeprefix("lora."): fix[1].strip("',")}
+        assert problems(**one) == []
 
 
 def test_adapters_of_an_older_version_go_on():
@@ -200,7 +211,7 @@ def test_the_config_for_finetuning(tmp_path):
 
 
 MODEL_CONFIG = helpers.tiny(MODEL).model
-HOW = Lora(RANK, ALPHA, ",".join(DELTA))
+HOW = Lora(RANK, ALPHA, targets=",".join(DELTA))
 
 
 def ours(tensors):
@@ -280,7 +291,86 @@ def test_a_damaged_config_of_peft_is_named(tensors, tmp_path, change):
         peft.read(file.parent, MODEL_CONFIG)
 
 
-def test_rslora_is_read_by_its_scale(tensors, tmp_path):
+def test_rslora_goes_to_peft_and_back(tensors, tmp_path):
+    """The scale is alpha / sqrt(rank) (Kalajdzievski 2023)."""
     settings, _, notes = peft.read(_written(tensors, tmp_path, {"use_rslora": True}), MODEL_CONFIG)
-    assert settings.alpha / settings.rank == pytest.approx(ALPHA / RANK**0.5)
-    assert len(notes) == 1
+    assert settings == dataclasses.replace(HOW, rslora=True, targets=settings.targets) and not notes
+    assert settings.scale == pytest.approx(ALPHA / RANK**0.5) and HOW.scale == pytest.approx(ALPHA / RANK)
+    peft.write(tmp_path / "back", ours(tensors), MODEL_CONFIG, settings, "")
+    assert json.loads((tmp_path / "back" / peft.CONFIG).read_text())["use_rslora"] is True
+
+
+# ---- Adapters of experts
+
+MOE = {"model.family": "qwen3_moe", "model.qk_norm": True} | EXPERTS
+
+
+@pytest.fixture(scope="module", params=["each", "shared"])
+def of_experts(request):
+    """Return (settings of the adapters, model, random tensors) of a model with experts."""
+    run = helpers.tiny(MODEL | MOE | LORA | {"lora.experts": request.param})
+    shapes = abstract_tensors(helpers.program(run).state)
+    rng = np.random.default_rng(0)
+    made = {k: rng.normal(0, 0.05, a.shape).astype(np.float32) for k, a in shapes.items() if k.startswith(PREFIX)}
+    return run.lora, run.model, made
+
+
+def deltas(how, tensors, i, weight):
+    """Return scale a b of layer i's experts, with the axes of our weight, written down independently."""
+    a, b = (tensors[f"params.layers.{i}.mlp.lora.{weight}_{half}"] for half in "ab")
+    a, b = (x if x.ndim == 3 else np.stack([x] * 4) for x in (a, b))
+    return how.alpha / how.rank * np.einsum("EFR,ERD->EDF" if weight == "down" else "EDR,ERF->EDF", a, b)
+
+
+def test_merged_experts(of_experts):
+    how, _, tensors = of_experts
+    found = dict(lora.merged(tensors, how.scale))
+    for i, weight in itertools.product(range(2), ("gate", "up", "down")):
+        name = f"params.layers.{i}.mlp.{weight}"
+        np.testing.assert_allclose(found[name], tensors[name] + deltas(how, tensors, i, weight), rtol=1e-5, atol=1e-7)
+
+
+def test_experts_in_peft(of_experts, tmp_path):
+    """PEFT's delta of gate_up_proj and down_proj, by the einsum in its ParamWrapper, is ours. gate's part is first."""
+    how, model, tensors = of_experts
+    peft.write(tmp_path, ours(tensors), model, how, "")
+    settings, theirs = json.loads((tmp_path / peft.CONFIG).read_text()), load_file(tmp_path / peft.TENSORS)
+    assert settings["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert settings["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    ((pattern, rank),), ((_, alpha),) = settings["rank_pattern"].items(), settings["alpha_pattern"].items()
+    assert re.fullmatch(rf"(.*\.)?({pattern})", "model.layers.1.mlp.experts.gate_up_proj")
+    for module, r, scale, weights in (
+        ("experts.base_layer", rank, alpha / rank, ("gate", "up")),
+        ("experts", RANK, ALPHA / RANK, ("down",)),
+    ):
+        a, b = (theirs[f"base_model.model.model.layers.1.mlp.{module}.lora_{half}.weight"] for half in "AB")
+        made = scale * np.einsum("ore,eri->eoi", b.reshape(len(b), r, 4), a.reshape(4, r, -1))
+        wanted = [deltas(how, tensors, 1, weight) for weight in weights]
+        wanted = wanted[0] if weights == ("down",) else np.concatenate(wanted, 2).swapaxes(1, 2)
+        np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-6)
+    back, found, _ = peft.read(tmp_path, model)
+    assert back == dataclasses.replace(how, targets=back.targets, experts="each")
+    if how.experts == "each":
+        assert found.keys() == ours(tensors).keys() and all(np.array_equal(found[k], tensors[k]) for k in found)
+
+
+def test_other_ranks_of_experts_are_refused(of_experts, tmp_path):
+    """Those of an export are read, and no other ranks, alphas, patterns or full matrices b of the wider rank."""
+    how, model, tensors = of_experts
+    peft.write(tmp_path, ours(tensors), model, how, "")
+    config, theirs = (tmp_path / peft.CONFIG).read_text(), load_file(tmp_path / peft.TENSORS)
+
+    def refused(settings, tensors, words):
+        (tmp_path / peft.CONFIG).write_text(json.dumps(json.loads(config) | settings))
+        save_file(tensors, tmp_path / peft.TENSORS)
+        with pytest.raises(HuggingFaceError, match=words):
+            peft.read(tmp_path, model)
+
+    pattern = next(iter(json.loads(config)["rank_pattern"]))
+    refused({"rank_pattern": {"q_proj": 6}}, theirs, "rank_pattern")
+    refused({"alpha_pattern": {pattern: ALPHA}}, theirs, "gate_up_proj")
+    refused({"alpha_pattern": {}}, theirs, "gate_up_proj")
+    refused({"rank_pattern": {pattern: 4}}, theirs, "gate_up_proj")
+    refused({"rank_pattern": {}, "alpha_pattern": {}}, theirs, "lora_A")
+    b = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
+    refused({}, theirs | {b: np.ones_like(theirs[b])}, "lora_B|gate_up_proj")

@@ -12,17 +12,25 @@ rows of further rounds are recomputed in the backward pass. So uneven loads cost
 and take about the time of their rows.
 
 Gradients of weights are summed in float32. The gradient of the first round is rounded to the compute dtype, so that an even
-load writes no float32 gradient. Gradients of further rounds are added to it in float32, and the sum is rounded.
+load writes no float32 gradient. Gradients of further rounds are added to it in float32, and the sum is rounded. Weights that
+are not differentiated, such as those beside adapters, have no gradients.
+
+A projection with an adapter is  x w_e + scale (x a_e) b_e. The adapter's matmuls are those of the weights, with the rank as the
+small dimension: `pallas` on Hopper, which multiplies each row by its own expert's matrices only. Its kernels have at least 128
+columns and contract at least 64 dimensions, so lower ranks take the time of these. An adapter that all experts share is one
+plain matmul of all rows. Unused rows are zeros (exchange.py), and add nothing to its gradients. With FP8 weights, adapters stay
+in the compute dtype.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.kernels.attention import Hardware
@@ -34,7 +42,24 @@ from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.sharding import Axes, Placement
 
 AXES: Axes = ("experts", "expert_embed", "mlp")  # of each weight, (E, D, F)
+WEIGHTS = ("gate", "up", "down")
 FURTHER_ROUNDS = "further_rounds"  # scope of operations that run only for uneven loads; --experts-load sets their estimate
+
+
+class Pair(NamedTuple):
+    """The gathered adapter of a weight: a (E, inputs, rank) and b (E, rank, outputs), without E if all experts share it."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Learns:
+    """Whether the experts' weights and biases are differentiated."""
+
+    weights: bool
+    biases: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +72,7 @@ class Spec:
     capacity: float
     placement: Placement
     numerics: Numerics
+    scale: float = 0.0  # factor of the adapters' outputs
 
     @property
     def split(self) -> tuple[str, ...]:
@@ -77,6 +103,52 @@ class Spec:
         """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
         gradient8 = gradient if isinstance(w_EDF, Float8) else ""
         return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
+
+    def project(
+        self, rows: jax.Array, w_EDF: Weight, pair: Pair | None, route: Route, contract: str
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the projection of rows by a weight with its adapter, and the result of `lowered`."""
+        y, low_Rr = self.times(rows, w_EDF, route, contract), self.lowered(rows, pair, route)
+        if pair is None or low_Rr is None:
+            return y, None
+        with jax.named_scope("lora"):
+            return y + self._low(low_Rr, pair.b, route, "D"), low_Rr
+
+    def lowered(self, rows: jax.Array, pair: Pair | None, route: Route) -> jax.Array | None:
+        """Return scale x a of the rows, (R, rank); None without an adapter."""
+        if pair is None:
+            return None
+        with jax.named_scope("lora"):
+            return self._low(rows, pair.a, route, "D") * self.scale
+
+    def pull(
+        self,
+        dy: jax.Array,
+        rows: jax.Array,
+        low_Rr: jax.Array | None,
+        w_EDF: Weight,
+        pair: Pair | None,
+        route: Route,
+        contract: str,
+        out: jnp.dtype,
+    ) -> tuple[jax.Array, Pair | None]:
+        """Return the gradients of the rows of `project`, and of its adapter in `out`. contract: the dimension of dy."""
+        d_rows = self.times(dy, w_EDF, route, contract, gradient=True)
+        if pair is None or low_Rr is None:
+            return d_rows, None
+        with jax.named_scope("lora"):
+            d_low_Rr = self._low(dy, pair.b, route, "F") * self.scale
+            d_pair = Pair(self._low_outer(rows, d_low_Rr, pair.a, route, out), self._low_outer(low_Rr, dy, pair.b, route, out))
+            return d_rows + self._low(d_low_Rr, pair.a, route, "F"), d_pair
+
+    def _low(self, rows: jax.Array, w: jax.Array, route: Route, contract: str) -> jax.Array:
+        by, w_Eio = ("even", w[None]) if w.ndim == 2 else (self._by, w)
+        return grouped_matmul.times(by, rows, w_Eio, route.sizes_E, contract, self.numerics.precision)
+
+    def _low_outer(self, rows: jax.Array, d_rows: jax.Array, w: jax.Array, route: Route, out: jnp.dtype) -> jax.Array:
+        if w.ndim == 2:
+            return grouped_matmul.outer("even", rows, d_rows, route.sizes_E[:1], out, self.numerics.precision)[0]
+        return grouped_matmul.outer(self._by, rows, d_rows, route.sizes_E, out, self.numerics.precision)
 
     @property
     def _by(self) -> str:
@@ -109,6 +181,16 @@ class Biases(NamedTuple):
     down: jax.Array
 
 
+class Weights(NamedTuple):
+    """The gathered weights of a layer's experts, (E, D, F), their biases if they have some, and their adapters by WEIGHTS."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    biases: Biases | None
+    adapters: Mapping[str, Pair]
+
+
 def _experts_of(route: Route, rows: int) -> jax.Array:
     """Return the expert of each row, int32 (R,); for unused rows, whose router's weight is 0, the last expert."""
     experts = jnp.arange(route.sizes_E.shape[0], dtype=jnp.int32)
@@ -121,14 +203,18 @@ def _by_row(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
 
 
 def _projected(
-    rows_RD: jax.Array, gate: Weight, up: Weight, biases: Biases | None, route: Route, spec: Spec
-) -> tuple[jax.Array, jax.Array]:
-    """Return the gate and the up projection of rows, (R, F) each."""
-    made = [spec.times(rows_RD, w_EDF, route, "D") for w_EDF in (gate, up)]
-    if biases is not None:
+    rows_RD: jax.Array, weights: Weights, route: Route, spec: Spec
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
+    """Return the gate and the up projection of rows, (R, F) each, and the second results of `Spec.project`."""
+    pairs = (weights.adapters.get("gate"), weights.adapters.get("up"))
+    (gate_RF, low_gate), (up_RF, low_up) = (
+        spec.project(rows_RD, w_EDF, pair, route, "D") for w_EDF, pair in zip((weights.gate, weights.up), pairs, strict=True)
+    )
+    if (biases := weights.biases) is not None:
         added = (_by_row(b_EF, route, rows_RD.shape[0]) for b_EF in (biases.gate, biases.up))
-        made = [(y.astype(jnp.float32) + b_RF).astype(y.dtype) for y, b_RF in zip(made, added, strict=True)]
-    return made[0], made[1]
+        made = zip((gate_RF, up_RF), added, strict=True)
+        gate_RF, up_RF = ((y.astype(jnp.float32) + b_RF).astype(y.dtype) for y, b_RF in made)
+    return (gate_RF, up_RF), (low_gate, low_up)
 
 
 def _summed(rows_Rn: jax.Array, route: Route) -> jax.Array:
@@ -143,110 +229,124 @@ def _summed(rows_Rn: jax.Array, route: Route) -> jax.Array:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def feed_forward(
-    x_BTD: jax.Array,
-    share_BTk: jax.Array,
-    chosen_BTk: jax.Array,
-    gate: Weight,
-    up: Weight,
-    down: Weight,
-    biases: Biases | None,
-    spec: Spec,
+    x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec
 ) -> tuple[jax.Array, jax.Array]:
     """Return the weighted sum of each token's expert outputs, and the number of dropped (token, expert) pairs of this device.
 
     Args:
       x_BTD: this device's tokens, compute dtype.
       share_BTk, chosen_BTk: as in `routing.Routed`.
-      gate, up, down: gathered weights (E, D, F).
-      biases: None for experts without biases.
 
     Returns:
       (y (B, T, D), f32 ()). If devices shard F, y is this device's term of the sum. A dropped pair contributes 0 to y.
     """
-    return _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec)[0]
+    return _run(x_BTD, share_BTk, chosen_BTk, weights, spec)[0]
 
 
 def _flat(x_BTn: jax.Array) -> jax.Array:
     return x_BTn.reshape(-1, x_BTn.shape[-1])
 
 
-def _forward(x_BTD, share_BTk, chosen_BTk, gate, up, down, biases, spec: Spec):
-    spec.check({"gate": gate, "up": up, "down": down})
+def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: Spec):
+    def learns(part: Any) -> bool:
+        return any(leaf.perturbed for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
+
+    which = Learns(learns(weights[:3]), learns(weights.biases))
+    made, residuals = _run(*custom_vjp_primal_tree_values((x_BTD, share_BTk, chosen_BTk, weights)), spec)
+    return made, (which, *residuals)
+
+
+def _run(x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec) -> tuple[Any, Any]:
+    """Return the results of `feed_forward`, and the residuals."""
+    spec.check({name: getattr(weights, name) for name in WEIGHTS})
     x_TD, share_Tk, chosen_Tk = _flat(x_BTD), _flat(share_BTk), _flat(chosen_BTk)
     exchange = spec.exchange(chosen_Tk)
     with jax.named_scope("dispatch"):
         plan = exchange.plan(chosen_Tk)
         rows_RD = exchange.send(x_TD, plan.first)
-    gate_RF, up_RF = _projected(rows_RD, gate, up, biases, plan.first, spec)
+    (gate_RF, up_RF), low = _projected(rows_RD, weights, plan.first, spec)
     gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
 
-    def rest(route: Route, gate_RF: jax.Array, up_RF: jax.Array) -> jax.Array:
+    def rest(route: Route, gate_RF: jax.Array, up_RF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         share_R = exchange.send_numbers(share_Tk, route)
         h_RF = spec.hidden(gate_RF, up_RF, share_R)
-        y_RD = spec.times(h_RF, down, route, "F")
-        if biases is not None:
-            of_share = _by_row(biases.down, route, y_RD.shape[0]) * share_R[:, None]
+        y_RD, low_down = spec.project(h_RF, weights.down, weights.adapters.get("down"), route, "F")
+        if weights.biases is not None:
+            of_share = _by_row(weights.biases.down, route, y_RD.shape[0]) * share_R[:, None]
             y_RD = (y_RD.astype(jnp.float32) + of_share).astype(y_RD.dtype)
-        return exchange.receive(y_RD, route)
+        return exchange.receive(y_RD, route), low_down
 
     def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         r, y_TD = carry
         route = exchange.further_round(plan, chosen_Tk, r)
         rows_RD = exchange.send(x_TD, route)
-        return r + 1, y_TD + rest(route, *_projected(rows_RD, gate, up, biases, route, spec))
+        return r + 1, y_TD + rest(route, *_projected(rows_RD, weights, route, spec)[0])[0]
 
-    y_TD = rest(plan.first, gate_RF, up_RF)
+    y_TD, low_down = rest(plan.first, gate_RF, up_RF)
     if exchange.overflows:
         with jax.named_scope(FURTHER_ROUNDS):
             _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), y_TD))
     y_BTD = y_TD.astype(x_BTD.dtype).reshape(x_BTD.shape)
-    residuals = x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, (gate, up, down), biases
+    residuals = x_BTD, share_BTk, chosen_BTk, weights, plan, (rows_RD, gate_RF, up_RF), (*low, low_down)
     return (y_BTD, plan.dropped.sum().astype(jnp.float32)), residuals
 
 
 def _backward(spec: Spec, residuals, cotangents):
-    x_BTD, share_BTk, chosen_BTk, plan, rows_RD, gate_RF, up_RF, weights, biases = residuals
-    gate, up, down = weights
+    which, x_BTD, share_BTk, chosen_BTk, weights, plan, first, low = residuals
+    gate, up, down, biases, adapters = weights
     x_TD, share_Tk, chosen_Tk, dy_TD = (_flat(a) for a in (x_BTD, share_BTk, chosen_BTk, cotangents[0]))
     exchange = spec.exchange(chosen_Tk)
 
-    def gradients(route: Route, rows_RD: jax.Array, gate_RF: jax.Array, up_RF: jax.Array, out: jnp.dtype):
-        """Return gradients of x, f32 (T, D), of share, (T, k), of weights, (E, D, F) in `out`, and of biases, f32 (E, n)."""
+    def gradients(route: Route, projected: tuple[jax.Array, ...], low: Sequence[jax.Array | None], out: jnp.dtype):
+        """Return gradients of x, f32 (T, D), of share, (T, k), of weights and adapters in `out`, and of biases in f32.
+
+        projected: rows, and their gate and up projections. low: the second results of `Spec.project`, of down too.
+        """
+        rows_RD, gate_RF, up_RF = projected
         share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)
-        dh_RF = spec.times(dy_RD, down, route, "D", gradient=True)
         h_RF, pull = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
+        dh_RF, of_down = spec.pull(dy_RD, h_RF, low[2], down, adapters.get("down"), route, "D", out)
         d_gate_RF, d_up_RF, d_share_R = pull(dh_RF)
-        of_gate, of_up = (spec.times(d, w, route, "F", gradient=True) for d, w in ((d_gate_RF, gate), (d_up_RF, up)))
+        of_gate, d_gate = spec.pull(d_gate_RF, rows_RD, low[0], gate, adapters.get("gate"), route, "F", out)
+        of_up, d_up = spec.pull(d_up_RF, rows_RD, low[1], up, adapters.get("up"), route, "F", out)
         dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
-        dw = (
-            spec.outer(rows_RD, d_gate_RF, route, gate, "F", out),
-            spec.outer(rows_RD, d_up_RF, route, up, "F", out),
-            spec.outer(dy_RD, h_RF, route, down, "D", out),
-        )
+        pairs = {"gate": d_gate, "up": d_up, "down": of_down}
+        dw = None
+        if which.weights:
+            dw = (
+                spec.outer(rows_RD, d_gate_RF, route, gate, "F", out),
+                spec.outer(rows_RD, d_up_RF, route, up, "F", out),
+                spec.outer(dy_RD, h_RF, route, down, "D", out),
+            )
         db = None
         if biases is not None:
             dy_f32 = dy_RD.astype(jnp.float32)
             d_share_R += jnp.sum(dy_f32 * _by_row(biases.down, route, dy_RD.shape[0]), axis=-1)
-            shared_RD = (dy_f32 * share_R[:, None]).astype(dy_RD.dtype)
-            db = Biases(*(_summed(rows, route) for rows in (d_gate_RF, d_up_RF, shared_RD)))
-        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw, db
+            if which.biases:
+                shared_RD = (dy_f32 * share_R[:, None]).astype(dy_RD.dtype)
+                db = Biases(*(_summed(rows, route) for rows in (d_gate_RF, d_up_RF, shared_RD)))
+        of_weights = dw, {name: pairs[name] for name in adapters}
+        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), of_weights, db
 
     def again(carry: Any) -> Any:
         r, made = carry
         route = exchange.further_round(plan, chosen_Tk, r)
         rows_RD = exchange.send(x_TD, route)
-        gate_RF, up_RF = _projected(rows_RD, gate, up, biases, route, spec)
-        return r + 1, jax.tree.map(jnp.add, made, gradients(route, rows_RD, gate_RF, up_RF, jnp.dtype(jnp.float32)))
+        both, low = _projected(rows_RD, weights, route, spec)
+        h_RF = spec.hidden(*both, exchange.send_numbers(share_Tk, route))
+        low_down = spec.lowered(h_RF, adapters.get("down"), route)
+        further = gradients(route, (rows_RD, *both), (*low, low_down), jnp.dtype(jnp.float32))
+        return r + 1, jax.tree.map(jnp.add, made, further)
 
     def add_rounds(carry: Any) -> Any:
         _, (dx_TD, d_share_Tk, dw, db) = carry
-        made = dx_TD, d_share_Tk, tuple(d.astype(jnp.float32) for d in dw), db
+        made = dx_TD, d_share_Tk, jax.tree.map(lambda d: d.astype(jnp.float32), dw), db
         _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), made))
-        return jnp.bool_(False), (*made[:2], tuple(d.astype(spec.numerics.compute) for d in made[2]), made[3])
+        return jnp.bool_(False), (*made[:2], jax.tree.map(lambda d: d.astype(spec.numerics.compute), made[2]), made[3])
 
-    made = gradients(plan.first, rows_RD, gate_RF, up_RF, spec.numerics.compute)
+    made = gradients(plan.first, first, low, spec.numerics.compute)
     if exchange.overflows:
         # The outer loop runs at most once, like a conditional: an even load writes no float32 gradient. A loop, unlike a
         # conditional, updates its state in place.
@@ -254,13 +354,15 @@ def _backward(spec: Spec, residuals, cotangents):
             _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
     # The compiler would overlap the reduction of one dw with the matmul of the next dw, and expose the last reduction. With
     # this barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
-    dx_TD, d_share_Tk, dw, db = jax.lax.optimization_barrier(made)
-    d_weights = (
+    dx_TD, d_share_Tk, (dw, d_adapters), db = jax.lax.optimization_barrier(made)
+    d_weights = dw and (
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)
-        for w, d in zip(weights, dw, strict=True)
+        for w, d in zip((gate, up, down), dw, strict=True)
     )
     d_biases = db and Biases(*(d.astype(b.dtype) for d, b in zip(db, biases, strict=True)))
-    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, *d_weights, d_biases
+    d_adapters = jax.tree.map(lambda d, w: d.astype(w.dtype), d_adapters, adapters)
+    made = Weights(*(d_weights or (None,) * 3), d_biases, d_adapters)
+    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, made
 
 
-feed_forward.defvjp(_forward, _backward)
+feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -20,6 +20,7 @@ from jaxtrain.kernels.experts.pallas_kernels import (
     ALIGNED,
     OUTER,
     PROGRAMS,
+    STORES,
     TIMES,
     Static,
     Tile,
@@ -76,6 +77,7 @@ def _times(
     R, columns = rows.shape[0], w.shape[1 if transposed else 2]
     rows, w = _filled(rows), _filled(w, chunk(w.dtype))
     made = (rows.shape[0], w.shape[1 if transposed else 2])
+    tile = _narrowed(tile, made[1], chunk(rows.dtype))
     visits, used = tiles_of(sizes_E, rows.shape[0], tile.rows)
     static = Static(tile, _programs(), *made, rows.shape[1], w.shape[0], transposed, INTERPRET is not None, promoted)
     operands = visits, used, scale.reshape(1), rows, w
@@ -90,9 +92,19 @@ def outer(
     a, b = _filled(rows_RD), _filled(rows_RF)
     ends_E = jnp.cumsum(sizes_E)
     bounds = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
-    static = Static(TILES[OUTER], _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
+    tile = _narrowed(TILES[OUTER], b.shape[1], chunk(b.dtype))
+    static = Static(tile, _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
     made = (E, a.shape[1], b.shape[1])
     return _call(outer_kernel, f"{OUTER}_R", static, (bounds, a, b), made, out, outer_scratch)[:, :D, :F]
+
+
+def _narrowed(tile: Tile, columns: int, width: int) -> Tile:
+    """Return the tile for a result of so few columns, such as that of an adapter.
+
+    Two chunks of `width` columns remain: each computing warpgroup clears one, and consecutive stores need different buffers.
+    """
+    least = max(COMPUTING, STORES) * width
+    return tile._replace(columns=min(tile.columns, -(-columns // least) * least))
 
 
 def _programs() -> int:

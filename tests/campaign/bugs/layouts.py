@@ -251,9 +251,23 @@ BUGS = (
     Bug(
         "experts: gradients of further rounds are summed in the compute dtype",
         "jaxtrain/kernels/experts/feed_forward.py",
-        "jax.tree.map(jnp.add, made, gradients(",
-        "jax.tree.map(lambda s, g: (s + g).astype(x_TD.dtype).astype(s.dtype), made, gradients(",
+        "jax.tree.map(jnp.add, made, further)",
+        "jax.tree.map(lambda s, g: (s + g).astype(x_TD.dtype).astype(s.dtype), made, further)",
         "proofs/test_moe.py -k rounds_lose_no_precision",
+    ),
+    Bug(
+        "experts: gradients of frozen weights are computed",
+        "jaxtrain/kernels/experts/feed_forward.py",
+        "Learns(learns(weights[:3]),",
+        "Learns(True,",
+        "proofs/test_lora_experts.py -k flops",
+    ),
+    Bug(
+        "experts: the gradient of an adapter's a lacks the scale",
+        "jaxtrain/kernels/experts/feed_forward.py",
+        'd_low_Rr = self._low(dy, pair.b, route, "F") * self.scale',
+        'd_low_Rr = self._low(dy, pair.b, route, "F")',
+        "proofs/test_lora_experts.py -k merged_weights",
     ),
     # ---- ZeRO
     Bug(

@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "LoRA: adapters of another alpha are trained further",
         "jaxtrain/hf/lora.py",
-        "return how.rank, how.alpha, frozenset",
-        "return how.rank, 0.0, frozenset",
+        'replace(how, base="", targets=',
+        'replace(how, base="", alpha=1.0, targets=',
         "proofs/test_lora_training.py -k runs_that_are_refused",
     ),
     Bug(
@@ -298,11 +298,25 @@ BUGS = (
         "proofs/test_lora_training.py -k another_base_are_not",
     ),
     Bug(
-        "PEFT: rslora's alpha shrinks",
+        "PEFT: rslora is read as plain LoRA",
         "jaxtrain/hf/peft.py",
-        "alpha *= math.sqrt(rank)",
-        "alpha /= math.sqrt(rank)",
+        'rslora=bool(found.get("use_rslora"))',
+        "rslora=False",
         "unit/test_lora.py -k rslora",
+    ),
+    Bug(
+        "PEFT: B has the ranks of an expert next to each other, as A has",
+        "jaxtrain/hf/peft.py",
+        'f"({outputs}) (R E)"',
+        'f"({outputs}) (E R)"',
+        "unit/test_lora.py -k experts_in_peft",
+    ),
+    Bug(
+        "PEFT: the wider rank of gate_up_proj divides the same alpha",
+        "jaxtrain/hf/peft.py",
+        "return how.alpha * (math.sqrt(wide) if how.rslora else wide)",
+        "return how.alpha",
+        "unit/test_lora.py -k experts_in_peft",
     ),
     Bug(
         "Hugging Face: without num_key_value_heads there is one",
