@@ -79,6 +79,25 @@ def write_base(folder: Path, special: Sequence[str] = (), eos: str = "<|endoftex
     return folder
 
 
+def write_mxfp4(folder: Path, **how: Any) -> tuple[Path, dict[str, np.ndarray]]:
+    """Write a GPT-OSS whose experts are in MXFP4, with random blocks and scales. Return the folder and all values by name."""
+    write(folder, "gpt_oss", quantization_config={"quant_method": "mxfp4"}, **how)
+    packed, rng = tensors_of(folder), np.random.default_rng(0)
+    plain = dict(packed)
+    magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    numbers = np.concatenate([magnitudes, -magnitudes])
+    for name in [name for name in packed if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(120, 129, (experts, outputs, inputs // 32), np.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        pairs = np.stack([numbers[blocks & 15], numbers[blocks >> 4]], axis=-1)  # the low half of a byte comes first
+        values = pairs.reshape(experts, outputs, inputs // 32, 32) * 2.0 ** (scales[..., None].astype(np.float32) - 127)
+        plain[name] = values.reshape(experts, outputs, inputs).swapaxes(1, 2)
+    save_file(packed, folder / "model.safetensors")
+    return folder, plain
+
+
 SAME = 1e-4  # golden logits
 
 

@@ -158,3 +158,19 @@ def test_a_folder_in_fewer_bits(case, tmp_path):
         assert off == pytest.approx(made.errors.get(key, 0.0), rel=1e-3), key  # of experts it is the mean
     printed = [float(x) for line in said for x in re.findall(r"([\d.]+)%", line)]
     assert sorted(printed) == sorted(round(100 * x, 2) for x in made.errors.values()) and all(2 < x < 15 for x in printed)
+
+
+def test_shipped_mxfp4_keeps_every_value(tmp_path):
+    """Experts that a folder has in MXFP4 are stored in it again without an error."""
+    folder, _ = hugging_face.write_mxfp4(tmp_path / "theirs", sizes={"intermediate_size": 128})
+    origin = open_origin(str(folder))
+    run = dataclasses.replace(origin.run(), lora=schema.Lora(rank=1, targets="wo", base="mxfp4"))
+    definition, placement, wanted = built(run, "four")
+    base = read_base(origin, wanted, definition, placement)
+    weights = {name.removesuffix(".bits") for name in wanted if name.endswith(".bits")}
+    assert base.errors == dict.fromkeys(weights, 0.0) and len(weights) == 3 * run.model.num_layers
+    values = values_in(origin)
+    for weight in weights:
+        how = definition.stored[split_layer(weight)[0].removeprefix(PREFIX)]
+        made = how.decode({part: base.tensors[f"{weight}.{part}"] for part in how.abstract}, jnp.dtype("float32"))
+        np.testing.assert_array_equal(np.asarray(made), np.asarray(values[weight], np.float32), err_msg=weight)

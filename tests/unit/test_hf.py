@@ -47,20 +47,8 @@ def test_configs_of_transformers_4_and_5_say_the_same():
 
 def test_experts_in_mxfp4_are_read(tmp_path):
     """Experts are as in published GPT-OSS: blocks and scales in place of each weight. Values are by the format's definition."""
-    folder = hugging_face.write(tmp_path, "gpt_oss", quantization_config={"quant_method": "mxfp4"})
-    packed, rng = tensors_of(folder), np.random.default_rng(0)
-    plain = dict(packed)
-    magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-    numbers = np.concatenate([magnitudes, -magnitudes])
-    for name in [name for name in packed if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = packed.pop(name).shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(120, 129, (experts, outputs, inputs // 32), np.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        pairs = np.stack([numbers[blocks & 15], numbers[blocks >> 4]], axis=-1)  # the low half of a byte comes first
-        values = pairs.reshape(experts, outputs, inputs // 32, 32) * 2.0 ** (scales[..., None].astype(np.float32) - 127)
-        plain[name] = values.reshape(experts, outputs, inputs).swapaxes(1, 2)
-    save_file(packed, folder / "model.safetensors")
+    folder, plain = hugging_face.write_mxfp4(tmp_path)
+    packed = tensors_of(folder)
     found = open_folder(folder)
     for name in plain:
         np.testing.assert_array_equal(found.read(name).astype(np.float32), plain[name], err_msg=name)
