@@ -172,7 +172,7 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
         if not {a, b} <= adapters:
             raise ValueError(f"of the adapter of {name}, {a if a not in adapters else b} is missing")
         adapters -= {a, b}
-        yield name, _added(name, *(np.asarray(tensors[x]) for x in (name, a, b)), scale)
+        yield name, _added(name, np.asarray(tensors[name]), np.asarray(tensors[a]), np.asarray(tensors[b]), scale)
     if adapters:
         raise ValueError(f"no weight for {', '.join(sorted(adapters))}")
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import hugging_face
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 import packages
 import pytest
+import runs
 from hugging_face import TOKENS, exported
 from safetensors.numpy import load_file, save_file
 
@@ -167,3 +170,27 @@ def test_adapters_of_peft_are_read(bases, tmp_path):
     tensors = load_file(adapter / peft.TENSORS)
     save_file({k: x for k, x in tensors.items() if ".1.block_sparse_moe.experts.2.w3." not in k}, adapter / peft.TENSORS)
     assert command.main(["import-adapter", str(adapter), f"--base={bases / 'mixtral'}", f"--out={tmp_path / 'x'}"]) != 0
+
+
+@pytest.mark.parametrize("experts", ["each", "shared"])
+def test_a_run_resumes_to_the_bit_and_passes_check(bases, tmp_path, experts):
+    """Processes that train adapters of experts, in one run or in two. `check` passes for them against the merged export."""
+    keys = {"data.source": "synthetic", "data.seq_len": 64, "train.global_batch": 8, "paths.cache": "", "optimizer.lr": 0.02}
+    keys |= {"optimizer.warmup_steps": 1, "optimizer.schedule": "constant", "eval.every_steps": 0, "sample.max_tokens": 0}
+    keys |= {"mesh.fsdp": 4, "mesh.expert": 2, "lora.experts": experts, "precision": "f32", "moe.balance_loss": 0.0}
+    base = bases / "qwen3_moe"
+
+    def train(workdir: Path, steps: int) -> None:
+        args = [f"--config={ROOT / 'configs' / 'finetune.py'}:base={base},lora=3", f"--workdir={workdir}"]
+        args += [f"--config.{k}={v}" for k, v in {**keys, "train.steps": steps}.items()]
+        ended = subprocess.run([sys.executable, "-m", "jaxtrain.main", *args], cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+
+    for workdir, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        train(tmp_path / workdir, steps)
+    one, two = (runs.tensors(tmp_path / name) for name in ("whole", "parts"))
+    assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+    assert np.abs(one["params.layers.0.mlp.lora.down_b"]).max() > 0
+    exported(tmp_path / "whole", tmp_path / "merged")
+    args = [str(tmp_path / "whole"), str(tmp_path / "merged"), f"--python={packages.reference()}", f"--base={base}"]
+    assert command.main(["check", *args]) == 0

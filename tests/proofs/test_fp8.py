@@ -344,7 +344,8 @@ def rounded(changes: dict[str, Any]) -> dict[Any, int]:
     def block(x, w):
         used = zero.gather_weight(ComputeCopy(held(w), w), feed_forward.AXES)
         share = jnp.ones((*x.shape[:2], 2))
-        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, used, used, used, None, spec)
+        weights = feed_forward.Weights(used, used, used, None, {})
+        y, _ = feed_forward.feed_forward(x, share, share.astype(jnp.int32) - 1, weights, spec)
         return y.astype(jnp.float32).sum()
 
     found = dict.fromkeys(FORMATS, 0)

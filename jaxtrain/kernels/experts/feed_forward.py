@@ -254,7 +254,8 @@ def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: Spec):
         return any(leaf.perturbed for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
 
     which = Learns(learns(weights[:3]), learns(weights.biases))
-    made, residuals = _run(*custom_vjp_primal_tree_values((x_BTD, share_BTk, chosen_BTk, weights)), spec)
+    x_BTD, share_BTk, chosen_BTk, weights = custom_vjp_primal_tree_values((x_BTD, share_BTk, chosen_BTk, weights))
+    made, residuals = _run(x_BTD, share_BTk, chosen_BTk, weights, spec)
     return made, (which, *residuals)
 
 
@@ -355,14 +356,15 @@ def _backward(spec: Spec, residuals, cotangents):
     # The compiler would overlap the reduction of one dw with the matmul of the next dw, and expose the last reduction. With
     # this barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
     dx_TD, d_share_Tk, (dw, d_adapters), db = jax.lax.optimization_barrier(made)
-    d_weights = dw and (
+    d_weights = [
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)
-        for w, d in zip((gate, up, down), dw, strict=True)
-    )
+        for w, d in zip((gate, up, down), dw or (), strict=bool(dw))
+    ]
     d_biases = db and Biases(*(d.astype(b.dtype) for d, b in zip(db, biases, strict=True)))
     d_adapters = jax.tree.map(lambda d, w: d.astype(w.dtype), d_adapters, adapters)
-    made = Weights(*(d_weights or (None,) * 3), d_biases, d_adapters)
-    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, made
+    d_gate, d_up, d_down = d_weights or [None] * 3
+    made: Any = (d_gate, d_up, d_down, d_biases, d_adapters)
+    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, Weights(*made)
 
 
 feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)
