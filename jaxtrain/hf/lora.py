@@ -4,7 +4,6 @@ A run with `lora.rank` saves only its adapters. `base` in meta.json has the orig
 digest, a wrong base would give a wrong model without an error.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,47 +17,75 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.hf.importing import Origin, open_origin
+from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of, is_adapter
 from jaxtrain.models.module import Params, is_stacked
-from jaxtrain.step.state import Tensors
+from jaxtrain.step.state import dotted_name, split_layer
 
 
-@functools.partial(jax.jit, static_argnames="order")
-def _sum(x: jax.Array, order: tuple[int | None, ...]) -> jax.Array:
+@jax.jit
+def _sum(x: jax.Array, before: jax.Array, counted: jax.Array) -> jax.Array:
     """Return the sum modulo 2^32 of (each element's bfloat16 bits + 1) times an odd number that depends on its index.
 
-    order: for a stack, the layer of each slot, None for an empty slot; () for other arrays. The index of an element in a stack
-    is computed as if the layers were in order.
+    before: added to the index. counted: 0 for elements to leave out. Both are uint32 and broadcast against x.
     """
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
         place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
-    if order:
-        before = [(layer or 0) * math.prod(x.shape[1:]) - at * math.prod(x.shape[1:]) for at, layer in enumerate(order)]
-        place += _by_place([n % 2**32 for n in before], x)
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
-    counted = _by_place([layer is not None for layer in order], x) if order else jnp.uint32(1)
-    return jnp.sum(counted * (bits + 1) * (2 * place * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+    return jnp.sum(counted * (bits + 1) * (2 * (place + before) * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
 
 
-def _by_place(values: Sequence[int], x: jax.Array) -> jax.Array:
-    return jnp.asarray(np.array(values, np.uint32)).reshape(-1, *[1] * (x.ndim - 1))
+def _sum_stack(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
+    """Return `_sum` of a stack of layers as if they were in order. order: the layer of each slot, None for an empty slot."""
+    size = math.prod(x.shape[1:])
+    before = [((layer or 0) - at) * size % 2**32 for at, layer in enumerate(order)]
+    one_each = (-1, *[1] * (x.ndim - 1))
+    arrays = (np.array(values, np.uint32).reshape(one_each) for values in (before, [layer is not None for layer in order]))
+    return _sum(x, *arrays)
+
+
+class Digest:
+    """A digest of weights, rounded to bfloat16, that are added one by one, in any order.
+
+    It is the same on every mesh, and for weights that were added layer by layer or as stacks. It detects a mix-up of models.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[tuple[tuple[int, ...], jax.Array]]] = {}  # of each layer, or of all at once
+
+    def add(self, name: str, x: jax.Array) -> None:
+        """Add a tensor, with its name in checkpoints."""
+        whole, layer = split_layer(name)
+        before = np.uint32((layer or 0) * x.size % 2**32)
+        lead = () if layer is None else (1,)
+        self._sums.setdefault(whole.removeprefix(PREFIX), []).append(((*lead, *x.shape), _sum(x, before, np.uint32(1))))
+
+    def add_params(self, params: Params, layers: Arrangement | None) -> None:
+        """Add the arrays of parameters. layers: order of the layers on pipeline stages (TrainState.layers)."""
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if layers and is_stacked(path):
+                made = (layers.layers, *x.shape[1:]), _sum_stack(x, layers.order)
+            else:
+                made = x.shape, _sum(x, np.uint32(0), np.uint32(1))
+            self._sums[dotted_name(path)] = [made]
+
+    def hex(self) -> str:
+        """Return the digest of all weights so far."""
+        found = hashlib.sha256()
+        for name, sums in sorted(self._sums.items(), key=lambda item: item[0].split(".")):
+            shape = sums[0][0] if len(sums) == 1 else (len(sums), *sums[0][0][1:])
+            key = "".join(f"['{part}']" for part in name.split("."))
+            found.update(f"{key} {shape} {sum(int(x) for _, x in sums) % 2**32}\n".encode())
+        return found.hexdigest()[:32]
 
 
 def digest(params: Params, layers: Arrangement | None = None) -> str:
-    """Return a hexadecimal digest of all weights, rounded to bfloat16.
-
-    It is the same on every mesh. It detects a mix-up of models.
-
-    layers: order of the layers on pipeline stages (TrainState.layers).
-    """
-    found = hashlib.sha256()
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        order = layers.order if layers and is_stacked(path) else ()
-        shape = (layers.layers, *x.shape[1:]) if layers and order else x.shape
-        found.update(f"{jax.tree_util.keystr(path)} {shape} {int(_sum(x, order))}\n".encode())
-    return found.hexdigest()[:32]
+    """Return the `Digest` of all parameters. layers: as in `Digest.add_params`."""
+    found = Digest()
+    found.add_params(params, layers)
+    return found.hex()
 
 
 def base_path(meta: Mapping[str, Any]) -> str:
@@ -105,21 +132,6 @@ def as_options(adapters: Origin) -> str:
     """Return the settings of adapters as text for a command line."""
     how = adapters.run().lora
     return f"lora.rank={how.rank}, lora.alpha={how.alpha:g} and lora.targets={how.targets}"
-
-
-def restore_base(path: str, wanted: Tensors) -> Tensors:
-    """Return the wanted weights, named as in checkpoints, of the base in `path`, rounded to the wanted dtypes.
-
-    Raises CheckpointError, which names the base, if the base is missing or has other tensors.
-    """
-    try:
-        source = open_origin(path)
-    except (CheckpointError, HuggingFaceError) as error:
-        raise gone(path, error) from error
-    try:
-        return source.read(wanted)
-    except (CheckpointError, HuggingFaceError) as error:
-        raise CheckpointError(f"the base of these adapters: {error}") from error
 
 
 def gone(path: str, error: Exception) -> CheckpointError:

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.hf import lora
+from jaxtrain.hf.frozen_base import restore_base
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.models.module import Definition, Params, names, part
+from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import Placement, make_placement, replicated
 from jaxtrain.step.definition import for_inference, make_definition
@@ -54,10 +55,9 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
         return from_tensors(abstract, source.read(wanted), fresh).params
     there = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
-    tensors = source.read(adapters) | lora.restore_base(there, {k: a for k, a in wanted.items() if k not in adapters})
-    found = from_tensors(abstract, tensors, fresh).params
-    lora.check_same(source.meta, there, base_digest(found))
-    return found
+    of_base = restore_base(there, {k: a for k, a in wanted.items() if k not in adapters}, definition, placement)
+    lora.check_same(source.meta, there, of_base.digest.hex())
+    return from_tensors(abstract, source.read(adapters) | of_base.tensors, fresh).params
 
 
 def check_tensors(source: Origin, wanted: Mapping[str, Any], model: schema.Model) -> None:
@@ -86,11 +86,6 @@ def check_built(source: Origin) -> None:
     run = source.run()
     if run.model.family not in FAMILIES or (source.folder and source.folder.raw):
         check_tensors(source, abstract_tensors(abstract_of(*placed(run))), run.model)
-
-
-def base_digest(params: Params) -> str:
-    """Return `lora.digest` of the base weights: all parameters that are no adapters."""
-    return lora.digest(part(params, jax.tree.map(lambda name: not is_adapter(name), names(params))))
 
 
 def abstract_of(definition: Definition, placement: Placement) -> TrainState:

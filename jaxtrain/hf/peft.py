@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -25,15 +24,16 @@ from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
 from jaxtrain.hf import lora
 from jaxtrain.hf.folder import is_folder
+from jaxtrain.hf.frozen_base import base_digest
 from jaxtrain.hf.importing import check_new, open_origin, save
-from jaxtrain.hf.model import abstract_of, base_digest, placed
+from jaxtrain.hf.model import abstract_of, placed
 from jaxtrain.hf.names import PREFIX, Entry, entries, flat, grouped, match
 from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
-from jaxtrain.step.state import TrainState, abstract_tensors, from_tensors
+from jaxtrain.step.state import abstract_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
@@ -263,17 +263,16 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     # Adapters are trained without the base's modules of multi-token prediction.
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp_layers=0))
     run = dataclasses.replace(run, lora=settings, init=schema.Init(path), train=dataclasses.replace(run.train, freeze=""))
-    abstract = abstract_of(*placed(run))
-    wanted = {name: a for name, a in abstract_tensors(abstract).items() if name.startswith(PREFIX)}
-    beside = lora.restore_base(path, {name: a for name, a in wanted.items() if name not in found})
+    definition, placement = placed(run)
+    wanted = {n: a for n, a in abstract_tensors(abstract_of(definition, placement)).items() if n.startswith(PREFIX)}
+    of_base = {name: a for name, a in wanted.items() if name not in found}
+    digest = base_digest(source, of_base, definition, placement)
     tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
-    kept = {name: jnp.copy(x) for name, x in tensors.items()}
-    params = from_tensors(abstract, tensors | beside, TrainState(jnp.zeros((), jnp.int32), {}, ())).params
     more = {
-        "base": {"path": path, "digest": base_digest(params)},
+        "base": {"path": path, "digest": digest},
         "peft": {"folder": str(folder)},
         "text": text.record(),
         "positions": source.positions,
     }
-    save(out, to_dict(run), kept, more)
+    save(out, to_dict(run), tensors, more)
     return run, notes

@@ -17,9 +17,10 @@ from jaxtrain.hf import lora
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.model import placed, read_params
 from jaxtrain.hf.names import PREFIX
+from jaxtrain.kernels.numerics import DTYPES
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.lora import A, B, adapter_of
-from jaxtrain.step.state import TrainState, named_leaves
+from jaxtrain.step.state import TrainState, named_leaves, split_layer
 
 AT_ONCE = 1 << 26  # least bytes of a checkpoint that are read at a time
 Read = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]
@@ -87,19 +88,32 @@ def _merged(source: Origin, base: str, wide: bool) -> Read:
     """
     run = source.run()
 
+    asked = dataclasses.replace(run, precision="f32") if wide else run
+    definition, placement = placed(asked)
+
     @functools.cache
     def places() -> dict[str, tuple[Any, Any]]:
-        asked = dataclasses.replace(run, precision="f32") if wide else run
-        found = read_params(source, asked, *placed(asked), base)
+        found = read_params(source, asked, definition, placement, base)
         leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), found, ()))
         out = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
         return out | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
 
+    def array(name: str) -> jax.Array:
+        x, at = places()[name]
+        return x if at is None else x[at]
+
+    def value(name: str) -> np.ndarray | None:
+        """Return a weight or a matrix of an adapter; None if there is none."""
+        stored = definition.stored.get(split_layer(name)[0].removeprefix(PREFIX))
+        if stored is None:
+            return np.asarray(array(name)) if name in places() else None
+        parts = {part: array(f"{name}.{part}") for part in stored.abstract}
+        return np.asarray(stored.decode(parts, DTYPES[asked.compute]))
+
     def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in wanted:
             names = [name, *(adapter_of(name, half) for half in (A, B))]
-            found = {each: places()[each] for each in names if each in places()}
-            tensors = {each: np.asarray(x if at is None else x[at]) for each, (x, at) in found.items()}
+            tensors = {each: x for each in names if (x := value(each)) is not None}
             for _, x in lora.merged(tensors, run.lora.alpha / run.lora.rank):
                 yield name, np.asarray(x)
 

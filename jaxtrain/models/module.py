@@ -4,17 +4,19 @@ Other modules of jaxtrain use only three names of nnx: Module, Param and Rngs. O
 nested dict of arrays.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.models.stored import Encoded, Stored
 from jaxtrain.sharding import Axes, Placement
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 Params = dict[str, Any]  # nested dict of arrays, or of other values in the same structure
+Store = Callable[[str, tuple[int, ...], Axes, bool], Stored | None]
 
 
 def normal(std: float) -> Initializer:
@@ -57,7 +59,8 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], num: int, rngs: nnx.Rngs
 class Definition:
     """A model without values of its parameters.
 
-    abstract: shapes and dtypes of the parameters. axes: their logical axes. dots, exact: the flags of `param`.
+    abstract: shapes and dtypes of the parameters. axes: their logical axes. dots, exact: the flags of `param`. stored: how
+    weights in fewer bits are stored, by name; such a weight has a dict of arrays in these trees, and one array in `weights`.
 
     uses_plan_run: the model runs its stack of layers by `remat.Plan.run`, once, with all layers and unchanged weights. The
     weights of the stack are then `zero.StackWeight`, whose gradients can be added layer by layer (`train.accumulate`).
@@ -66,9 +69,19 @@ class Definition:
     methods alone. Its method `layer` uses only parameters of `layers`.
 
     decodes: the model has `decode` and `logits`, which samples need.
+
+    Args:
+      make: builds the module.
+      store: returns how a parameter is stored, by its name, shape, axes and flag `dot`; None: as one array.
+      placement: of the parameters.
     """
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
+    def __init__(
+        self,
+        make: Callable[[nnx.Rngs], nnx.Module],
+        store: Store = lambda *_: None,
+        placement: Placement | None = None,
+    ):
         self._make = make
         module = nnx.eval_shape(lambda: make(nnx.Rngs(params=0)))
         self._graph, self._state = nnx.split(module, nnx.Param)
@@ -76,10 +89,23 @@ class Definition:
         self.uses_plan_run = bool(getattr(module, "uses_plan_run", False))
         self.staged = bool(getattr(module, "staged", False))
         self.decodes = hasattr(module, "decode") and hasattr(module, "logits")
-        self.abstract: Params = _map(state, lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
-        self.axes: Params = _map(state, _axes)
-        self.dots: Params = _map(state, lambda p: p.get_metadata("dot", False))
-        self.exact: Params = _map(state, lambda p: p.get_metadata("exact", False))
+        self.weights: Params = _map(state, lambda _, p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
+        self.stored: dict[str, Stored] = {}
+
+        def note(name: str, p: Any) -> None:
+            if how := store(name, p.get_value().shape, _axes(p), p.get_metadata("dot", False)):
+                self.stored[name] = how
+
+        def tree(of: Callable[[Any], Any], of_parts: Callable[[Stored], Params]) -> Params:
+            return _map(state, lambda name, p: of_parts(self.stored[name]) if name in self.stored else of(p))
+
+        _map(state, note)
+        self.abstract: Params = tree(
+            lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype), lambda how: how.abstract
+        )
+        self.axes: Params = tree(_axes, lambda how: how.part_axes(cast(Placement, placement)))
+        self.dots: Params = tree(lambda p: p.get_metadata("dot", False), lambda how: dict.fromkeys(how.abstract, False))
+        self.exact: Params = tree(lambda p: p.get_metadata("exact", False), lambda how: dict.fromkeys(how.abstract, True))
 
     def specs(self, placement: Placement) -> Params:
         """Return the PartitionSpec of each parameter."""
@@ -87,11 +113,15 @@ class Definition:
 
     def init(self, key: jax.Array) -> Params:
         """Return initial values of the parameters. Call it under jit with out_shardings: the values are equal on every mesh."""
-        return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], lambda p: p.get_value())
+
+        def value(name: str, p: Any) -> Any:
+            return self.stored[name].encode(p.get_value()) if name in self.stored else p.get_value()
+
+        return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], value)
 
     def bind(self, params: Params) -> Any:
         """Return the model with these parameters."""
-        return nnx.merge(self._graph, _filled(self._state, params))
+        return nnx.merge(self._graph, _filled(self._state, params, self.stored))
 
 
 def part(tree: Params, chosen: Params) -> Params:
@@ -131,12 +161,22 @@ def _axes(p: Any) -> Axes:
     return ("layers", *axes) if len(p.get_value().shape) > len(axes) else axes
 
 
-def _map(state: Any, f: Callable[[Any], Any]) -> Params:
-    return {k: f(v) if isinstance(v, nnx.Variable) else _map(v, f) for k, v in state.items()}
+def _map(state: Any, f: Callable[[str, Any], Any], prefix: str = "") -> Params:
+    """Return the dict of f(dotted name, variable) of each variable of a state."""
+    return {k: f(f"{prefix}{k}", v) if isinstance(v, nnx.Variable) else _map(v, f, f"{prefix}{k}.") for k, v in state.items()}
 
 
-def _filled(state: Any, params: Params) -> nnx.State:
+def _filled(state: Any, params: Params, stored: Mapping[str, Stored], prefix: str = "") -> nnx.State:
     """Return `state` with the values of `params`. Parameters keep their metadata: zero.py gathers weights by their axes."""
+
+    def value(name: str, v: Any, x: Any) -> Any:
+        return v.replace(Encoded(x, stored[name]) if name in stored else x)
+
     return nnx.State(
-        {k: v.replace(params[k]) if isinstance(v, nnx.Variable) else _filled(v, params[k]) for k, v in state.items()}
+        {
+            k: value(prefix + str(k), v, params[k])
+            if isinstance(v, nnx.Variable)
+            else _filled(v, params[k], stored, f"{prefix}{k}.")
+            for k, v in state.items()
+        }
     )

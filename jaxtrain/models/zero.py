@@ -20,6 +20,7 @@ Everything here computes with local shards, inside the step's shard_map.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from jaxtrain.config.schema import Sharding
 from jaxtrain.kernels.fp8 import E4M3, Float8, encode, from_bits, to_bits
 from jaxtrain.kernels.numerics import Numerics
 from jaxtrain.models.module import Definition, Params, filled, part
+from jaxtrain.models.stored import Encoded, Stored
 from jaxtrain.sharding import (
     Axes,
     GatherSpec,
@@ -121,6 +123,8 @@ class Zero:
         """Return one weight, gathered, in the compute dtype; if `exact`, in the master dtype."""
         if isinstance(w, StackWeight):
             raise TypeError("the stack of layers is not run by remat.Plan.run alone: set uses_plan_run = False in the model")
+        if isinstance(w, Encoded):
+            return self._gather_encoded(w)
         if not isinstance(w, ComputeCopy):
             return self._gather_master(w, axes, exact)
         # Only the gradient of this gather is used, and XLA removes the gather itself.
@@ -131,6 +135,11 @@ class Zero:
         if not self.gather_once:
             bits = checkpoint_name(_gather_bits(bits, self.gather_spec(axes, E4M3)), "weight")
         return Float8(bits, w.value.scale, into)
+
+    def _gather_encoded(self, w: Encoded) -> jax.Array:
+        """Return a frozen weight in fewer bits, gathered in its bits and decoded, in the compute dtype."""
+        parts = {name: x.value if isinstance(x, ComputeCopy) else x for name, x in w.parts.items()}
+        return checkpoint_name(_gather_and_decode(parts, w.stored, self), "weight")
 
     def ungathered(self, w: Any, axes: Axes) -> jax.Array:
         """Return a weight that is used without being gathered, in the master dtype."""
@@ -235,6 +244,25 @@ class Zero:
             return f(w, spec)
         of_layer = dataclasses.replace(spec, dims=tuple((dim - 1, over) for dim, over in spec.dims))
         return jax.lax.map(lambda layer: f(layer, of_layer), w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_and_decode(parts: dict[str, jax.Array], stored: Stored, zero: Zero) -> jax.Array:
+    """Return the weight of one layer, decoded. It is one operation for remat policies, as `sharding.all_gather_weight` is."""
+    axes = stored.part_axes(zero.placement)
+    if not zero.gather_once:
+        parts = {
+            name: all_gather_weight(x, zero.gather_spec(axes[name][len(axes[name]) - x.ndim :], x.dtype))
+            for name, x in parts.items()
+        }
+    return stored.decode(parts, zero.numerics.compute, zero.placement)
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise TypeError("a frozen weight in fewer bits has no gradient")
+
+
+_gather_and_decode.defvjp(_no_gradient, _no_gradient)
 
 
 def _gather_bits(bits: jax.Array, spec: GatherSpec) -> jax.Array:

@@ -12,14 +12,16 @@ from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, parts_of
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
-from jaxtrain.models.lora import Lora, is_adapter
+from jaxtrain.models.lora import EQUATIONS, Lora, is_adapter
 from jaxtrain.models.module import Definition, Params, names
 from jaxtrain.models.precision import eight_bit
 from jaxtrain.models.remat import make_plan
 from jaxtrain.models.rules import wrong_targets
+from jaxtrain.models.stored import Stored
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.transformer import build_as
 from jaxtrain.models.zero import Zero
+from jaxtrain.sharding import Axes
 from jaxtrain.step.balance import is_bias
 
 
@@ -51,7 +53,25 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
             raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")
         return made
 
-    return Definition(make)
+    def store(name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
+        return stored_as(run.lora.base, name, shape, axes, dot) if run.lora.rank else None
+
+    return Definition(make, store, placement)
+
+
+def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
+    """Return how a frozen weight is stored; None: as it is.
+
+    Args:
+      base: lora.base.
+      name, shape, axes: of the parameter.
+      dot: the flag of `param`.
+    """
+    last = name.rpartition(".")[2]
+    if base == "bf16" or not dot or last not in EQUATIONS or (base == "mxfp4" and "experts" not in axes):
+        return None
+    xs, ws = EQUATIONS[last].split("->")[0].split(",")
+    return Stored(base, shape, axes, inputs_first=ws[0] in xs)
 
 
 def for_inference(run: RunConfig) -> RunConfig:

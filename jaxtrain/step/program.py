@@ -20,6 +20,7 @@ from jaxtrain.config.shapes import EXPERT_METRICS, STACK
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, layer_kinds
+from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.models.remat import make_plan
 from jaxtrain.models.zero import Zero, make_zero
@@ -90,9 +91,9 @@ class Program:
     @property
     def parameters(self) -> int:
         """Return the number of the model's parameters, without adapters."""
-        every = self.definition.abstract
-        own = part(every, jax.tree.map(lambda learns: not learns, self.trained)) if self.adapters else every
-        return sum(math.prod(a.shape) for a in jax.tree.leaves(own))
+        every = self.definition.weights
+        called = zip(jax.tree.leaves(names(every)), jax.tree.leaves(every), strict=True)
+        return sum(math.prod(a.shape) for name, a in called if not is_adapter(name))
 
     @property
     def layer_trips(self) -> int:

@@ -6,6 +6,7 @@ and tensor, with the same names for every layout in memory.
 
 import dataclasses
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -189,6 +190,12 @@ def is_moment(path: Any) -> bool:
 def layer_name(name: str, layer: int) -> str:
     """Return the name of one layer of a stacked array."""
     return name.replace(".layers.", f".layers.{layer}.", 1)
+
+
+def split_layer(name: str) -> tuple[str, int | None]:
+    """Invert `layer_name`: return (name of the stacked array, layer); layer: None for the name of an array without layers."""
+    found = re.match(r"(.*?\.layers)\.(\d+)\.", name)
+    return (found[1] + name[found.end() - 1 :], int(found[2])) if found else (name, None)
 
 
 class NamedLeaf(NamedTuple):

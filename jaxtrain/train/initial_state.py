@@ -25,7 +25,8 @@ from jaxtrain.config.shapes import MTP
 from jaxtrain.data import opening, tokenizer
 from jaxtrain.data.batches import open_source
 from jaxtrain.hf import lora
-from jaxtrain.hf.importing import NotFinite, open_origin
+from jaxtrain.hf.frozen_base import read_base, restore_base, weights_of
+from jaxtrain.hf.importing import NotFinite, Origin, open_origin
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.optim.optimizer import make_schedule
 from jaxtrain.runtime.timelimit import launch_time
@@ -246,7 +247,7 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     if problems:
         raise ConfigError(problems)
     stored = source.stored
-    wanted = init_tensors(program)
+    wanted = init_tensors(program, source)
     wrong = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     if not run.model.mtp_layers:  # a model may drop its modules of multi-token prediction: its logits do not depend on them
@@ -268,11 +269,18 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     )
 
 
-def init_tensors(program: Program) -> state.Tensors:
+def init_tensors(program: Program, source: Origin) -> state.Tensors:
     """Return the tensors to read from init.from: weights without adapters, and optimizer state if init.what includes it."""
+    if program.adapters:
+        weights = weights_of(base_tensors(program), source, program.definition, program.placement)
+        return {weight.name: weight.plain for weight in weights}
     kinds = ("params.", "optimizer.") if program.run.init.what == "weights+optimizer" else ("params.",)
-    abstract = program.base(program.state) if program.adapters else program.state
-    return {k: v for k, v in state.abstract_tensors(abstract).items() if k.startswith(kinds)}
+    return {k: v for k, v in state.abstract_tensors(program.state).items() if k.startswith(kinds)}
+
+
+def base_tensors(program: Program) -> state.Tensors:
+    """Return the tensors of the frozen base of a run with adapters, as the state has them."""
+    return {k: v for k, v in state.abstract_tensors(program.base(program.state)).items() if k.startswith("params.")}
 
 
 def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
@@ -293,12 +301,15 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]) -> state.TrainState:
+def initial_state(
+    program: Program, start: Start, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> tuple[state.TrainState, str]:
     """Return the first state: from the checkpoint of `start`, from init.from, or from the seed.
 
-    Two complete states are never in memory at once. Raises BadInit.
+    Also return the digest of the base of adapters, "" without adapters. Two complete states are never in memory at once. Raises
+    BadInit.
     """
-    run, abstract = program.run, program.state
+    run, abstract, digest = program.run, program.state, ""
     bare = dataclasses.replace(abstract, ema=())
     if start.resumed:
         stored = checkpoints.stored(start.step)
@@ -308,7 +319,8 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
         wanted = state.abstract_tensors(program.saved(abstract))
         tensors = checkpoints.restore(start.step, wanted, subset=unused, cast=start.cast)
         if start.base:
-            tensors |= lora.restore_base(start.base, init_tensors(program))
+            base = restore_base(start.base, base_tensors(program), program.definition, program.placement)
+            tensors, digest = tensors | base.tensors, base.digest.hex()
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
         moved = checkpoints.set_aside(start.step, *([words] if words else []))
         if moved:
@@ -316,16 +328,20 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
         if unused:
             say(f"average of the weights: not restored from step {start.step}, because train.ema_decay = 0")
         restored = state.from_tensors(abstract, tensors)
-        return restored if averaged else begin_average(program, restored, start.step, say)
+        return restored if averaged else begin_average(program, restored, start.step, say), digest
     only = program.trained if program.adapters else None
     fresh = state.create_state(program.definition, program.tx, abstract, run.train.seed, program.trained, only)
     if not run.init.from_:
-        return begin_average(program, fresh, 0, say)
+        return begin_average(program, fresh, 0, say), digest
     source = open_origin(start.base or run.init.from_)
     fresh = dataclasses.replace(fresh, ema=()) if program.adapters else state.without_params(fresh)
     before = source
     try:
-        tensors = source.read(init_tensors(program))
+        if program.adapters:
+            base = read_base(source, base_tensors(program), program.definition, program.placement)
+            tensors, digest, report = base.tensors, base.digest.hex(), base.report(run.lora.base)
+        else:
+            tensors, report = source.read(init_tensors(program, source)), ""
         if start.adapters:
             before = open_origin(start.adapters)
             own = {name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")}
@@ -334,12 +350,14 @@ def initial_state(program: Program, start: Start, checkpoints: Checkpoints, say:
     except (Damaged, HuggingFaceError) as error:
         raise BadInit(f"init.from = {run.init.from_!r}: {error}", isinstance(error, Damaged | NotFinite)) from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
+    if report:
+        say(report)
     for note in source.notes:
         say(f"note: {note}")
     if before.averaged:
         command = "hf export-adapter" if start.adapters else "hf export"
         say(f"note: {before.name} has an average of its weights too, which is not used; {command} --ema writes it")
-    return begin_average(program, state.from_tensors(bare, tensors, fresh), 0, say)
+    return begin_average(program, state.from_tensors(bare, tensors, fresh), 0, say), digest
 
 
 def begin_average(program: Program, current: state.TrainState, step: int, say: Callable[[str], None]) -> state.TrainState:
@@ -378,7 +396,7 @@ def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Check
         began = time.perf_counter()
         try:
             with services.phase(*(("checkpoint", "restore") if start.resumed else ("startup", "startup"))):
-                current = initial_state(program, start, checkpoints, console.say)
+                current, digest = initial_state(program, start, checkpoints, console.say)
             break
         except Damaged as error:
             if not start.resumed or asked.checkpoint.step >= 0:
@@ -386,7 +404,7 @@ def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Check
             console.warn(str(error))
             start = choose_start(asked, checkpoints, program, {**start.damaged, start.step: str(error)})
             console.say(f"resuming from step {start.step} in {checkpoints.directory}")
-    base = _base(program, start, current, checkpoints)
+    base = _base(start, digest, checkpoints)
     services.ledger.back(start.step)
     services.receipt.update(
         resumed_from_step=start.step if start.resumed else None,
@@ -402,7 +420,7 @@ def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Check
     return Restored(current, start, base)
 
 
-def _base(program: Program, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, str]:
+def _base(start: Start, found: str, checkpoints: Checkpoints) -> dict[str, str]:
     """Return the entry `base` of meta.json: path and digest of the adapters' base weights; {} for a run without adapters.
 
     `adapters` is the path of the adapters that the run began with, if any. Raises CheckpointError if this run's adapters were
@@ -410,7 +428,6 @@ def _base(program: Program, start: Start, current: state.TrainState, checkpoints
     """
     if not start.base:
         return {}
-    found = lora.digest(program.base(current).params, current.layers)
     if start.resumed or start.adapters:
         meta = checkpoints.meta(start.step) if start.resumed else open_origin(start.adapters).meta
         lora.check_same(meta, start.base, found)

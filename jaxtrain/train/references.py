@@ -74,7 +74,8 @@ class References:
         weights = state.weights(restored.state)
         if program.adapters and not restored.start.adapters:
             self._params = without_adapters(weights)
-            self.digest = restored.base["digest"]
+            # The reference computes with the base as it is stored.
+            self.digest = "-".join([restored.base["digest"], *[program.run.lora.base] * (program.run.lora.base != "bf16")])
         elif not restored.start.resumed:
             self._params = weights
             self.digest = lora.digest(weights, restored.state.layers)

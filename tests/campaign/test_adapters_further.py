@@ -74,7 +74,7 @@ def test_steps_follow_peft(adapter, tmp_path):
     made, step = helpers.program(run), helpers.train_step(run)
     start = choose_start(run, Checkpoints(tmp_path / "none"), made)
     assert (start.base, start.adapters) == (str(adapter / "base"), source.path)
-    state = initial_state(made, start, Checkpoints(tmp_path / "none"), lambda line: None)
+    state, _ = initial_state(made, start, Checkpoints(tmp_path / "none"), lambda line: None)
     losses, ones = [], np.ones((4, 32), np.int32)
     for each in rows:
         batch = {"tokens": each[:, :-1], "targets": each[:, 1:], "segments": ones, "weights": ones.astype(np.float32)}

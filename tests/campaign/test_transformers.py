@@ -112,7 +112,7 @@ def test_thirty_steps_follow_torch(tmp_path):
         how |= {"moe.balance_loss": 0.0, "moe.z_loss": 0.0}  # transformers adds its own losses only if asked
         run = helpers.tiny(shape | how | {"init.from": str(folder)})
         made, step = helpers.program(run), helpers.train_step(run)
-        state = initial_state(made, Start(0, False, False, 0, (), {}), None, lambda line: None)
+        state, _ = initial_state(made, Start(0, False, False, 0, (), {}), None, lambda line: None)
         losses = []
         for i in range(30):
             rows = hugging_face.random_tokens(128, (4, 33), seed=100 + i % 3)

@@ -56,7 +56,7 @@ def resumed(run: schema.RunConfig, folder: Path) -> Any:
     checkpoints, program = Checkpoints(folder), helpers.program(run)
     start = choose_start(run, checkpoints, program)
     assert start.resumed != bool(run.init.from_)
-    return initial_state(program, start, checkpoints, print)
+    return initial_state(program, start, checkpoints, print)[0]
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands import hf, sample
 from jaxtrain.config import schema
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.hf import importing, peft
+from jaxtrain.hf import importing, lora, peft
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.hf.importing import import_folder, open_origin
-from jaxtrain.hf.model import base_digest, logits_of, placed, read_params
+from jaxtrain.hf.model import logits_of, placed, read_params
 from jaxtrain.models.hugging_face import HuggingFaceError
 
 Arrays = dict[str, np.ndarray]
@@ -104,7 +104,7 @@ def test_adapters_are_merged_into_their_base(family: str, tmp_path: Path):
     shapes = {k: e.shape for k, e in peft.adapter_entries(model, 2).items() if ".wq_" in k or ".down_" in k}
     adapters = {k: random.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
     if ":" in family:  # PEFT has no names for it: a run's own checkpoint
-        digest = base_digest(read_params(source, bare, *placed(bare)))
+        digest = lora.digest(read_params(source, bare, *placed(bare)))
         more = {"base": {"path": source.path, "digest": digest}, "text": source.text().record(), "positions": 64}
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         tensors = {k: jax.device_put(x, place) for k, x in adapters.items()}

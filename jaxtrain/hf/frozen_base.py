@@ -1,0 +1,153 @@
+"""Read the frozen base of adapters onto devices: as it is, or in fewer bits (`lora.base`).
+
+Weights are read some at a time, and each is encoded and freed before the next ones are read. So neither the devices nor the
+host ever hold the model in bfloat16.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.hf.importing import Origin, open_origin
+from jaxtrain.hf.lora import Digest, gone
+from jaxtrain.hf.names import PREFIX
+from jaxtrain.kernels import low_bits
+from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.module import Definition
+from jaxtrain.models.stored import Stored
+from jaxtrain.sharding import Placement
+from jaxtrain.step.state import Tensors, split_layer
+
+AT_ONCE = 1 << 28  # least bytes of weights, over all devices, that are read before they are encoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight to read, and the arrays to store of it."""
+
+    name: str  # in checkpoints
+    plain: jax.ShapeDtypeStruct  # as it is read
+    parts: Tensors  # name -> array to store, which is `plain` itself without `stored`
+    stored: Stored | None
+
+
+@dataclasses.dataclass
+class Base:
+    """The frozen weights of a run with adapters."""
+
+    tensors: Tensors
+    digest: Digest  # of the weights as they were read
+    errors: dict[str, float]  # of each weight in fewer bits: root mean square of its error, relative to that of the weight
+
+    def report(self, base: str) -> str:
+        """Return a line about the errors; "" if all weights keep their dtype. base: lora.base."""
+        if not self.errors:
+            return ""
+        worst = max(self.errors, key=self.errors.__getitem__)
+        mean = sum(self.errors.values()) / len(self.errors)
+        most = f"{self.errors[worst]:.2%} of {worst.removeprefix(PREFIX)}"
+        return f"base in {base}: {len(self.errors)} matrices, relative error {mean:.2%} in the mean, at most {most}"
+
+
+def weights_of(wanted: Tensors, source: Origin, definition: Definition, placement: Placement) -> list[Weight]:
+    """Return the weights from which the wanted tensors of a base are made, in their order.
+
+    Weights in fewer bits are read in their stored dtype, and sharded by the rules.
+    """
+    out: dict[str, Weight] = {}
+    for name, a in wanted.items():
+        weight = name.rpartition(".")[0]
+        whole, layer = split_layer(weight)
+        stored = definition.stored.get(whole.removeprefix(PREFIX))
+        if stored is None:
+            out[name] = Weight(name, a, {name: a}, None)
+        elif weight in out:
+            out[weight].parts[name] = a
+        else:
+            cut = int(layer is not None)
+            shape, axes = stored.shape[cut:], stored.axes[cut:]
+            there = source.stored.get(weight)
+            dtype = there.dtype if there else jnp.dtype(jnp.bfloat16)
+            plain = jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, weight, shape))
+            out[weight] = Weight(weight, plain, {name: a}, stored)
+    return list(out.values())
+
+
+def read_base(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> Base:
+    """Return the wanted weights of a base, named as in checkpoints, in the wanted dtypes or bits.
+
+    Raises CheckpointError or HuggingFaceError if the source has other tensors.
+    """
+    base, errors = Base({}, Digest(), {}), {}
+    for batch in _batches(weights_of(wanted, source, definition, placement)):
+        found = source.read({weight.name: weight.plain for weight in batch})
+        for weight in batch:
+            x = found.pop(weight.name)
+            base.digest.add(weight.name, x)
+            if weight.stored is None:
+                base.tensors[weight.name] = x
+                continue
+            named = {name.rpartition(".")[2]: name for name in weight.parts}
+            layouts = tuple((part, weight.parts[name].sharding) for part, name in named.items())
+            parts, errors[weight.name] = _encoding(weight.stored, layouts)(x)
+            base.tensors |= {named[part]: made for part, made in parts.items()}
+            jax.block_until_ready(parts)  # before the next weights are read
+    base.errors = {name: float(x) for name, x in errors.items()}
+    return base
+
+
+def base_digest(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> str:
+    """Return the digest of a base, by which checkpoints of adapters name it, without keeping the weights.
+
+    wanted: as in `read_base`. Raises as `read_base` does.
+    """
+    digest = Digest()
+    for batch in _batches(weights_of(wanted, source, definition, placement), every=True):
+        for name, x in source.read({weight.name: weight.plain for weight in batch}).items():
+            digest.add(name, x)
+    return digest.hex()
+
+
+def restore_base(path: str, wanted: Tensors, definition: Definition, placement: Placement) -> Base:
+    """Return `read_base` of the base in `path`. Raises CheckpointError, which names it, if it is missing or does not fit."""
+    try:
+        source = open_origin(path)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise gone(path, error) from error
+    try:
+        return read_base(source, wanted, definition, placement)
+    except (CheckpointError, HuggingFaceError) as error:
+        raise CheckpointError(f"the base of these adapters: {error}") from error
+
+
+def _batches(weights: list[Weight], every: bool = False) -> Iterator[list[Weight]]:
+    """Yield the weights in batches of at least AT_ONCE bytes; unless `every`, those that keep their dtype all at once."""
+    whole = [weight for weight in weights if weight.stored is None and not every]
+    if whole:
+        yield whole
+    batch: list[Weight] = []
+    for weight in (weight for weight in weights if every or weight.stored is not None):
+        batch.append(weight)
+        if sum(math.prod(w.plain.shape) * w.plain.dtype.itemsize for w in batch) >= AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+@functools.cache
+def _encoding(stored: Stored, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
+    """Return the jitted function from a weight, one layer of it, to (its arrays by name, the relative error)."""
+
+    def encode(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        parts = stored.encode(w)
+        return parts, low_bits.error(w, stored.decode(parts, jnp.dtype(jnp.float32)))
+
+    return jax.jit(encode, out_shardings=(dict(layouts), None))

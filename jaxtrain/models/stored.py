@@ -1,0 +1,94 @@
+"""Frozen weights that are stored in 8 or 4 bits (`lora.base`), and decoded in the layer that uses them.
+
+Such a weight has several arrays (kernels/low_bits.py) in place of one. In a dict of parameters they are a dict under the
+weight's name: layers.attention.wq.bits, layers.attention.wq.scale. Each array is sharded like the weight. An all-gather sends
+these arrays, and the decoded weight is recomputed in the backward pass like any gathered weight (models/zero.py).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.kernels import low_bits
+from jaxtrain.sharding import Axes, Placement, index
+
+LEADING = ("layers", "experts")  # logical axes of stacks of matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a weight is stored; static under jit.
+
+    Without its LEADING axes, the weight is a matrix: its first dimension are the rows, and all others the columns. The matmul's
+    inputs are the rows if `inputs_first`, else the columns.
+    """
+
+    format: str  # of low_bits.FORMATS
+    shape: tuple[int, ...]  # over all devices
+    axes: Axes  # logical axes
+    inputs_first: bool
+
+    @property
+    def _lead(self) -> int:
+        return sum(axis in LEADING for axis in self.axes)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Return (rows, columns) over all devices."""
+        rows, *columns = self.shape[self._lead :]
+        return rows, math.prod(columns)
+
+    @property
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shape and dtype of each array over all devices."""
+        found, lead = low_bits.shapes(*self.matrix, self.format, self.inputs_first), self.shape[: self._lead]
+        return {name: jax.ShapeDtypeStruct((*lead, *shape), dtype) for name, (shape, dtype) in found.items()}
+
+    def part_axes(self, placement: Placement) -> dict[str, Axes]:
+        """Return the logical axes of each array.
+
+        A dimension that the devices which gather the weight do not divide is replicated on them: that of the scales of blocks.
+        """
+        lead, (rows, columns) = self.axes[: self._lead], self.axes[self._lead :][:2]
+        one = (columns if self.inputs_first else rows,)  # a number for each output
+        out: dict[str, Axes] = {}
+        for name, a in self.abstract.items():
+            sizes = a.shape[len(lead) :]
+            axes: Axes = (rows, columns) if len(sizes) == 2 else one if name == "scale" else (None,) * len(sizes)
+            fit = (n % placement.size(placement.mesh_axes(axis)) == 0 for axis, n in zip(axes, sizes, strict=True))
+            kept = (axis if even or placement.compute_axes(axis) else None for axis, even in zip(axes, fit, strict=True))
+            out[name] = (*lead, *kept)
+        return out
+
+    def encode(self, w: jax.Array) -> dict[str, jax.Array]:
+        """Return the arrays of the weight, or of one layer of it."""
+        lead = w.shape[: w.ndim - len(self.shape) + self._lead]
+        return low_bits.encode(w.reshape(*lead, *self.matrix), self.format, self.inputs_first)
+
+    def decode(self, parts: Mapping[str, jax.Array], dtype: jnp.dtype, placement: Placement | None = None) -> jax.Array:
+        """Return the weight, or one layer of it, in `dtype`.
+
+        placement: for arrays inside a shard_map, gathered as for use; None: the arrays have all shards.
+        """
+        start: tuple[Any, ...] = (0, 0)
+        if placement is not None:
+            over = [placement.compute_axes(axis) for axis in self.axes[self._lead :][:2]]
+            sizes = [n // placement.size(axes) for n, axes in zip(self.matrix, over, strict=True)]
+            start = tuple(index(axes) * n for axes, n in zip(over, sizes, strict=True))
+        w = low_bits.decode(parts, self.format, self.inputs_first, dtype, start, self.matrix)
+        return w.reshape(*w.shape[:-1], -1, *self.shape[self._lead + 2 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """The value of a module's parameter in fewer bits."""
+
+    parts: dict[str, Any]
+    stored: Stored
+
+
+jax.tree_util.register_dataclass(Encoded, ["parts"], ["stored"])
