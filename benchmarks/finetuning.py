@@ -33,19 +33,19 @@ NAMES = {
     "gpt_oss_120b": "GPT-OSS 120B",
 }
 BASES = ("bf16", "fp8", "nf4", "mxfp4")
-# (model, machine, the formats of its base that are planned)
+# (model, machine, formats of its base that fit, formats that do not)
 PLANNED = (
-    ("llama3.1_8b", "h100:1", ("bf16", "fp8", "nf4")),
-    ("llama3.1_70b", "h100:1", ("nf4",)),
-    ("llama3.1_70b", "h200:1", ("bf16", "fp8", "nf4")),
-    ("llama3.1_70b", "h100:8", ("bf16", "fp8", "nf4")),
-    ("llama3.1_405b", "h100:8", ("nf4",)),
-    ("llama3.1_405b", "h200:8", ("bf16", "fp8", "nf4")),
-    ("qwen3_30b_a3b", "h100:1", ("bf16", "fp8", "nf4")),
-    ("qwen3_30b_a3b", "h100:8", ("bf16", "fp8", "nf4")),
-    ("gpt_oss_120b", "h100:1", ("mxfp4",)),
-    ("gpt_oss_120b", "h200:1", ("mxfp4",)),
-    ("gpt_oss_120b", "h200:8", ("bf16", "mxfp4")),
+    ("llama3.1_8b", "h100:1", ("bf16", "fp8", "nf4"), ()),
+    ("llama3.1_70b", "h100:1", ("nf4",), ()),
+    ("llama3.1_70b", "h200:1", ("fp8", "nf4"), ("bf16",)),
+    ("llama3.1_70b", "h100:8", ("bf16", "fp8", "nf4"), ()),
+    ("llama3.1_405b", "h100:8", ("nf4",), ()),
+    ("llama3.1_405b", "h200:8", ("fp8", "nf4"), ("bf16",)),
+    ("qwen3_30b_a3b", "h100:1", ("fp8", "nf4"), ("bf16",)),
+    ("qwen3_30b_a3b", "h100:8", ("bf16", "fp8", "nf4"), ()),
+    ("gpt_oss_120b", "h100:1", ("mxfp4",), ()),
+    ("gpt_oss_120b", "h200:1", ("mxfp4",), ()),
+    ("gpt_oss_120b", "h200:8", ("bf16", "mxfp4"), ()),
 )
 
 
@@ -56,6 +56,7 @@ class Case:
     model: str
     machine: str
     base: str
+    fits: bool
 
     @property
     def name(self) -> str:
@@ -75,7 +76,9 @@ class Case:
         return Request(run, where, self.config, rates=rates.datasheet(where.gpu, run.precision))
 
 
-CASES = tuple(Case(model, machine, base) for model, machine, bases in PLANNED for base in bases)
+CASES = tuple(
+    Case(model, machine, base, base in fit) for model, machine, fit, others in PLANNED for base in BASES if base in fit + others
+)
 
 
 # ---- The pages
@@ -99,15 +102,19 @@ def kept(plan: Plan) -> str:
 
 def short_table(plans: Mapping[Case, Plan]) -> list[str]:
     """Return the table for users: a row for each model and machine, and a column for each format."""
+    found = {(case.model, case.machine, case.base): plan for case, plan in plans.items()}
 
     def cell(plan: Plan | None) -> str:
         if plan is None:
             return ""
         held, of = plan.memory.taken_gib, plan.memory.usable_gib
-        return f"{held:.0f} GiB, {rough(plan.time.tokens_per_s)}" if plan.fits else f"needs {held:.0f} of {of:.0f} GiB"
+        return f"{held:.0f} / {rough(plan.time.tokens_per_s)}" if plan.fits else f"needs {held:.0f}, has {of:.0f}"
 
-    rows = [(m, where, *(cell(plans.get(Case(m, where, base))) for base in BASES)) for m, where, _ in PLANNED]
-    return markdown_table(("model", "GPUs", *BASES), [[NAMES[m], where, *others] for m, where, *others in rows])
+    rows = dict.fromkeys((case.model, case.machine) for case in plans)
+    return markdown_table(
+        ("model", "GPUs", *BASES),
+        [[NAMES[m], where, *(cell(found.get((m, where, base))) for base in BASES)] for m, where in rows],
+    )
 
 
 def page(plans: Mapping[Case, Plan]) -> list[str]:

@@ -161,6 +161,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"train.grad_accum": 2, "parallel.scan_layers": False}, {"train.accumulate": "microbatch"}),
     ({}, {"loss.name": "helpers:half_loss", "lora.rank": 2}),
     ({"lora.rank": 2}, {"lora.targets": "wq"}),
+    ({"lora.rank": 2}, {"lora.base": "fp8"}),
     ({}, {"optimizer.name": "helpers:slower_adamw", "optimizer.schedule": "linear", "optimizer.decay_steps": 5}),
     ({"optimizer.schedule": "wsd"}, {"optimizer.decay_shape": "sqrt"}),
     ({}, {"optimizer.offload": "moments"}),
