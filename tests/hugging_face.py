@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,23 @@ def settings(name: str, version: int = 5) -> dict[str, Any]:
 
 
 def write(
-    folder: Path, name: str, *, version: int = 5, scale: float = 1.0, vocab: int = 128, mtp: int = 0, **changes: Any
+    folder: Path,
+    name: str,
+    *,
+    version: int = 5,
+    scale: float = 1.0,
+    vocab: int = 128,
+    mtp: int = 0,
+    sizes: Mapping[str, int] | None = None,
+    **changes: Any,
 ) -> Path:
     """Write a Hugging Face folder of a model in reference/golden, with its random weights.
 
-    changes: keys of config.json; None removes a key.
+    sizes: keys of config.json that change shapes of tensors. changes: other keys; None removes a key.
 
     mtp: the number of multi-token prediction modules. transformers never writes weights of such modules.
     """
-    described = settings(name, version) | {"vocab_size": vocab}
+    described = settings(name, version) | {"vocab_size": vocab} | dict(sizes or {})
     tensors = {}
     for entry in entries(dataclasses.replace(model_of(described), mtp_layers=mtp)).values():
         for one in entry.theirs:

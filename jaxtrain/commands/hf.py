@@ -14,7 +14,7 @@ from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, stores
 from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, path
-from jaxtrain.config.schema import OWN, Model
+from jaxtrain.config.schema import LOW_BITS, OWN, Model
 from jaxtrain.hf.check import PYTHON
 from jaxtrain.hf.folder import locate, open_folder
 from jaxtrain.metrics.files import write_output
@@ -66,7 +66,8 @@ def parser() -> Parser:
     p = top.command("import", "a Hugging Face folder to a checkpoint that training and sampling start from")
     p.argument("folder", folder, "DIR")
     p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
-    p.option("dtype", "auto: the smaller type that stores all tensors without rounding", "DTYPE", "auto", choices=dtypes)
+    text = "auto: the smaller type that stores all tensors without rounding; fp8, nf4, mxfp4: matrices as lora.base stores them"
+    p.option("dtype", text, "DTYPE", "auto", choices=(*dtypes, *LOW_BITS))
     p.option(
         "set", "a key of config.json to add or replace", "KEY=VALUE", type=setting, repeat=True, example="rope_theta=10000.0"
     )
@@ -124,11 +125,13 @@ def parser() -> Parser:
 def run_import(args: Args) -> int:
     """Import a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.importing import import_folder, origin_of
+    from jaxtrain.hf.in_bits import InBits
     from jaxtrain.hf.model import check_built
 
     folder = open_folder(args.folder, dict(args.set or ()))
     check_built(origin_of(folder))
-    import_folder(folder, args.out, args.dtype, say)
+    in_bits = InBits(folder, args.dtype) if args.dtype in LOW_BITS else None
+    import_folder(folder, args.out, "auto" if in_bits else args.dtype, say, in_bits)
     return 0
 
 

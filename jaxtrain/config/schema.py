@@ -616,6 +616,9 @@ class Init:
     what: str = key("weights", "restored from init.from", choices=("weights", "weights+optimizer"))
 
 
+LOW_BITS = ("fp8", "nf4", "mxfp4")  # formats of frozen matrices (kernels/low_bits.py)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """Low-rank adapters for the frozen weights of init.from (docs/finetuning.md)."""
@@ -633,7 +636,7 @@ class Lora:
         "bf16",
         "storage of the frozen matrices of layers: the compute dtype (bf16), fp8 (e4m3, a scale for each output), nf4 (QLoRA's "
         "4 bits), or mxfp4 for the experts alone",
-        choices=("bf16", "fp8", "nf4", "mxfp4"),
+        choices=("bf16", *LOW_BITS),
         resume=FUNCTION,
     )
 

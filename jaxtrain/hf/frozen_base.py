@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxtrain.checkpoint import CheckpointError
+from jaxtrain.hf import encoded
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.lora import Digest, gone
 from jaxtrain.hf.names import PREFIX
-from jaxtrain.kernels import low_bits
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.models.module import Definition
 from jaxtrain.models.stored import Stored
@@ -35,19 +35,25 @@ class Weight:
     name: str  # in checkpoints
     plain: jax.ShapeDtypeStruct  # as it is read
     parts: Tensors  # name -> array to store, which is `plain` itself without `stored`
-    stored: Stored | None
+    stored: Stored | None  # how one layer's weight is stored
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Base:
-    """The frozen weights of a run with adapters."""
+    """The frozen weights of a run with adapters.
+
+    Attributes:
+        tensors: by their names in checkpoints.
+        digest: of the weights before they were encoded (lora.Digest).
+        errors: of each weight that was encoded now, the root mean square of its error relative to that of the weight.
+    """
 
     tensors: Tensors
-    digest: Digest  # of the weights as they were read
-    errors: dict[str, float]  # of each weight in fewer bits: root mean square of its error, relative to that of the weight
+    digest: str
+    errors: dict[str, float]
 
     def report(self, base: str) -> str:
-        """Return a line about the errors; "" if all weights keep their dtype. base: lora.base."""
+        """Return a line about the errors; "" if no weight was encoded. base: lora.base."""
         if not self.errors:
             return ""
         worst = max(self.errors, key=self.errors.__getitem__)
@@ -76,31 +82,38 @@ def weights_of(wanted: Tensors, source: Origin, definition: Definition, placemen
             there = source.stored.get(weight)
             dtype = there.dtype if there else jnp.dtype(jnp.bfloat16)
             plain = jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, weight, shape))
-            out[weight] = Weight(weight, plain, {name: a}, stored)
+            out[weight] = Weight(weight, plain, {name: a}, dataclasses.replace(stored, shape=shape, axes=axes))
     return list(out.values())
 
 
 def read_base(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> Base:
     """Return the wanted weights of a base, named as in checkpoints, in the wanted dtypes or bits.
 
-    Raises CheckpointError or HuggingFaceError if the source has other tensors.
+    wanted: the whole base. Raises CheckpointError or HuggingFaceError if the source has other tensors.
     """
-    base, errors = Base({}, Digest(), {}), {}
-    for batch in _batches(weights_of(wanted, source, definition, placement)):
+    form, digest = encoded.format_of(source.meta), Digest()
+    tensors: Tensors = {}
+    errors: dict[str, Any] = {}
+    todo = weights_of(wanted, source, definition, placement)
+    as_stored = [weight for weight in todo if weight.stored and weight.stored.format == form]
+    if as_stored:
+        tensors |= source.read_stored({name: a for weight in as_stored for name, a in weight.parts.items()})
+    for batch in _batches([weight for weight in todo if not (weight.stored and weight.stored.format == form)]):
         found = source.read({weight.name: weight.plain for weight in batch})
         for weight in batch:
             x = found.pop(weight.name)
-            base.digest.add(weight.name, x)
+            digest.add(weight.name, x)
             if weight.stored is None:
-                base.tensors[weight.name] = x
+                tensors[weight.name] = x
                 continue
             named = {name.rpartition(".")[2]: name for name in weight.parts}
             layouts = tuple((part, weight.parts[name].sharding) for part, name in named.items())
             parts, errors[weight.name] = _encoding(weight.stored, layouts)(x)
-            base.tensors |= {named[part]: made for part, made in parts.items()}
+            tensors |= {named[part]: made for part, made in parts.items()}
             jax.block_until_ready(parts)  # before the next weights are read
-    base.errors = {name: float(x) for name, x in errors.items()}
-    return base
+    # A checkpoint in bits has the digest of the weights that were encoded.
+    digest_of_all = source.meta[encoded.RECORD]["digest"] if as_stored else digest.hex()
+    return Base(tensors, digest_of_all, {name: float(x) for name, x in errors.items()})
 
 
 def base_digest(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> str:
@@ -148,6 +161,6 @@ def _encoding(stored: Stored, layouts: tuple[tuple[str, NamedSharding], ...]) ->
 
     def encode(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
         parts = stored.encode(w)
-        return parts, low_bits.error(w, stored.decode(parts, jnp.dtype(jnp.float32)))
+        return parts, stored.error(w, parts)
 
     return jax.jit(encode, out_shardings=(dict(layouts), None))

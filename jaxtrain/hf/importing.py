@@ -34,6 +34,7 @@ from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import ids_in
+from jaxtrain.hf import encoded
 from jaxtrain.hf.folder import TOKENIZER, Folder, copy_tokenizer, is_folder, open_folder, stored_run
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.hf.tensor_files import same
@@ -44,6 +45,7 @@ from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step.state import EMA, Tensors
 
 COPIED = "tokenizer"  # the folder of the tokenizer in that of an import
+Progress = Callable[[str, int], None]
 
 
 class NotFinite(HuggingFaceError):
@@ -64,6 +66,7 @@ class Origin:
         meta: meta.json of the step; for a Hugging Face folder, what an import would write of `config`, `came_from`.
         stored: shape and dtype of every tensor, by its name in jaxtrain's checkpoints.
         read: returns some of the tensors, each with the requested dtype and sharding.
+        read_stored: reads tensors of a checkpoint as they are stored; `read` decodes weights in fewer bits (encoded.py).
         folder: the opened Hugging Face folder; None for a step of a run.
         best: whether the step was chosen for its held-out loss, which `name` then tells.
     """
@@ -74,12 +77,15 @@ class Origin:
     meta: Mapping[str, Any]
     stored: Mapping[str, jax.ShapeDtypeStruct]
     read: Callable[[Tensors], Tensors]
+    read_stored: Callable[[Tensors], Tensors]
     folder: Folder | None = None
     best: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what of a Hugging Face folder is not used; () for a step of a run."""
+        """Return what of a Hugging Face folder is not used, or that matrices of a checkpoint are in fewer bits."""
+        if form := encoded.format_of(self.meta):
+            return (f"the matrices of {self.name} are in {form}, which lora.base={form} keeps; all else uses their values",)
         return () if self.folder is None else self.folder.notes
 
     def announce(self, say: Callable[[str], None] | None = None) -> None:
@@ -151,21 +157,26 @@ def open_origin(path: str) -> Origin:
         place = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
-        stored = stored_in(meta)
+        in_bits = encoded.weights_of(meta)
+        stored = encoded.decoded(meta, stored_in(meta))
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
-        return Origin(name, place, step, meta, stored, read, best=loss is not None)
+        return Origin(name, place, step, meta, stored, encoded.reader(read, in_bits), read, best=loss is not None)
     return origin_of(open_folder(path))
 
 
-def origin_of(folder: Folder) -> Origin:
-    """Return the weights of an opened Hugging Face folder. Raises HuggingFaceError if its tensors do not fit config.json."""
+def origin_of(folder: Folder, progress: Progress = lambda name, size: None) -> Origin:
+    """Return the weights of an opened Hugging Face folder. progress: as in `load`.
+
+    Raises HuggingFaceError if its tensors do not fit config.json.
+    """
     stored = {
         ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
         for ours, entry in folder.matched[0].items()
     }
     meta = {"config": schema.to_dict(folder.run(folder.dtype)), **came_from(folder)}
-    return Origin(str(folder.path), str(folder.path.absolute()), 0, meta, stored, functools.partial(load, folder), folder)
+    read = functools.partial(load, folder, progress=progress)
+    return Origin(str(folder.path), str(folder.path.absolute()), 0, meta, stored, read, read, folder)
 
 
 def folder_text(folder: Folder) -> TextFormat:
@@ -184,7 +195,7 @@ def came_from(folder: Folder) -> dict[str, Any]:
 # ---- Tensors onto devices
 
 
-def load(folder: Folder, wanted: Tensors, progress: Callable[[str, int], None] = lambda name, size: None) -> Tensors:
+def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
     """Return tensors of a folder, rounded where the dtype in `wanted` has fewer bits.
 
     Args:
@@ -257,7 +268,7 @@ def spread(shape: tuple[int, ...], devices: list[Any]) -> NamedSharding:
     return NamedSharding(mesh, P() if dim is None else P(*[None] * dim, "all"))
 
 
-def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None]) -> None:
+def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], None], in_bits: Any = None) -> None:
     """Write OUT/config.json, OUT/checkpoints/0 and OUT/tokenizer.
 
     Args:
@@ -266,6 +277,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         dtype: dtype of the weights: f32 | bf16 | auto, which is bf16 if all tensors are bfloat16, else f32. Tensors with
             `HfTensor.exact` are f32, and do not count for auto.
         say: called with each line of the report.
+        in_bits: the `InBits` of matrices that are stored in fewer bits; None: all are stored in `dtype`.
 
     Raises:
         HuggingFaceError: the folder cannot be imported, and nothing is written.
@@ -275,19 +287,6 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
     text = folder_text(folder).record()  # a damaged file is an error before the tensors are read
     dtype = folder.dtype if dtype == "auto" else dtype
     parameters = sum(math.prod(entry.shape) for entry in found.values())
-    size = parameters * DTYPES[dtype].itemsize
-    check_space(out, size)
-    files = plural(len({stored.file for stored in folder.tensors.values()}), "file")
-    scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if parameters >= x[0]), (1e3, "k"))
-    say(
-        f"{folder.path}: {folder.model.family}, {parameters / scale:.3g} {unit} parameters, {len(folder.tensors)} tensors in "
-        f"{files}; {len(folder.tensors) - len(unused)} used, {len(unused)} unused, 0 missing; stored as {dtype}"
-    )
-    for name, why in unused.items():
-        say(f"  unused: {name} ({why})")
-    for note in folder.notes:
-        say(f"  note: {note}")
-
     devices = jax.local_devices()
     wanted: Tensors = {
         name: jax.ShapeDtypeStruct(
@@ -295,11 +294,31 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         )
         for name, entry in found.items()
     }
-    started = time.perf_counter()
+    wanted = in_bits.tensors if in_bits else wanted
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in wanted.values())
+    check_space(out, size)
+    files = plural(len({stored.file for stored in folder.tensors.values()}), "file")
+    scale, unit = next((x for x in ((1e9, "G"), (1e6, "M")) if parameters >= x[0]), (1e3, "k"))
+    say(
+        f"{folder.path}: {folder.model.family}, {parameters / scale:.3g} {unit} parameters, {len(folder.tensors)} tensors in "
+        f"{files}; {len(folder.tensors) - len(unused)} used, {len(unused)} unused, 0 missing; "
+        f"stored as {in_bits.format if in_bits else dtype}"
+    )
+    for name, why in unused.items():
+        say(f"  unused: {name} ({why})")
+    for note in folder.notes:
+        say(f"  note: {note}")
+
+    started, more, lines = time.perf_counter(), {}, []
     with progress_bar(folder.bytes) as progress:
-        tensors = load(folder, wanted, progress)
+        if in_bits:
+            tensors, more, lines = in_bits.read(progress)
+        else:
+            tensors = load(folder, wanted, progress)
     seconds = time.perf_counter() - started
     say(f"read {rate(folder.bytes, seconds)}, onto {plural(len(devices), 'device')}")
+    for line in lines:
+        say(line)
 
     started = time.perf_counter()
     run = folder.run(dtype)
@@ -308,7 +327,7 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=COPIED))
     has_tokenizer = any((folder.path / name).is_file() for name in TOKENIZER)
     tokenizer = folder.path if has_tokenizer else None
-    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text}, tokenizer)
+    save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, **more}, tokenizer)
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
     if bare:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")

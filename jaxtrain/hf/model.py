@@ -56,7 +56,7 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     there = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
     of_base = restore_base(there, {k: a for k, a in wanted.items() if k not in adapters}, definition, placement)
-    lora.check_same(source.meta, there, of_base.digest.hex())
+    lora.check_same(source.meta, there, of_base.digest)
     return from_tensors(abstract, source.read(adapters) | of_base.tensors, fresh).params
 
 

@@ -7,7 +7,6 @@ these arrays, and the decoded weight is recomputed in the backward pass like any
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -66,10 +65,17 @@ class Stored:
 
     def encode(self, w: jax.Array) -> dict[str, jax.Array]:
         """Return the arrays of the weight, or of one layer of it."""
-        lead = w.shape[: w.ndim - len(self.shape) + self._lead]
-        return low_bits.encode(w.reshape(*lead, *self.matrix), self.format, self.inputs_first)
+        return low_bits.encode(self._matrices(w), self.format, self.inputs_first)
 
-    def decode(self, parts: Mapping[str, jax.Array], dtype: jnp.dtype, placement: Placement | None = None) -> jax.Array:
+    def error(self, w: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
+        """Return the relative error of the arrays `encode(w)` (low_bits.error), f32 ()."""
+        return low_bits.error(self._matrices(w), parts, self.format, self.inputs_first)
+
+    def _matrices(self, w: jax.Array) -> jax.Array:
+        lead = w.shape[: w.ndim - len(self.shape) + self._lead]
+        return w.reshape(*lead, *self.matrix)
+
+    def decode(self, parts: dict[str, jax.Array], dtype: jnp.dtype, placement: Placement | None = None) -> jax.Array:
         """Return the weight, or one layer of it, in `dtype`.
 
         placement: for arrays inside a shard_map, gathered as for use; None: the arrays have all shards.

@@ -320,7 +320,7 @@ def initial_state(
         tensors = checkpoints.restore(start.step, wanted, subset=unused, cast=start.cast)
         if start.base:
             base = restore_base(start.base, base_tensors(program), program.definition, program.placement)
-            tensors, digest = tensors | base.tensors, base.digest.hex()
+            tensors, digest = tensors | base.tensors, base.digest
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
         moved = checkpoints.set_aside(start.step, *([words] if words else []))
         if moved:
@@ -339,7 +339,7 @@ def initial_state(
     try:
         if program.adapters:
             base = read_base(source, base_tensors(program), program.definition, program.placement)
-            tensors, digest, report = base.tensors, base.digest.hex(), base.report(run.lora.base)
+            tensors, digest, report = base.tensors, base.digest, base.report(run.lora.base)
         else:
             tensors, report = source.read(init_tensors(program, source)), ""
         if start.adapters:

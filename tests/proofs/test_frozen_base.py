@@ -1,13 +1,28 @@
 """A frozen base in 8 or 4 bits: its step, its layouts, and how it is read."""
 
+import dataclasses
+import re
+
 import helpers
+import hugging_face
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_dpo import begun, step
 
+from jaxtrain.config import schema
+from jaxtrain.hf.folder import open_folder
+from jaxtrain.hf.frozen_base import read_base
+from jaxtrain.hf.importing import import_folder, open_origin
+from jaxtrain.hf.in_bits import InBits
+from jaxtrain.hf.model import abstract_of
 from jaxtrain.models.lora import is_adapter
-from jaxtrain.step.state import split_layer
+from jaxtrain.models.zero import make_zero
+from jaxtrain.sharding import make_placement
+from jaxtrain.step.definition import make_definition
+from jaxtrain.step.kernel import choose_kernel
+from jaxtrain.step.state import abstract_tensors, split_layer
 
 PREFIX = "params."
 MODEL = {
@@ -83,3 +98,63 @@ def test_the_step_is_that_of_the_decoded_weights(layout, expected):
     assert any(after[key].dtype == np.uint8 for key in frozen)
     for key in frozen:
         np.testing.assert_array_equal(after[key], tensors[key], err_msg=key)
+
+
+# ---- Reading
+
+OF_DEEPSEEK = {"intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 16}
+FOLDERS = {
+    "llama nf4": {"intermediate_size": 128, "head_dim": 16},
+    "llama fp8": {},
+    "gpt_oss mxfp4": {"intermediate_size": 128},
+    "deepseek_v3 nf4": OF_DEEPSEEK,
+}
+MESHES = {"one": schema.Mesh(data=1, fsdp=1, tensor=1, seq=1), "four": schema.Mesh(data=1, fsdp=2, tensor=2, seq=1)}
+
+
+def weights_in(origin):
+    return {name: a for name, a in origin.stored.items() if name.startswith(PREFIX)}
+
+
+def values_in(origin):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return origin.read({name: a.update(sharding=here) for name, a in weights_in(origin).items()})
+
+
+def built(run, mesh):
+    """Return (definition, placement, tensors of the base) of a run with adapters on a mesh."""
+    run = dataclasses.replace(run, mesh=MESHES[mesh])
+    placement = make_placement(run, jax.devices()[: 4 if mesh == "four" else 1])
+    kernel, _ = choose_kernel(run, placement.layout.context, jax.devices()[0])
+    definition = make_definition(run, make_zero(run.sharding, placement), kernel)
+    tensors = abstract_tensors(abstract_of(definition, placement))
+    return definition, placement, {k: a for k, a in tensors.items() if k.startswith(PREFIX) and not is_adapter(k)}
+
+
+@pytest.mark.parametrize("case", helpers.few(FOLDERS, "llama nf4", "gpt_oss mxfp4"))
+def test_a_folder_in_fewer_bits(case, tmp_path):
+    """An import in bits has the bits that a run makes of the folder, on any mesh. All else reads their values.
+
+    The digest is that of the folder's own weights.
+    """
+    name, form = case.split()
+    folder = open_folder(hugging_face.write(tmp_path / "theirs", name, sizes=FOLDERS[case]))
+    said = []
+    import_folder(folder, tmp_path / "ours", "auto", said.append, InBits(folder, form))
+    plain, bits = open_origin(str(tmp_path / "theirs")), open_origin(str(tmp_path / "ours"))
+    run = dataclasses.replace(bits.run(), lora=schema.Lora(rank=1, targets="wo", base=form))
+    for mesh in MESHES:
+        definition, placement, wanted = built(run, mesh)
+        made, kept = (read_base(origin, wanted, definition, placement) for origin in (plain, bits))
+        assert made.digest == kept.digest and made.errors and not kept.errors
+        assert made.tensors.keys() == kept.tensors.keys() == wanted.keys()
+        for key, x in made.tensors.items():
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(kept.tensors[key]), err_msg=key)
+            assert x.sharding == kept.tensors[key].sharding == wanted[key].sharding
+    assert weights_in(bits) == weights_in(plain)
+    values, before = values_in(bits), values_in(plain)
+    for key, x in before.items():
+        off = np.linalg.norm(np.asarray(values[key]) - np.asarray(x)) / np.linalg.norm(np.asarray(x))
+        assert off == pytest.approx(made.errors.get(key, 0.0), rel=1e-4), key
+    printed = [float(x) for line in said for x in re.findall(r"([\d.]+)%", line)]
+    assert sorted(printed) == sorted(round(100 * x, 2) for x in made.errors.values()) and all(2 < x < 15 for x in printed)

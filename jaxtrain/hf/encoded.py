@@ -1,0 +1,81 @@
+"""Checkpoints whose frozen matrices are stored in fewer bits (`hf import --dtype=nf4`): their record in meta.json, and reading.
+
+Under the record `low_bits`, a weight params.layers.0.attention.wq has the tensors params.layers.0.attention.wq.bits and so on.
+A run with that `lora.base` reads these tensors as they are. For all others, such a weight is one tensor, which is decoded.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.kernels.numerics import DTYPES
+from jaxtrain.models.stored import LEADING, Stored
+from jaxtrain.step.state import Tensors
+
+RECORD = "low_bits"  # key of meta.json
+
+
+def record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, Any]:
+    """Return the entry of meta.json.
+
+    Args:
+        weights: how each weight is stored, of one layer each, by name in checkpoints.
+        dtype: dtype of the weights that were encoded, f32 | bf16.
+        digest: the digest of the model before (lora.Digest).
+    """
+    found = {
+        name: {"shape": list(how.shape), "experts": "experts" in how.axes, "inputs_first": how.inputs_first}
+        for name, how in weights.items()
+    }
+    return {RECORD: {"format": next(iter(weights.values())).format, "dtype": dtype, "digest": digest, "weights": found}}
+
+
+def format_of(meta: Mapping[str, Any]) -> str:
+    """Return the format of a checkpoint's matrices, of low_bits.FORMATS; "" if they are stored in a dtype."""
+    return meta[RECORD]["format"] if RECORD in meta else ""
+
+
+def weights_of(meta: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return how each weight in fewer bits is stored, by its name in checkpoints."""
+    out = {}
+    for name, found in meta.get(RECORD, {}).get("weights", {}).items():
+        axes = (LEADING[1],) * found["experts"]
+        shape = tuple(found["shape"])
+        out[name] = Stored(format_of(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), found["inputs_first"])
+    return out
+
+
+def decoded(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of a checkpoint's tensors, with each weight in fewer bits as one. stored: as in the file."""
+    weights = weights_of(meta)
+    parts = {f"{name}.{part}" for name, how in weights.items() for part in how.abstract}
+    kept = {name: a for name, a in stored.items() if name not in parts}
+    return kept | {name: jax.ShapeDtypeStruct(how.shape, DTYPES[meta[RECORD]["dtype"]]) for name, how in weights.items()}
+
+
+def reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:
+    """Return a function that reads tensors by the names of `decoded`. read: reads those of the checkpoint."""
+
+    def read_decoded(wanted: Tensors) -> Tensors:
+        out = read({name: a for name, a in wanted.items() if name not in weights})
+        for name, a in wanted.items():
+            if name in weights:  # one after the other, because the arrays of each are on every device
+                how, everywhere = weights[name], a.sharding
+                if isinstance(everywhere, NamedSharding):
+                    everywhere = NamedSharding(everywhere.mesh, P())
+                parts = {part: x.update(sharding=everywhere) for part, x in how.abstract.items()}
+                found = read({f"{name}.{part}": x for part, x in parts.items()})
+                out[name] = _decoding(how, a.dtype, a.sharding)({part: found[f"{name}.{part}"] for part in parts})
+        return out
+
+    return read_decoded
+
+
+@functools.cache
+def _decoding(how: Stored, dtype: jnp.dtype, sharding: Any) -> Any:
+    return jax.jit(lambda parts: how.decode(parts, dtype), out_shardings=sharding)
