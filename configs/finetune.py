@@ -92,7 +92,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         config.train.global_batch = max(32, variant.gpus)
         config.train.grad_accum = max(1, 32 // variant.gpus)
         if adapters and config.model.num_experts:
-            # Four sequences to a microbatch of eight: an expert's matmuls have more rows for the weights that they read.
+            # Four sequences for each GPU in a microbatch: an expert's matmuls have more rows for the weights that they read.
             config.train.grad_accum = max(1, 8 // variant.gpus)
         # Two or three epochs are usual, because a large model memorises its examples after them.
         config.train.epochs = 3.0
