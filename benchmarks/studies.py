@@ -6,6 +6,7 @@ A page has two parts. The text above `MARK` is written by hand. The text below i
     python -m benchmarks.what_fits --write           docs/evidence/what_fits.md
     python -m benchmarks.collective_volumes --write  docs/evidence/collectives.md
     python -m benchmarks.limits --write              docs/evidence/limits.md
+    python -m benchmarks.finetuning --write          docs/evidence/lora.md
 
 Without --write a study prints its part. No GPU is needed. Finished plans are cached, so that a study can be stopped and
 restarted.

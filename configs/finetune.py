@@ -9,6 +9,10 @@ On a token file of conversations (docs/data.md), on one node of 8 GPUs:
     ./run.sh --config=configs/finetune.py:base=hf:meta-llama/Llama-3.1-8B,lora=16 --workdir=runs/chat \\
         --config.data.source=data/chat.tok --config.data.eval_source=data/chat.val.tok --config.train.steps=1000
 
+A base of 70B parameters in 4 bits fits on one GPU. Its plan needs no weights, only the name of a published size:
+
+    ./run.sh plan --config=configs/finetune.py:model=llama3.1_70b,lora=16,frozen=nf4,gpus=1 --topology=h200:1
+
 On pairs of a preferred and another completion (docs/data.md), by direct preference optimisation:
 
     ./run.sh --config=configs/finetune.py:base=runs/chat_merged,lora=16,dpo --workdir=runs/preferred \\
@@ -22,27 +26,35 @@ import ml_collections
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import ConfigError, Model, Problem, default_config, parse_arg
 from jaxtrain.hf.folder import describe
-from jaxtrain.models import flops
+from jaxtrain.models import flops, preset
 from jaxtrain.models.hugging_face import HuggingFaceError
 
 LARGE = 50_000_000  # least number of parameters of a model that is finetuned on GPUs
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Return the config. Variants: `base=DIR` (the base model, or adapters to train further; required), `lora=16` (rank of new
-    adapters; 0: all weights are trained), `gpus=8` (number of GPUs that shard the batch), `dpo` (train on preferences)."""
-    variant = parse_arg(arg, base="", lora=0, gpus=8, dpo=False)
+    """Return the config. Variants: `base=DIR` (the base model, or adapters to train further; required to train),
+    `model=llama3.1_70b` (the preset of a plan without weights), `lora=16` (rank of new adapters; 0: all weights are trained),
+    `frozen=nf4` (lora.base), `gpus=8` (number of GPUs that shard the batch), `dpo` (train on preferences)."""
+    variant = parse_arg(arg, base="", model="", lora=0, frozen="", gpus=8, dpo=False)
     config = default_config()
-    if not variant.base:
+    if variant.base and variant.model:
+        rule = f"has sizes of its own, beside model={variant.model}"
+        raise ConfigError([Problem("--config=FILE:base", variant.base, rule, "Fix: leave model out.")])
+    if variant.base:
+        try:
+            config.update(describe(variant.base))
+        except (CheckpointError, HuggingFaceError) as error:
+            raise ConfigError([Problem("--config=FILE:base", variant.base, str(error).rstrip("."), "")]) from error
+        config.init["from"] = variant.base
+    elif variant.model and variant.lora:  # without init.from, training of adapters is refused
+        config.model.update(preset(variant.model))
+        config.data.seq_len = 8192
+    else:
         rule = "is missing, and the run would start from random weights"
-        fix = "Fix: --config=configs/finetune.py:base=FOLDER, of a run or of a Hugging Face model (or hf:NAME)."
+        fix = "Fix: --config=configs/finetune.py:base=FOLDER, of a run or of a Hugging Face model (or hf:NAME)"
+        fix += ", or for a plan model=NAME,lora=16."
         raise ConfigError([Problem("--config=FILE:base", None, rule, fix)])
-    try:
-        found = describe(variant.base)
-    except (CheckpointError, HuggingFaceError) as error:
-        raise ConfigError([Problem("--config=FILE:base", variant.base, str(error).rstrip("."), "")]) from error
-    config.update(found)
-    config.init["from"] = variant.base
     rank = config.lora.rank  # of adapters in `base`, which are trained further; else 0
     if rank and variant.lora not in (0, rank):
         rule = f"{variant.base} holds adapters of rank {rank}, which are trained further"
@@ -62,6 +74,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         # rank. All linear layers have adapters, because adapters on attention only reach a higher loss (Schulman et al. 2025,
         # "LoRA Without Regret").
         config.lora.alpha = 32.0
+    if variant.frozen:
+        config.lora.base = variant.frozen
     adapters = bool(config.lora.rank)
 
     if adapters or variant.dpo:
@@ -77,6 +91,9 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         # that of all weights.
         config.train.global_batch = max(32, variant.gpus)
         config.train.grad_accum = max(1, 32 // variant.gpus)
+        if adapters and config.model.num_experts:
+            # Four sequences for each GPU in a microbatch: an expert's matmuls have more rows for the weights that they read.
+            config.train.grad_accum = max(1, 8 // variant.gpus)
         # Two or three epochs are usual, because a large model memorises its examples after them.
         config.train.epochs = 3.0
         config.train.steps = 1000  # of a plan without the data

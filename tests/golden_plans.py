@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import finetuning
 from jaxtrain.config import hardware, launch
 from jaxtrain.config.numbers import GB_PER_GIB
 from jaxtrain.data import loading
@@ -52,6 +53,7 @@ SHIPPED: Mapping[str, tuple[str, str]] = {
     "qwen3_30b_a3b": ("configs/qwen3_30b_a3b.py", "h200:8"),
     "gpt_oss_20b": ("configs/gpt_oss_20b.py", "h200:8"),
     "deepseek_v3": ("configs/deepseek_v3.py", "h200:8x16"),
+    **{case.name: (case.config, case.machine) for case in finetuning.CASES if case.fits},
 }
 
 Golden = dict[str, Any]  # the contents of a golden file

@@ -99,6 +99,22 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
     return queries | {"wkv_down": (d, r + model.qk_rope_head_dim), "wkv_up": (r, up), "wo": (n * w, d)}
 
 
+def matrices(model: Model) -> dict[str, tuple[int, int, int]]:
+    """Return weight -> (number of such matrices, inputs, outputs) in all layers; each expert has its own.
+
+    Routers, and the modules of multi-token prediction, are left out.
+    """
+    m, d = model, model.d_model
+    found = {f"layers.attention.{name}": (m.num_layers, *pair) for name, pair in projections(m).items()}
+    blocks = [("layers.mlp", m.stacked_layers * max(1, m.num_experts), m.d_ff)]
+    blocks += [("layers.mlp.shared", m.stacked_layers, m.shared_d_ff), ("dense_layers.mlp", m.dense_layers, m.dense_d_ff)]
+    for block, count, width in blocks:
+        if count and width:
+            found |= {f"{block}.{name}": (count, d, width) for name in ("gate", "up")}
+            found[f"{block}.down"] = count, width, d
+    return found
+
+
 def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
     """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
 

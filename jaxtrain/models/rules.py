@@ -5,7 +5,7 @@ Imports no jax.
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.config import schema, unread
 from jaxtrain.config.schema import (
@@ -20,6 +20,8 @@ from jaxtrain.config.schema import (
     spelled_value,
     with_fits,
 )
+from jaxtrain.models import flops
+from jaxtrain.models.precision import EXPERTS
 
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # For unread.problems.
@@ -27,6 +29,9 @@ READ_WITH = (
     *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
     ("model.dense_d_ff", "model.dense_layers", None),
 )
+# lora.base -> numbers of a block along a matrix's inputs that have one scale. fp8 has one for all inputs.
+BLOCK = {"nf4": 64, "mxfp4": 32}
+SPLIT = {"wo": "heads", "down": "mlp"}  # matrix -> the logical axis of its inputs that stays sharded where it is used
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys of attention without latents. Latent attention does not support them.
 WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
@@ -80,6 +85,38 @@ def unused_experts(lora: Lora, model: Model) -> list[Problem]:
     rule = f"lora.targets = {lora.targets} names no weight of the experts"
     remedy = f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets."
     return [Problem("lora.experts", lora.experts, rule, remedy)]
+
+
+def in_base(m: Model, base: str) -> dict[str, tuple[int, int, int]]:
+    """Return the matrices (`flops.matrices`) that a format of lora.base stores: {} for bf16, and for mxfp4 the experts'."""
+    known = {"bf16": (), "mxfp4": EXPERTS if m.num_experts else ()}.get(base)
+    return {name: sizes for name, sizes in flops.matrices(m).items() if known is None or name in known}
+
+
+def wrong_base(base: str, m: Model, shards: Mapping[str, int]) -> list[Problem]:
+    """Return a problem if the model has no matrix for a format of lora.base, or one that its blocks do not divide.
+
+    shards: logical axis -> its shards where matrices are used.
+    """
+
+    def uneven(base: str) -> str:
+        for name, (_, inputs, _) in in_base(m, base).items():
+            axis = SPLIT.get(name.rpartition(".")[2], "")
+            parts = shards.get(axis, 1)
+            if (m.num_heads if axis == "heads" else inputs) % parts:
+                continue  # the dimension itself is refused
+            if inputs // parts % BLOCK.get(base, 1):
+                of = f"each of {parts} shards of {name}" if parts > 1 else name
+                return f"has blocks of {BLOCK[base]} inputs, and {of} has {inputs // parts}"
+        return ""
+
+    rule = uneven(base)
+    if base == "mxfp4" and not m.num_experts:
+        rule = "is for the matrices of experts, and model.num_experts = 0"
+    if not rule:
+        return []
+    other = next(other for other in ("nf4", "fp8") if other != base and not uneven(other))
+    return [Problem("lora.base", base, rule, f"Set {other}.")]
 
 
 def _problems(m: Model) -> list[Problem]:

@@ -14,7 +14,8 @@ from jaxtrain.config import hardware
 from jaxtrain.config.schema import Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.models import flops
-from jaxtrain.models.module import Params, part
+from jaxtrain.models.module import Params, names, part
+from jaxtrain.models.stored import Stored
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
@@ -28,6 +29,7 @@ Check = Callable[[RunConfig], Sequence[Problem]]
 
 # The memory of a step beyond `Least.gib`, roughly, over that of its saved activations: only the order of layouts depends on it.
 BESIDE_SAVED = 1.25
+BITS = "uint8"  # the dtype of weights in fewer bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +71,18 @@ def least(run: RunConfig, topology: Topology) -> Least:
     else:
         clipped = run.optimizer.clip_norm > 0
         gradients = sum(map(_on_device, jax.tree.leaves(learnt))) * zero.numerics.reduce.itemsize * clipped
-    if zero.gather_once:
-        held = jax.tree.leaves(gathered)
-    elif (sharding.zero, sharding.gather) == (3, "forward"):
-        held = jax.tree.leaves(gathered.get(STACK, {}))
-    else:
-        held = [max(_in_use(program, a, of, one=True) for a, of in _pairs(params, axes))]
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
-    in_use = sum(held) * width
+    used = dict(zip(jax.tree.leaves(names(params)), _pairs(params, axes), strict=True))
+    if zero.gather_once:
+        in_use = sum(_in_use(program, a, of) * (1 if a.dtype == BITS else width) for a, of in used.values())
+    else:
+        stored = program.definition.stored  # weights in fewer bits, which the layer that uses them decodes
+        used = {name: pair for name, pair in used.items() if name.rpartition(".")[0] not in stored}
+        used |= {name: (how, how.axes) for name, how in stored.items()}
+        if (sharding.zero, sharding.gather) == (3, "forward"):
+            in_use = sum(_in_use(program, *pair) for name, pair in used.items() if name.startswith(f"{STACK}.")) * width
+        else:
+            in_use = max(_in_use(program, *pair, one=True) for pair in used.values()) * width
     saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards)
     known = not run.model.outside and "=offload" not in run.remat.tensors
     inputs = saved.bytes_kept(("residual",)) / run.remat.every if known else 0.0  # they have the shape of the residual stream
@@ -91,7 +97,7 @@ def _on_device(a: jax.ShapeDtypeStruct) -> int:
     return math.prod(a.sharding.shard_shape(a.shape))
 
 
-def _in_use(program: Program, a: jax.ShapeDtypeStruct, axes: Axes, one: bool = False) -> int:
+def _in_use(program: Program, a: jax.ShapeDtypeStruct | Stored, axes: Axes, one: bool = False) -> int:
     """Return the elements of a gathered weight on a device: of all layers, or of `one`."""
     p = program.placement
     skip = int(one and axes[:1] == ("layers",))

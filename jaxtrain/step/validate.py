@@ -47,7 +47,7 @@ from jaxtrain.runtime.timelimit import limit_s
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.step.resume import check_allow_change
 from jaxtrain.step.state_size import least_gib
-from jaxtrain.step.validate_layout import check_layout, find_layout
+from jaxtrain.step.validate_layout import OF_SHAPES, check_layout, find_layout
 from jaxtrain.step.validate_pipeline import check_schedule
 from jaxtrain.step.validate_places import check_places, checkpoints_folder
 
@@ -85,6 +85,7 @@ READ_WITH = (
     ("lora.rslora", "lora.rank", None),
     ("lora.experts", "lora.rank", None),
     ("lora.experts", "model.num_experts", None),
+    ("lora.base", "lora.rank", None),
     ("init.what", "init.from", None),
     ("loss.mtp_weight", "model.mtp_layers", None),
     ("optimizer.decay_shape", "optimizer.schedule", "wsd"),
@@ -181,6 +182,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
         problems.append(Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {instead}."))
     if run.lora.rank and "lora.rank" not in bad:
         problems += _lora(run.train, run.init, d)
+        problems += [] if bad & {"lora.base", *OF_SHAPES} else _base(run, devices)
         if run.model.family in FAMILIES:
             known = run.model.adaptable(run.lora.experts != "none")
             problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0) or rules.unused_experts(
@@ -323,6 +325,23 @@ def _lora(train: Train, init: Init, dtypes: Dtypes) -> Iterable[Problem]:
         if getattr(dtypes, name) == INT8:
             rule = "moments of adapters are too few to be worth storing in blocks"
             yield Problem(f"dtypes.{name}", INT8, rule, "Set f32 or bf16.")
+
+
+def _base(run: RunConfig, devices: Devices) -> Iterable[Problem]:
+    """Yield a problem if another setting excludes a base in fewer bits."""
+    base, m = run.lora.base, run.model
+    if base == "bf16":
+        return
+    if m.outside:
+        rule = f"knows the matrices of jaxtrain's own families, and not those of {m.family}"
+        yield Problem("lora.base", base, rule, "Set bf16.")
+    elif run.precision == "fp8":
+        rule = "is not for precision=fp8, whose matmuls round weights of 16 bits in each step"
+        yield Problem("lora.base", base, rule, "Set precision=bf16, or lora.base=bf16.")
+    else:
+        layout, _ = find_layout(run, devices)
+        shards = {axis: layout.shards(axis) for axis in rules.SPLIT.values()} if layout else {}
+        yield from rules.wrong_base(base, m, shards)
 
 
 def _pairs(loss: Loss, data: Data, bad: set[str]) -> Iterable[Problem]:

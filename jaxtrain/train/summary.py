@@ -50,7 +50,8 @@ def print_summary(setup: Setup, console: Console) -> None:
     met = f" ({short_count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
     learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
-        adapters = f"adapters of {short_count(learnt)} on {run.lora.targets}"
+        stored = "" if run.lora.base == "bf16" else f" of a base in {run.lora.base}"
+        adapters = f"adapters of {short_count(learnt)} on {run.lora.targets}{stored}"
         parameters = f"{parameters} parameters{met}, and {adapters}, the only trained parameters"
     else:
         everything = all(jax.tree.leaves(program.trained))

@@ -164,6 +164,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"loss.name": "helpers:half_loss", "lora.rank": 2}),
     ({"lora.rank": 2}, {"lora.targets": "wq"}),
     (EXPERTS | {"lora.rank": 2}, {"lora.experts": "shared"}),
+    ({"lora.rank": 2}, {"lora.base": "fp8"}),
     ({}, {"optimizer.name": "helpers:slower_adamw", "optimizer.schedule": "linear", "optimizer.decay_steps": 5}),
     ({"optimizer.schedule": "wsd"}, {"optimizer.decay_shape": "sqrt"}),
     ({}, {"optimizer.offload": "moments"}),

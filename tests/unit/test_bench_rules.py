@@ -40,10 +40,19 @@ def test_what_cannot_hold_its_state_is_not_compiled(monkeypatch):
 
 @pytest.mark.parametrize(
     ("settings", "bytes_each"),
-    [("", 8), ("dtypes.m=int8 dtypes.v=int8", 6), ("optimizer.name=muon", 6), ("lora.rank=8", 2), ("train.freeze=embed.*", 4)],
+    [
+        ("", 8),
+        ("dtypes.m=int8 dtypes.v=int8", 6),
+        ("optimizer.name=muon", 6),
+        ("lora.rank=8", 2),
+        ("train.freeze=embed.*", 4),
+        # All but embedding and head (2 x 128256 x 8192) is in matrices.
+        ("lora.rank=8 lora.base=fp8", 2 - 68.45 / 70.55),
+        ("lora.rank=8 lora.base=nf4", 2 - 68.45 / 70.55 * (2 - 4.127 / 8)),
+    ],
 )
 def test_the_least_state_of_a_config(settings, bytes_each):
-    """Frozen weights have no moments, and the base weights of adapters have the compute dtype."""
+    """Frozen weights have no moments, and the base weights of adapters have the compute dtype or fewer bits."""
     argv = ["--config=configs/llama3_70b.py:gpus=1", *DATA["synthetic"], *(f"--config.{word}" for word in settings.split())]
     run = loading.load(argv).run
     assert state_size.least_gib(run, ("params", "moments")) == pytest.approx(525.7 * bytes_each / 8, rel=1e-3)

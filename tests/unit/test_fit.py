@@ -1,14 +1,19 @@
 """The least memory of a run: compared with sums by hand and with golden plans."""
 
 import math
+import re
 
 import golden_plans
 import pytest
 from made_plans import H200, load
 
-from jaxtrain.config import launch
+from jaxtrain.config import launch, schema
 from jaxtrain.data import loading
+from jaxtrain.kernels import low_bits
+from jaxtrain.models import preset, rules
 from jaxtrain.plan import fit, topology
+from jaxtrain.step import state_size
+from jaxtrain.step.program import build
 
 PARAMS = 8_030_261_248  # of Llama 3 8B
 ONE = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
@@ -77,3 +82,48 @@ def test_no_golden_plan_is_below_its_least_memory(name):
     loaded = loading.load([f"--config={launch.REPO}/{plan['config']}"])
     least = fit.least(loaded.run, topology.parse(plan["topology"]))
     assert 0 < least.state_gib < least.gib <= plan["peak_gib"] and math.isfinite(least.repeated)
+
+
+MATRICES = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+# Bits of a weight beside those of its scales, and of the scales of Llama 3 8B's matrices
+BITS = {"bf16": 16, "fp8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
+
+
+@pytest.mark.parametrize("base", BITS)
+def test_a_frozen_base_is_held_in_its_bits(base):
+    """A layer decodes its largest matrix. If weights are gathered once a step, they stay in their bits."""
+    lora = ("lora.rank=16", f"lora.base={base}", *ONE)
+    found, once = of(*lora), of(*lora, "sharding.gather=step")
+    # The ends of the seven matrices: fsdp shards those on the model dimension.
+    wide, others = 32 * 7 * 4096, 32 * (2 * 4096 + 2 * 1024 + 3 * 14_336)
+    base_bytes = MATRICES * BITS[base] / 8 + 2 * (PARAMS - MATRICES)
+    assert found.state_gib == pytest.approx((base_bytes / 8 + 12 * 16 * (wide / 8 + others)) / GIB, rel=5e-3)
+    assert found.gathered_gib == 128_256 * 4096 * 2 / GIB, "the head"
+    assert once.gathered_gib == pytest.approx((base_bytes + 2 * 16 * (wide + others)) / GIB, rel=5e-3)
+    run = load(*lora, file="configs/llama3_8b.py")
+    assert state_size.least_gib(run, ("params",)) * GIB == pytest.approx(base_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama3.1_8b", "qwen2.5_0.5b", "gpt_oss_20b", "deepseek_v3", "gemma3_1b"])
+def test_the_config_knows_the_matrices_that_a_base_stores(name):
+    """The rules of a config, which imports no model, are about the weights that the model then stores."""
+    assert rules.BLOCK == low_bits.BLOCK
+    for base in low_bits.FORMATS:
+        config = schema.default_config()
+        config.model.update(preset(name))
+        config.lora.update(rank=8, base=base)
+        run = schema.resolve(config)[0]
+        stored = {} if fit.training_check(H200)(run) else build(run, topology.devices(H200)).definition.stored
+        if not stored:
+            assert base == "mxfp4" and not run.model.num_experts
+            continue
+        found: dict[str, list[int]] = {}
+        for weight, how in stored.items():
+            into, out = how.matrix if how.inputs_first else how.matrix[::-1]
+            sizes = found.setdefault(re.sub(r"^dense_layers\.\d+", "dense_layers", weight), [0, into, out])
+            sizes[0] += math.prod(how.shape) // (into * out)
+        expected = rules.in_base(run.model, base)
+        for part in {key.rpartition(".")[2] for key in expected}:  # the dense layers' attention counts with the others'
+            one = [sum(sizes[0] for key, sizes in each.items() if key.endswith(f".{part}")) for each in (found, expected)]
+            assert one[0] == one[1], part
+        assert all(found[key][1:] == list(sizes[1:]) for key, sizes in expected.items())

@@ -340,6 +340,20 @@ BUGS = (
         "unit/test_fit.py -k zero_stages",
     ),
     Bug(
+        "fit: bits that are gathered once a step count as bfloat16",
+        FIT,
+        "* (1 if a.dtype == BITS else width)",
+        "* width",
+        "unit/test_fit.py -k held_in_its_bits",
+    ),
+    Bug(
+        "config: the blocks of a base need not divide the shards of tensor parallelism",
+        "jaxtrain/models/rules.py",
+        "if inputs // parts % BLOCK.get(base, 1):",
+        "if inputs % BLOCK.get(base, 1):",
+        'unit/test_refusals.py -k "nf4 and tensor"',
+    ),
+    Bug(
         "fit: gathered experts count as one",
         FIT,
         "math.prod(n // p.size(p.compute_axes(axis)) for",
