@@ -105,7 +105,7 @@ WRONG = [
     ((*TENSOR, "sharding.rules.mlp=", "sharding.rules.experts=expert+tensor"), "sharding.rules.experts"),
     ((*TENSOR, "sharding.rules.mlp=", "sharding.rules.expert_embed=tensor"), "sharding.rules.expert_embed"),
     ((*TENSOR, "model.d_ff=126"), "model.d_ff"),
-    ((*EXPERTS, "lora.rank=4", "lora.targets=wq,gate"), "lora.targets"),
+    ((*EXPERTS, "lora.rank=4", "lora.experts=none", "lora.targets=wq,gate"), "lora.targets"),
     ((*EXPERTS, "precision=fp8", "moe.impl=ragged"), "precision"),
     (("mesh.fsdp=8", "model.router_bias=true"), "model.router_bias"),
     (("mesh.fsdp=8", "moe.capacity_factor=2.0"), "moe.capacity_factor"),
