@@ -254,6 +254,7 @@ DESERVED = {
     "gpt_oss_20b": ("exposed communication",),
     # The wait for the experts' tokens is exposed, and routers are gathered in float32, in which they are stored.
     "deepseek_v3": ("exposed communication", "float32 all-gather"),
+    "lora_gpt_oss_120b_mxfp4_on_h200_8": ("float32 all-gather",),  # of routers, too
 }
 
 
