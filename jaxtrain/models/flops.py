@@ -233,32 +233,34 @@ def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     return differentiates_layers(lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
-def _adapted(model: Model, lora: Lora, rows: float) -> Iterator[tuple[str, float, float]]:
-    """Yield (result, input widths, output widths) of adapted weights. The widths are sums over layers and over rows of experts.
+def _adapted(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple[str, float, float]]:
+    """Yield (result, forward FLOPs per token of the matmuls with a, and with b) of adapted weights, in all layers.
 
-    The result is named as in `gemms`. rows: as in `adapters`.
+    The result is named as in `gemms`. rows, rank: as in `adapters`.
     """
     m, targets = model, parts_of(lora.targets)
     for name, (into, out) in projections(m).items():
         if name in targets:
-            yield _ATTENTION[name], m.num_layers * into, m.num_layers * out
-    blocks = [(m.d_ff, m.num_layers)]
+            yield _ATTENTION[name], 2.0 * lora.rank * m.num_layers * into, 2.0 * lora.rank * m.num_layers * out
+    blocks = [(m.d_ff, 2.0 * lora.rank * m.num_layers)]
     if m.num_experts:
-        of_experts = (rows or m.experts_per_token) * (lora.experts != "none")
-        blocks = [(m.d_ff, m.stacked_layers * of_experts), (m.dense_d_ff, m.dense_layers)]
-        blocks.append((m.shared_d_ff, m.stacked_layers * (m.shared_d_ff > 0)))
+        of_experts = 2.0 * (rank or lora.rank) * (rows or m.experts_per_token) * (lora.experts != "none")
+        blocks = [(m.d_ff, m.stacked_layers * of_experts), (m.dense_d_ff, 2.0 * lora.rank * m.dense_layers)]
+        blocks.append((m.shared_d_ff, 2.0 * lora.rank * m.stacked_layers * (m.shared_d_ff > 0)))
     for name in FEED_FORWARD:
         for width, times in blocks if name in targets else ():
             into, out = (width, m.d_model) if name == "down" else (m.d_model, width)
             yield f"mlp_{name}", times * into, times * out
 
 
-def adapters(model: Model, lora: Lora, rows: float = 0.0) -> float:
+def adapters(model: Model, lora: Lora, rows: float = 0.0, rank: int = 0) -> float:
     """Return forward FLOPs per token of all adapters: 2 rank (inputs + outputs) for each adapted weight.
 
-    rows: of the adapters of experts (`shared_rows`), as in `products`.
+    Args:
+      rows: of the adapters of experts (`shared_rows`), as in `products`.
+      rank: of the adapters of experts, as computed (support.padded); 0: lora.rank.
     """
-    return 2.0 * lora.rank * sum(into + out for _, into, out in _adapted(model, lora, rows))
+    return sum(of_a + of_b for _, of_a, of_b in _adapted(model, lora, rows, rank))
 
 
 def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
@@ -300,18 +302,23 @@ def head(model: Model, lora: Lora, train: Train) -> float:
 def beyond(run: RunConfig) -> Flops:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
-    These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, and expert capacity
-    beyond an even load. A capacity below 1 drops tokens, so the result may be negative.
+    These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, expert capacity beyond an
+    even load, and the padding of the rank of each expert's adapters. A capacity below 1 drops tokens, so the result may be
+    negative.
     """
     m, back = run.model, differentiates_layers(run.lora, run.train)
     rows = expert_rows(m, run.moe, run.mesh)
-    of_adapters = shared_rows(run, rows)
+    even = (
+        run.lora.experts == "shared" or run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, run.mesh.expert)
+    )
+    rank = 0 if even else support.padded(run.moe.impl, run.compute == "f32", run.lora.rank)
+    of_adapters = shared_rows(run, rows), rank
     passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
-    linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, of_adapters) - adapters(m, run.lora))
+    linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *of_adapters) - adapters(m, run.lora))
     linear += 2.0 * m.d_model * m.vocab_size * run.loss.of_pairs
     if not back:
         return Flops(linear, linear)
-    linear += recomputed_adapters(m, run.lora, run.remat, of_adapters)
+    linear += recomputed_adapters(m, run.lora, run.remat, *of_adapters)
     return recompute(m, run.remat, run.data.seq_len, rows) + Flops(linear, linear)
 
 
@@ -347,8 +354,8 @@ def _recomputed(model: Model, remat: Remat) -> list[str]:
     return again
 
 
-def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0) -> float:
-    """Return the FLOPs per token of adapters that the remat policy recomputes. rows: as in `adapters`.
+def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0, rank: int = 0) -> float:
+    """Return the FLOPs per token of adapters that the remat policy recomputes. rows, rank: as in `adapters`.
 
     The results of all matrices a have no name, and their b's are recomputed with the results that they are added to. down's b
     is left out: it is recomputed only inside checkpoints of several layers, and with sandwich_norm.
@@ -356,7 +363,7 @@ def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.
     if remat.policy == "none":
         return 0.0
     again = _recomputed(model, remat)
-    return 2.0 * lora.rank * sum(into + out * (made in again) for made, into, out in _adapted(model, lora, rows))
+    return sum(of_a + of_b * (made in again) for made, of_a, of_b in _adapted(model, lora, rows, rank))
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:

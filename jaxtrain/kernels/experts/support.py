@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from jaxtrain.config.schema import Problem
 from jaxtrain.kernels.attention import Hardware
 
+CHUNK = 64  # numbers in bfloat16 that the kernels load at once: those of 128 bytes
+
 
 def pallas(hardware: Hardware, exact: bool) -> str | None:
     """Return why the Pallas kernels do not support this hardware, or rows in float32 (`exact`); None if they do."""
@@ -28,6 +30,14 @@ def alone(impl: str, experts: int, ranks: int) -> bool:
     The expert's rows then include empty slots.
     """
     return impl == "auto" and ranks == experts
+
+
+def padded(impl: str, exact: bool, rank: int) -> int:
+    """Return the rank that the matmuls of each expert's adapter compute: `pallas` pads it to whole chunks.
+
+    For auto this is the rank on Hopper. exact: rows are in float32.
+    """
+    return rank if exact or impl == "ragged" else -(-rank // CHUNK) * CHUNK
 
 
 def problems(impl: str, hardware: Hardware, exact: bool) -> list[Problem]:
