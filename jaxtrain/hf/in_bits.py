@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxtrain.config.schema import Lora
+from jaxtrain.config.schema import ConfigError, Lora
 from jaxtrain.hf import encoded
 from jaxtrain.hf.folder import Folder
 from jaxtrain.hf.frozen_base import read_base, weights_of
@@ -11,6 +11,7 @@ from jaxtrain.hf.importing import Progress, origin_of
 from jaxtrain.hf.model import abstract_of, placed
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.lora import is_adapter
+from jaxtrain.models.rules import wrong_base
 from jaxtrain.step.state import Tensors, abstract_tensors
 
 
@@ -23,9 +24,11 @@ class InBits:
     """
 
     def __init__(self, folder: Folder, form: str):
-        """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrices, or none that it can store."""
+        """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or one without whole blocks."""
         self._folder, self.format = folder, form
         run = folder.run(folder.dtype)
+        if wrong := wrong_base(form, run.model, {}):
+            raise ConfigError([dataclasses.replace(problem, key="--dtype") for problem in wrong])
         # The frozen base of any adapters.
         run = dataclasses.replace(run, lora=Lora(rank=1, targets="wo", base=form))
         self._definition, self._placement = placed(run)

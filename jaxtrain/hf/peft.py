@@ -333,6 +333,8 @@ def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -
         write_atomic(folder / TEMPLATE, template)
     copied = run.lora.experts == "shared" and run.model.num_experts
     notes = [f"PEFT has no adapter that experts share: written {copied} times, once for each expert"] if copied else []
+    if run.lora.base != "bf16":
+        notes.append(f"in training the base was in {run.lora.base}: beside another one, their outputs differ by its rounding")
     return source.step, written, notes
 
 

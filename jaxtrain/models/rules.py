@@ -94,7 +94,7 @@ def in_base(m: Model, base: str) -> dict[str, tuple[int, int, int]]:
 
 
 def wrong_base(base: str, m: Model, shards: Mapping[str, int]) -> list[Problem]:
-    """Return a problem if the model has no matrix for a format of lora.base, or one that its blocks do not divide.
+    """Return a problem if the model has no known matrix for a format of lora.base, or one that its blocks do not divide.
 
     shards: logical axis -> its shards where matrices are used.
     """
@@ -110,6 +110,9 @@ def wrong_base(base: str, m: Model, shards: Mapping[str, int]) -> list[Problem]:
                 return f"has blocks of {BLOCK[base]} inputs, and {of} has {inputs // parts}"
         return ""
 
+    if m.outside:
+        rule = f"knows the matrices of jaxtrain's own families, and not those of {m.family}"
+        return [Problem("lora.base", base, rule, "Set bf16.")]
     rule = uneven(base)
     if base == "mxfp4" and not m.num_experts:
         rule = "is for the matrices of experts, and model.num_experts = 0"

@@ -332,10 +332,7 @@ def _base(run: RunConfig, devices: Devices) -> Iterable[Problem]:
     base, m = run.lora.base, run.model
     if base == "bf16":
         return
-    if m.outside:
-        rule = f"knows the matrices of jaxtrain's own families, and not those of {m.family}"
-        yield Problem("lora.base", base, rule, "Set bf16.")
-    elif run.precision == "fp8":
+    if run.precision == "fp8" and not m.outside:
         rule = "is not for precision=fp8, whose matmuls round weights of 16 bits in each step"
         yield Problem("lora.base", base, rule, "Set precision=bf16, or lora.base=bf16.")
     else:

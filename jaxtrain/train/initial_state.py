@@ -183,6 +183,8 @@ def begin_adapters(program: Program, beginning: Position) -> Start:
         rule = f"{source.name} holds adapters with other settings"
         raise ConfigError([schema.Problem("init.from", run.init.from_, rule, f"Set {lora.as_options(source)}.")])
     notes, base = check_base(program, run.init.base or lora.base_path(source.meta))
+    if (before := source.run().lora.base) != run.lora.base:
+        notes += (f"lora.base: {before!r} in init.from, {run.lora.base!r} here",)
     return Start(0, False, False, beginning, notes, {}, base, source.path)
 
 
