@@ -24,7 +24,7 @@ class InBits:
     """
 
     def __init__(self, folder: Folder, form: str):
-        """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or one without whole blocks."""
+        """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or uneven blocks."""
         self._folder, self.format = folder, form
         run = folder.run(folder.dtype)
         if wrong := wrong_base(form, run.model, {}):
