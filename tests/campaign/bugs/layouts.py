@@ -256,13 +256,6 @@ BUGS = (
         "proofs/test_moe.py -k rounds_lose_no_precision",
     ),
     Bug(
-        "experts: gradients of frozen weights are computed",
-        "jaxtrain/kernels/experts/feed_forward.py",
-        "Learns(learns(weights[:3]),",
-        "Learns(True,",
-        "proofs/test_lora_experts.py -k flops",
-    ),
-    Bug(
         "experts: the gradient of an adapter's a lacks the scale",
         "jaxtrain/kernels/experts/feed_forward.py",
         'd_low_Rr = self._low(dy, pair.b, route, "F") * self.scale',
