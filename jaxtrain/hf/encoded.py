@@ -40,6 +40,11 @@ def format_of(meta: Mapping[str, Any]) -> str:
     return meta[RECORD]["format"] if RECORD in meta else ""
 
 
+def digest_of(meta: Mapping[str, Any]) -> str:
+    """Return the digest of a checkpoint's weights before they were encoded; "" if they are stored in a dtype."""
+    return meta[RECORD]["digest"] if RECORD in meta else ""
+
+
 def weights_of(meta: Mapping[str, Any]) -> dict[str, Stored]:
     """Return how each weight in fewer bits is stored, by its name in checkpoints."""
     out = {}

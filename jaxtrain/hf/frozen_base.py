@@ -45,7 +45,7 @@ class Base:
 
     Attributes:
         tensors: by their names in checkpoints.
-        digest: of the weights before they were encoded (lora.Digest).
+        digest: of the weights before they were encoded, by this run or by the import that it reads (lora.Digest).
         errors: of each weight that was encoded now, the root mean square of its error relative to that of the weight.
     """
 
@@ -114,9 +114,7 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
             # One program at a time: several at once would hold their temporary arrays, and on CPUs their collectives deadlock.
             errors[weight.name] = float(error)
             tensors |= {named[part]: made for part, made in parts.items()}
-    # A checkpoint in bits has the digest of the weights that were encoded.
-    digest_of_all = source.meta[encoded.RECORD]["digest"] if as_stored else digest.hex()
-    return Base(tensors, digest_of_all, errors)
+    return Base(tensors, encoded.digest_of(source.meta) or digest.hex(), errors)
 
 
 def base_digest(source: Origin, wanted: Tensors, definition: Definition, placement: Placement) -> str:
@@ -124,6 +122,8 @@ def base_digest(source: Origin, wanted: Tensors, definition: Definition, placeme
 
     wanted: as in `read_base`. Raises as `read_base` does.
     """
+    if known := encoded.digest_of(source.meta):
+        return known
     digest = Digest()
     for batch in _batches(weights_of(wanted, source, definition, placement), every=True):
         for name, x in source.read({weight.name: weight.plain for weight in batch}).items():

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
 from jaxtrain.config.layout import Arrangement
+from jaxtrain.config.shapes import MTP
 from jaxtrain.hf.importing import Origin, open_origin
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -57,7 +58,9 @@ class Digest:
         self._sums: dict[str, list[tuple[tuple[int, ...], int]]] = {}  # of each layer, or of all at once
 
     def add(self, name: str, x: jax.Array) -> None:
-        """Add a tensor, with its name in checkpoints."""
+        """Add a tensor, with its name in checkpoints. Those of multi-token prediction do not count: adapters do without it."""
+        if name.startswith(f"{PREFIX}{MTP}."):
+            return
         whole, layer = split_layer(name)
         before = np.uint32((layer or 0) * x.size % 2**32)
         lead = () if layer is None else (1,)

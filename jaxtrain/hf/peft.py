@@ -16,6 +16,7 @@ PEFT writes the same from the adapters that it made for each expert's modules wi
 import dataclasses
 import json
 import math
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.models.lora import EQUATIONS, A, B, adapter_of
+from jaxtrain.models.lora import EQUATIONS, MODULE, A, B, adapter_of, is_adapter, uniform
+from jaxtrain.models.module import constant
 from jaxtrain.step.state import abstract_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -233,12 +235,13 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     rank, alpha, notes = found.get("r"), found.get("lora_alpha"), []
     if type(rank) is not int or rank < 1:
         raise HuggingFaceError(f"{folder / CONFIG}: r = {rank!r}: must be a whole number above 0.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: must be a number above 0.")
-    alpha = float(alpha)
-    if wrong := schema.declared()["lora.alpha"].out_of_range(alpha):
-        raise HuggingFaceError(f"{folder / CONFIG}: lora_alpha = {alpha!r}: {wrong[0]}.")
-    how = schema.Lora(rank, alpha, rslora=bool(found.get("use_rslora")))
+    alpha = _alpha(folder, "lora_alpha", alpha)
+    rslora, parameters = found.get("use_rslora") or False, found.get("target_parameters") or []
+    if type(rslora) is not bool:
+        raise HuggingFaceError(f"{folder / CONFIG}: use_rslora = {rslora!r}: must be true or false.")
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise HuggingFaceError(f"{folder / CONFIG}: target_parameters = {parameters!r}: must be a list of names.")
+    how = schema.Lora(rank, alpha, rslora=rslora)
     if found.get("lora_dropout"):
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
     if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
@@ -254,10 +257,23 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     for name, e in wanted.items():
         x = e.to_ours([tensors[theirs] for theirs in e.theirs], np.dtype("float32"), tuple(slice(None) for _ in e.shape))
         ours[name] = _narrowed(folder, name, x, how.rank) if wide > 1 and name in experts and weight_of(name) in IN_ORDER else x
+    if wide == 1:
+        notes += _drop_unused_half(ours, experts)
     adapted |= {weight_of(name) for name in experts}
     targets = ",".join(name for name in EQUATIONS if name in adapted)
     none = bool(model.num_experts and adapted & {*FEED_FORWARD} and not experts)
     return dataclasses.replace(how, targets=targets, experts="none" if none else "each"), ours, notes
+
+
+def _alpha(folder: Path, key: str, value: Any) -> float:
+    """Return an alpha of adapter_config.json as a number above 0. Raises HuggingFaceError."""
+    try:
+        alpha = math.nan if isinstance(value, bool | str) else float(value)
+    except (OverflowError, TypeError):
+        alpha = math.nan
+    if wrong := schema.declared()["lora.alpha"].out_of_range(alpha):
+        raise HuggingFaceError(f"{folder / CONFIG}: {key} = {value!r}: {wrong[0]}.")
+    return alpha
 
 
 def _of_experts(
@@ -274,7 +290,8 @@ def _of_experts(
     asked = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
     names = [*(IN_ORDER if GATE_UP in asked else ()), *(["down"] if DOWN in asked else [])]
     rank, alpha = ((config.get(key) or {}).get(PATTERN) for key in READ_OF_EXPERTS)
-    rank, alpha = rank or how.rank, alpha or how.alpha
+    rank = how.rank if rank is None else rank
+    alpha = how.alpha if alpha is None else _alpha(folder, f"alpha_pattern of {GATE_UP}", alpha)
     wide = 2 if rank == 2 * how.rank else 1
     if not model.num_experts or (rank, alpha) == (wide * how.rank, wide_alpha(how, wide)):
         return expert_entries(model, names, {GATE_UP: wide * how.rank, DOWN: how.rank}) if model.num_experts else {}, wide
@@ -293,6 +310,21 @@ def _narrowed(folder: Path, name: str, x: np.ndarray, rank: int) -> np.ndarray:
         rule = f"the outputs of {weight_of(name)} depend on ranks of the other half of {GATE_UP}"
         raise HuggingFaceError(f"{folder / TENSORS}: {rule}, so it is no pair of adapters of rank {rank}. {MERGE}")
     return x[:, own]
+
+
+def _drop_unused_half(ours: dict[str, np.ndarray], experts: dict[str, Entry]) -> list[str]:
+    """Leave out the adapters of gate or up of gate_up_proj if their outputs are zero in all layers. Return notes on it.
+
+    PEFT has the zeros of one half if only the other was trained.
+    """
+    used = {half: any(ours[name].any() for name in experts if name.endswith(half + B)) for half in IN_ORDER}
+    here = {weight_of(name) for name in experts}
+    unused = [half for half in IN_ORDER if half in here and not used[half]]
+    if len(unused) != 1 or not here >= {*IN_ORDER}:
+        return []
+    for name in [name for name in experts if weight_of(name) == unused[0]]:
+        del ours[name], experts[name]
+    return [f"the experts' {unused[0]}: its half of {GATE_UP} is zero, and has no adapters here"]
 
 
 def weight_of(adapter: str) -> str:
@@ -404,7 +436,15 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     run = dataclasses.replace(run, lora=settings, init=schema.Init(path), train=dataclasses.replace(run.train, freeze=""))
     definition, placement = placed(run)
     wanted = {n: a for n, a in abstract_tensors(abstract_of(definition, placement)).items() if n.startswith(PREFIX)}
-    of_base = {name: a for name, a in wanted.items() if name not in found}
+    of_base = {name: a for name, a in wanted.items() if not is_adapter(name)}
+    begun = {name: a for name, a in wanted.items() if is_adapter(name) and name not in found}
+    if begun:
+        halves = sorted(name.removeprefix(PREFIX).replace(f".{MODULE}.", ".") for name in begun if name.endswith(A))
+        weights = [name.removesuffix(A) for name in halves]
+        notes.append(f"no adapters in {folder.name}: {', '.join(weights)}; they begin with outputs of zero")
+    for name, a in begun.items():  # of feed-forward blocks, whose weights have one dimension of inputs
+        init = uniform(a.shape[-2]) if name.endswith(A) else constant(0.0)
+        found[name] = np.asarray(init(jax.random.key(zlib.crc32(name.encode())), a.shape, a.dtype))
     digest = base_digest(source, of_base, definition, placement)
     tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
     more = {

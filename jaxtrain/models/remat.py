@@ -41,7 +41,8 @@ def anything_but_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the policy `none` saves an operation's result: it saves all results except gathered weights.
 
     To reject the name of gathered weights is not enough: JAX would save the gather's result, before `checkpoint_name`. So the
-    gather itself is rejected, too: `sharding.all_gather_weight`, the only custom_vjp_call in the traced layers.
+    gather itself is rejected, too: `sharding.all_gather_weight` and `zero._gather_and_decode`, the only ones of custom_vjp_call
+    in the traced layers.
     """
     return primitive.name != "custom_vjp_call" and not (primitive.name == "name" and params["name"] in WEIGHT)
 

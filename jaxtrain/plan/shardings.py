@@ -152,6 +152,11 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
         sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
         rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes))
+    for name, how in program.definition.stored.items():
+        cut = int(how.axes[0] == "layers")
+        sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in how.axes[cut:])))
+        decoded = jax.ShapeDtypeStruct(how.shape[cut:], numerics.compute, sharding=sharding)
+        rows.append(row_of(name, "gathered", decoded, how.axes[cut:]))
     # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
     alike = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))
     for row in rows:

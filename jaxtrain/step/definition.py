@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, parts_of
+from jaxtrain.config.shapes import MTP
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import EQUATIONS, Lora, is_adapter
@@ -68,7 +69,8 @@ def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: boo
       dot: the flag of `param`.
     """
     last = name.rpartition(".")[2]
-    if base == "bf16" or not dot or last not in EQUATIONS or (base == "mxfp4" and "experts" not in axes):
+    known = dot and last in EQUATIONS and not name.startswith(f"{MTP}.")  # adapters are trained without these modules
+    if base == "bf16" or not known or (base == "mxfp4" and "experts" not in axes):
         return None
     xs, ws = EQUATIONS[last].split("->")[0].split(",")
     return Stored(base, shape, axes, inputs_first=ws[0] in xs)

@@ -13,7 +13,7 @@ from test_dpo import begun, step
 
 from jaxtrain.config import schema
 from jaxtrain.hf.folder import open_folder
-from jaxtrain.hf.frozen_base import read_base
+from jaxtrain.hf.frozen_base import base_digest, read_base
 from jaxtrain.hf.importing import import_folder, open_origin
 from jaxtrain.hf.in_bits import InBits
 from jaxtrain.hf.model import abstract_of
@@ -138,15 +138,22 @@ def test_a_folder_in_fewer_bits(case, tmp_path):
     The digest is that of the folder's own weights.
     """
     name, form = case.split()
-    folder = open_folder(hugging_face.write(tmp_path / "theirs", name, sizes=FOLDERS[case]))
+    mtp = int(name == "deepseek_v3")
+    folder = open_folder(hugging_face.write(tmp_path / "theirs", name, sizes=FOLDERS[case], mtp=mtp))
     said = []
     import_folder(folder, tmp_path / "ours", "auto", said.append, InBits(folder, form))
     plain, bits = open_origin(str(tmp_path / "theirs")), open_origin(str(tmp_path / "ours"))
     run = dataclasses.replace(bits.run(), lora=schema.Lora(rank=1, targets="wo", base=form))
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, mtp_layers=0))  # as with adapters
     for mesh in MESHES:
         definition, placement, wanted = built(run, mesh)
         made, kept = (read_base(origin, wanted, definition, placement) for origin in (plain, bits))
-        assert made.digest == kept.digest and made.errors and not kept.errors
+        other = built(dataclasses.replace(run, lora=dataclasses.replace(run.lora, base="bf16")), mesh)
+        of_values = read_base(bits, other[2], *other[:2])
+        assert made.digest == kept.digest == of_values.digest and made.errors and not kept.errors
+        assert (
+            base_digest(plain, wanted, definition, placement) == base_digest(bits, wanted, definition, placement) == made.digest
+        )
         assert made.tensors.keys() == kept.tensors.keys() == wanted.keys()
         for key, x in made.tensors.items():
             np.testing.assert_array_equal(np.asarray(x), np.asarray(kept.tensors[key]), err_msg=key)

@@ -1,14 +1,21 @@
 """Adapters of experts: gradients against those of merged weights, in every layout, and what a step computes."""
 
+import dataclasses
 import functools
+import re
 
 import helpers
+import hugging_face
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_dpo import begun, off, step
 
+from jaxtrain.config import schema
+from jaxtrain.hf import peft
+from jaxtrain.hf.importing import open_origin
+from jaxtrain.hf.model import abstract_of, logits_of, placed
 from jaxtrain.models import flops
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.plan.program import hlo
@@ -188,3 +195,33 @@ def test_a_step_has_the_flops_of_adapters_and_no_gradient_of_weights(model):
     frozen = helpers.tiny(settings | {"train.freeze": "*.mlp.gate,*.mlp.up,*.mlp.down"})
     names = [name for name in flops.by_weight(m) if name.endswith(("mlp.gate", "mlp.up", "mlp.down"))]
     assert matmuls(everything) - matmuls(frozen) == pytest.approx(sum(flops.by_weight(m)[name] for name in names), rel=1e-3)
+
+
+def test_an_adapter_of_attention_and_experts_alone_is_imported(tmp_path):
+    """Of DeepSeek, whose dense layers and shared experts share the names of the weights: theirs begin with zeros."""
+    folder = hugging_face.write(tmp_path / "theirs", "deepseek_v3")
+    run = open_origin(str(folder)).run()
+    how = schema.Lora(rank=2, alpha=4.0, targets="wo,gate,up,down")
+    run = dataclasses.replace(run, lora=how, model=dataclasses.replace(run.model, mtp_layers=0))
+    random = np.random.default_rng(0)
+    adapters = {
+        name: random.normal(size=a.shape).astype(np.float32)
+        for name, a in abstract_tensors(abstract_of(*placed(run))).items()
+        if is_adapter(name) and (".wo_" in name or re.search(r"params\.layers\.\d+\.mlp\.lora\.", name))
+    }
+    peft.write(tmp_path / "adapter", adapters, run.model, how, "")
+    run, notes = peft.import_adapter(tmp_path / "adapter", str(folder), tmp_path / "ours")
+    (note,) = notes
+    assert "dense_layers.0.mlp.gate" in note and "layers.0.mlp.shared.down" in note
+    assert {*run.lora.targets.split(",")} == {"wo", *schema.FEED_FORWARD}
+    origin = open_origin(str(tmp_path / "ours"))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = origin.read({name: a.update(sharding=here) for name, a in origin.stored.items()})
+    stored = {name: np.asarray(x) for name, x in stored.items()}
+    assert stored.keys() > adapters.keys()
+    for name, x in stored.items():
+        if name in adapters:
+            np.testing.assert_array_equal(x, adapters[name], err_msg=name)
+        else:
+            assert x.any() == name.endswith("_a"), name
+    assert np.isfinite(logits_of(origin)(hugging_face.TOKENS, np.ones_like(hugging_face.TOKENS))).all()

@@ -380,6 +380,19 @@ def test_other_ranks_of_experts_are_refused(of_experts, tmp_path):
     refused({"alpha_pattern": {pattern: ALPHA}}, theirs, "gate_up_proj")
     refused({"alpha_pattern": {}}, theirs, "gate_up_proj")
     refused({"rank_pattern": {pattern: 4}}, theirs, "gate_up_proj")
+    refused({"alpha_pattern": {pattern: 0}}, theirs, "alpha_pattern")
+    refused({"lora_alpha": 10**400}, theirs, "lora_alpha")
+    refused({"use_rslora": "false"}, theirs, "use_rslora")
+    refused({"target_parameters": [3]}, theirs, "target_parameters")
     refused({"rank_pattern": {}, "alpha_pattern": {}}, theirs, "lora_A")
     b = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_B.weight"
     refused({}, theirs | {b: np.ones_like(theirs[b])}, "lora_B|gate_up_proj")
+
+
+@pytest.mark.parametrize("half", ["gate", "up"])
+def test_one_half_of_gate_up_proj_comes_back_alone(of_experts, half, tmp_path):
+    how, model, tensors = of_experts
+    alone = {name: x for name, x in ours(tensors).items() if peft.weight_of(name) == half}
+    peft.write(tmp_path, alone, model, dataclasses.replace(how, targets=half), "")
+    back, found, notes = peft.read(tmp_path, model)
+    assert back.targets == half and found.keys() == alone.keys() and len(notes) == 1
