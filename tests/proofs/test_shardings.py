@@ -137,6 +137,15 @@ def test_gathered_weights_are_those_of_the_traced_step(overrides):
 def test_gathered_weights_of_all_layers_are_held_where_the_backward_pass_finds_them():
     found = table({"mesh.fsdp": 2, "sharding.gather": "forward", "remat.policy": "full"})
     assert {(r.copies, r.saved) for r in found.filter(kind="gathered", name="layers.mlp.*")} == {(4, "keep")}
+    low = {"lora.rank": 2, "lora.base": "nf4", "model.d_ff": 128, "mesh.fsdp": 2, "sharding.gather": "forward"}
+    rows = table(low | {"remat.policy": "full"}).filter(kind="gathered", name="layers.mlp.gate*").rows
+    assert {r.name: (r.local_shape, r.dtype, r.copies) for r in rows} == {
+        "layers.mlp.gate": ((64, 128), "f32", 4),
+        "layers.mlp.gate.bits": ((32, 128), "u8", 1),
+        "layers.mlp.gate.scale": ((1, 128), "u8", 1),
+        "layers.mlp.gate.second": ((1,), "f32", 1),
+        "layers.mlp.gate.offset": ((), "f32", 1),
+    }
     assert found.filter(kind="gathered")["head"].copies == 1
 
 
