@@ -144,18 +144,20 @@ def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
     fp8 = _leaves(fp8_weights(program.run.precision, program.run.fp8.exclude, program.definition))
     rows = []
+
+    def in_use(axes: Axes) -> NamedSharding:
+        return NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
+
     for name, a in params.items():
         if name == EMBEDDING and HEAD in params and not zero.reduce_once:
             continue  # the lookup sends rows of the sharded embedding and gathers nothing
         of_layer = all_axes[name][0] == "layers" and not zero.gather_once
         axes, shape = (all_axes[name][1:], a.shape[1:]) if of_layer else (all_axes[name], a.shape)
-        sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
-        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), axes))
+        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=in_use(axes)), axes))
     for name, how in program.definition.stored.items():
         cut = int(how.axes[0] == "layers")
-        sharding = NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in how.axes[cut:])))
-        decoded = jax.ShapeDtypeStruct(how.shape[cut:], numerics.compute, sharding=sharding)
+        decoded = jax.ShapeDtypeStruct(how.shape[cut:], numerics.compute, sharding=in_use(how.axes[cut:]))
         rows.append(row_of(name, "gathered", decoded, how.axes[cut:]))
     # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
     alike = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))

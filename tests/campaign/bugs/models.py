@@ -300,8 +300,8 @@ BUGS = (
     Bug(
         "PEFT: rslora is read as plain LoRA",
         "jaxtrain/hf/peft.py",
-        'rslora=bool(found.get("use_rslora"))',
-        "rslora=False",
+        "schema.Lora(rank, alpha, rslora=rslora)",
+        "schema.Lora(rank, alpha, rslora=False)",
         "unit/test_lora.py -k rslora",
     ),
     Bug(
