@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import schema
@@ -136,6 +137,11 @@ def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
         raise HuggingFaceError(f"{source.name}: logits are {list(wanted)}, those of transformers {list(theirs_BTV.shape)}.")
     definition, placement = placed(run)
     params = read_params(source, run, definition, placement, base)
+    if definition.stored:  # gradients are of whole weights
+        decode, run = definition.decode, dataclasses.replace(run, lora=dataclasses.replace(run.lora, base="bf16"))
+        definition, placement = placed(run)
+        homes = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), definition.specs(placement))
+        params = jax.jit(decode, out_shardings=homes)(params)
     alone = not_by_parts(run)
     parts = () if alone else tuple(differences(run, definition, placement, params, theirs))
     forward, ones_BT = logits_program(definition, placement), np.ones_like(tokens_BT)
@@ -167,7 +173,7 @@ def written_bytes(run: RunConfig, tokens_BT: np.ndarray) -> int:
     logits = 4 * rows * model.vocab_size
     if not_by_parts(run):
         return logits
-    weights = sum(a.size for a in jax.tree.leaves(placed(run)[0].abstract)) + model.vocab_size * model.d_model * model.tied_head
+    weights = sum(a.size for a in jax.tree.leaves(placed(run)[0].weights)) + model.vocab_size * model.d_model * model.tied_head
     return logits + 4 * weights + 2 * 4 * rows * model.d_model * (2 * model.num_layers + 1)
 
 

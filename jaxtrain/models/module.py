@@ -4,6 +4,7 @@ Other modules of jaxtrain use only three names of nnx: Module, Param and Rngs. O
 nested dict of arrays.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -118,6 +119,16 @@ class Definition:
             return self.stored[name].encode(p.get_value()) if name in self.stored else p.get_value()
 
         return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], value)
+
+    def decode(self, params: Params) -> Params:
+        """Return parameters with each weight in fewer bits as one array, in the dtype of `weights`; for use inside jit."""
+
+        def value(name: str, _: Any) -> Any:
+            found: Any = functools.reduce(lambda tree, key: tree[key], name.split("."), params)
+            weight: Any = functools.reduce(lambda tree, key: tree[key], name.split("."), self.weights)
+            return self.stored[name].decode(found, weight.dtype) if name in self.stored else found
+
+        return _map(self._state, value)
 
     def bind(self, params: Params) -> Any:
         """Return the model with these parameters."""

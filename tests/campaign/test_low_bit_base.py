@@ -62,6 +62,8 @@ def test_peft_and_transformers_compute_the_same(tmp_path, form):
     assert np.abs(ours - theirs["logits"]).max() < SAME
     assert np.abs(ours - np.load(tmp_path / "merged" / "logits.npy")).max() < SAME
     assert np.abs(ours - logits_of(open_origin(str(tmp_path / "decoded")))(TOKENS, SEGMENTS)).max() > 10 * SAME
+    if form == "nf4":
+        assert command.main(["check", str(run), str(tmp_path / "merged"), f"--python={packages.reference()}"]) == 0
 
 
 def test_a_resumed_process_has_the_bits_of_an_unbroken_one(tmp_path):
