@@ -97,10 +97,10 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
     tensors: Tensors = {}
     errors: dict[str, float] = {}
     todo = weights_of(wanted, source, definition, placement)
-    as_stored = [weight for weight in todo if weight.stored and weight.stored.format == form]
-    if as_stored:
-        tensors |= source.read_stored({name: a for weight in as_stored for name, a in weight.parts.items()})
-    for batch in _batches([weight for weight in todo if not (weight.stored and weight.stored.format == form)]):
+    has_bits = [weight for weight in todo if weight.stored and weight.stored.format == form]
+    if has_bits:
+        tensors |= source.read_stored({name: a for weight in has_bits for name, a in weight.parts.items()})
+    for batch in _batches([weight for weight in todo if not weight.stored or weight.stored.format != form]):
         found = source.read({weight.name: weight.plain for weight in batch})
         for weight in batch:
             x = found.pop(weight.name)
