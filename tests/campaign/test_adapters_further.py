@@ -152,8 +152,8 @@ def test_what_cannot_be_trained_further(adapter, tmp_path, capsys):
         capsys.readouterr()
         assert train(workdir, ours, **settings) == 2, settings
         said = capsys.readouterr().err
-        assert "lora.rank=4" in said and "lora.alpha=12" in said and "lora.targets=wq,wv,down" in said
-    fix = {"lora__rank": 4, "lora__alpha": 12, "lora__targets": "wq,wv,down"}
+        assert "lora.rank=4" in said and "lora.alpha=6, lora.rslora=true" in said and "lora.targets=wq,wv,down" in said
+    fix = {"lora__rank": 4, "lora__alpha": 6, "lora__rslora": "true", "lora__targets": "wq,wv,down"}
     assert train(tmp_path / "fixed", adapter / "base", init__from=ours, train__steps=1, **fix) == 0
     assert train(workdir, f"{ours},lora=8") == 2
     before = runs.tree(ours)
