@@ -147,7 +147,7 @@ def test_a_resumed_second_stage_is_that_of_one_attempt(adapter, tmp_path):
 def test_what_cannot_be_trained_further(adapter, tmp_path, capsys):
     """Other settings, another base, a base that is none, and all weights. The message's own settings then work."""
     ours, workdir = adapter / "ours", tmp_path / "run"
-    none = {"lora__rank": 0, "lora__targets": ""}  # targets without a rank are refused before that
+    none = {"lora__rank": 0, "lora__targets": "", "lora__rslora": "false"}  # without a rank these are refused before that
     for settings in ({"lora__rank": 2}, {"lora__alpha": 7.0}, {"lora__targets": "wq"}, none):
         capsys.readouterr()
         assert train(workdir, ours, **settings) == 2, settings
