@@ -147,13 +147,13 @@ def test_a_resumed_second_stage_is_that_of_one_attempt(adapter, tmp_path):
 def test_what_cannot_be_trained_further(adapter, tmp_path, capsys):
     """Other settings, another base, a base that is none, and all weights. The message's own settings then work."""
     ours, workdir = adapter / "ours", tmp_path / "run"
-    none = {"lora__rank": 0, "lora__targets": ""}  # targets without a rank are refused before that
+    none = {"lora__rank": 0, "lora__targets": "", "lora__rslora": "false"}  # without a rank these are refused before that
     for settings in ({"lora__rank": 2}, {"lora__alpha": 7.0}, {"lora__targets": "wq"}, none):
         capsys.readouterr()
         assert train(workdir, ours, **settings) == 2, settings
         said = capsys.readouterr().err
-        assert "lora.rank=4" in said and "lora.alpha=12" in said and "lora.targets=wq,wv,down" in said
-    fix = {"lora__rank": 4, "lora__alpha": 12, "lora__targets": "wq,wv,down"}
+        assert "lora.rank=4" in said and "lora.alpha=6, lora.rslora=true" in said and "lora.targets=wq,wv,down" in said
+    fix = {"lora__rank": 4, "lora__alpha": 6, "lora__rslora": "true", "lora__targets": "wq,wv,down"}
     assert train(tmp_path / "fixed", adapter / "base", init__from=ours, train__steps=1, **fix) == 0
     assert train(workdir, f"{ours},lora=8") == 2
     before = runs.tree(ours)
