@@ -20,8 +20,8 @@ from jaxtrain.config import schema
 from jaxtrain.config.schema import to_dict
 from jaxtrain.hf import peft
 from jaxtrain.hf.importing import open_origin, save
-from jaxtrain.hf.lora import settings_of
-from jaxtrain.hf.model import abstract_of, base_digest, logits_of, placed, read_params
+from jaxtrain.hf.lora import digest, settings_of
+from jaxtrain.hf.model import abstract_of, logits_of, placed, read_params
 from jaxtrain.hf.names import PREFIX
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.step.state import abstract_tensors
@@ -58,7 +58,7 @@ def adapters(base: Path, out: Path, **settings: object) -> Path:
     made = {
         k: rng.normal(0, 0.1, a.shape).astype(np.float32) for k, a in wanted.items() if k.startswith(PREFIX) and is_adapter(k)
     }
-    meta = {"base": {"path": str(base), "digest": base_digest(read_params(source, plain, *placed(plain)))}}
+    meta = {"base": {"path": str(base), "digest": digest(read_params(source, plain, *placed(plain)))}}
     save(out, to_dict(run), jax.tree.map(jax.numpy.asarray, made), meta | {"text": source.text().record(), "positions": 64})
     return out
 
