@@ -86,9 +86,8 @@ def expected(request):
 def test_the_step_is_that_of_the_decoded_weights(layout, expected):
     """Loss and gradients of adapters are those of the decoded weights, in every layout. The step leaves the bits unchanged."""
     name, tensors, loss, grads = expected
-    if layout == "expert" and not MODELS[name]:
-        pytest.skip("a model without experts")
-    run = run_of(name, LAYOUTS[layout])
+    axes = {key: size for key, size in LAYOUTS[layout].items() if MODELS[name] or key != "mesh.expert"}
+    run = run_of(name, axes)
     values, mine, after = step(run, helpers.host_batch(run, 0), tensors)
     assert float(values["loss"]) == pytest.approx(loss, rel=1e-6)
     assert mine.keys() == grads.keys()
