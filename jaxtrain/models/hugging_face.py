@@ -71,26 +71,32 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **{key: Key(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
     },
 }
+SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Row):
-    """The rotary settings in both forms. by_kind: layers with a sliding window have a base of their own, and no scaling."""
+    """The rotary settings in both forms.
 
-    by_kind: bool = False
+    local: transformers 4's key with the base of layers with a sliding window, whose frequencies are not scaled. "": all layers
+    have the same.
+    """
+
+    local: str = ""
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
-        old = {"rope_theta": s.take("rope_theta", default=None), **s.take("rope_scaling", OBJECT, {})}
+        base = s.take(self.local, default=None) if self.local else None
+        old = {"rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
         new = s.take(key, OBJECT, {})
-        if self.by_kind:
+        s.take("rope_theta", default=None)
+        if self.local:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):
                 rule = f"{key} has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone"
                 raise HuggingFaceError(f"{s.path}: {rule}.")
             by_kind = Settings(new, f"{s.path}: {key}")
-            base = {"rope_theta": s.take("rope_local_base_freq", default=None)}
-            local = _agreed(s, base, by_kind.take(SLIDING, OBJECT, {}))
+            local = _agreed(s, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
             full = _agreed(s, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, s.path, ("default", "linear"), lambda own: {FULL: own, SLIDING: local})
+            out = _rope(full, s.path, SCALINGS, lambda own: {FULL: own, SLIDING: local})
             of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
             return out | {"local_rope_base": of_local["rope_base"]}
         if FULL in new or SLIDING in new:
@@ -98,7 +104,7 @@ class Rope(Row):
             if any(value != given[0] for value in given):
                 raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
             new = given[0]
-        return _rope(_agreed(s, old, new), s.path, ("default", "llama3", "linear", "yarn"))
+        return _rope(_agreed(s, old, new), s.path, SCALINGS)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
@@ -106,10 +112,10 @@ class Rope(Row):
         scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
         new = {"rope_theta": model.rope_base, **scaling}
         out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, key: new}
-        if self.by_kind:
+        if self.local:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
-            out |= {"rope_local_base_freq": local, key: {FULL: new, SLIDING: own}}
+            out |= {self.local: local, key: {FULL: new, SLIDING: own}}
         return out
 
 
@@ -288,6 +294,8 @@ GEMMA: dict[str, Row] = {
     "hidden_act": only("gelu_pytorch_tanh", GELU, written=False),
     "hidden_activation": only("gelu_pytorch_tanh", GELU),
     "use_bidirectional_attention": only(False, "jaxtrain has causal attention only", written=False),
+}
+GEMMA_SCORES: dict[str, Row] = {
     "sliding_window_size": same("sliding_window", lambda given: given.get("sliding_window")),
     "query_pre_attn_scalar": Key("attn_logit_scale", ABOVE_0, to_ours=lambda x, _: x**-0.5, to_theirs=_attention_divisor),
     "final_logit_softcapping": Key("logit_softcap", NUMBER, null=0.0),
