@@ -167,6 +167,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
+    elif not model.qk_norm:
+        absent += ("attention.q_norm.scale", "attention.k_norm.scale")
     # Name in the table up to its first dot -> the layers' numbers in the checkpoint; in jaxtrain each stack begins with 0.
     modules = range(model.num_layers, model.step_layers)
     stacks = {"embed": range(1), DENSE: range(model.dense_layers), STACK: range(model.dense_layers, model.num_layers)}

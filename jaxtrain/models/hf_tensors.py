@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 # Axis -> keys of config.Model whose sum is its size.
 AXES = {
@@ -115,6 +116,12 @@ POST_NORMS = {  # replaces the common name of mlp_norm
 }
 
 
+GATE_UP = {  # replaces the common names of gate and up
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.gate_up_proj.weight", "D F", "(F + F) D", 0),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.gate_up_proj.weight", "D F", "(F + F) D", 1),
+}
+
+
 # All experts of a layer in one tensor, as transformers 5 writes them with save_original_format=False.
 EXPERTS_TOGETHER = {
     "layers.{i}.mlp.router": HfTensor("model.layers.{i}.mlp.gate.weight", "D E", "E D"),
@@ -122,6 +129,12 @@ EXPERTS_TOGETHER = {
     "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (F + F) D", 1),
     "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.experts.down_proj", "E D F", "E D F"),
 }
+
+
+def in_pairs(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+    """Return the tensors of a family whose queries and keys have interleaved rotary pairs."""
+    rotated = tuple(f".attention.{name}" for name in ("wq", "wk", "bq", "bk"))
+    return {k: dataclasses.replace(x, interleaved="H") if k.endswith(rotated) else x for k, x in tensors.items()}
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:

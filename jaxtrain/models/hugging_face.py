@@ -43,6 +43,7 @@ from jaxtrain.models.hf_tensors import HfTensor
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
 SLIDING, FULL = "sliding_attention", "full_attention"
+PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
 
 
 # ---- Rotary embeddings
@@ -74,12 +75,22 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Row):
-    """The rotary settings in both forms. by_kind: layers with a sliding window have a base of their own, and no scaling."""
+    """The rotary settings in both forms.
+
+    Attributes:
+        by_kind: layers with a sliding window have a base of their own, and no scaling.
+        known: the values of rope_type.
+        partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
+    """
 
     by_kind: bool = False
+    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
+    partial: float = 0.0
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         old = {"rope_theta": s.take("rope_theta", default=None), **s.take("rope_scaling", OBJECT, {})}
+        if self.partial:
+            old = {PARTIAL: s.take(PARTIAL, default=None), **old}
         new = s.take(key, OBJECT, {})
         if self.by_kind:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):
@@ -97,14 +108,15 @@ class Rope(Row):
             if any(value != given[0] for value in given):
                 raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
             new = given[0]
-        return _rope(_agreed(s, old, new), s.path, ("default", "llama3", "linear", "yarn"))
+        return _rope(_agreed(s, old, new), s.path, self.known, partial=self.partial)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
         scaling = {"rope_type": "default" if plain else model.rope_scaling}
         scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
-        new = {"rope_theta": model.rope_base, **scaling}
-        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, key: new}
+        part = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
+        new = {"rope_theta": model.rope_base, **scaling, **part}
+        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **part, key: new}
         if self.by_kind:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
@@ -125,11 +137,15 @@ def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict
 
 
 def _rope(
-    given: Mapping[str, Any], path: str, known: Sequence[str], whole: Callable[[Any], Any] = lambda own: own
+    given: Mapping[str, Any],
+    path: str,
+    known: Sequence[str],
+    whole: Callable[[Any], Any] = lambda own: own,
+    partial: float = 0.0,
 ) -> dict[str, Any]:
     """Return keys of config.Model of rotary settings.
 
-    known: the values of rope_type. whole: returns rope_parameters with these settings among those of all layers, for remedies.
+    known, partial: as in `Rope`. whole: returns rope_parameters with these settings among those of all layers, for remedies.
     """
 
     def instead(settings: Mapping[str, Any]) -> str:
@@ -150,7 +166,8 @@ def _rope(
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     scaling = "none" if kind == "default" else kind
-    rows = {"partial_rotary_factor": only(1.0, "only whole heads are rotated"), "rope_theta": Key("rope_base", NUMBER)}
+    part = Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated")
+    rows = {PARTIAL: part, "rope_theta": Key("rope_base", NUMBER)}
     out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
     if left := s.unread():
         shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
