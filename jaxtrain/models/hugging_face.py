@@ -27,6 +27,7 @@ from jaxtrain.models.hf_keys import (
     OBJECT,
     REQUIRED,
     WHOLE,
+    Flags,
     Given,
     HuggingFaceError,
     Key,
@@ -190,7 +191,7 @@ class Windows(Row):
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         letters = self.letters(s)
-        return _window(s, _layer_types(s) or letters, s.take(key, null=None))
+        return window_keys(s, layer_letters(s) or letters, s.take(key, null=None))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         kinds = [SLIDING if kind == LOCAL else FULL for kind in model.kinds]
@@ -201,13 +202,13 @@ class QwenWindows(Windows):
     """The window of Qwen2 and Qwen3: without `layer_types`, as in earlier versions, of layers from `max_window_layers` on."""
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
-        in_use, letters = s.take("use_sliding_window", default=False), _layer_types(s)
+        in_use, letters = s.take("use_sliding_window", default=False), layer_letters(s)
         window = s.take(key, default=REQUIRED if in_use else None, null=None)
         by_number = in_use and not letters
         first = s.take("max_window_layers", WHOLE) if by_number else s.take("max_window_layers", default=0)
         if by_number and window:
             letters = "".join(LOCAL if i >= first else GLOBAL for i in range(s.given["num_hidden_layers"]))
-        return _window(s, letters or GLOBAL, window if in_use else None)
+        return window_keys(s, letters or GLOBAL, window if in_use else None)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         first = model.kinds.find(LOCAL)
@@ -215,7 +216,7 @@ class QwenWindows(Windows):
         return super().write(model, key) | more
 
 
-def _layer_types(s: Settings) -> str:
+def layer_letters(s: Settings) -> str:
     """Return a letter for each layer (`LOCAL`, `GLOBAL`) from `layer_types`; "" without that key."""
     kinds = s.take("layer_types", default=None)
     if kinds is None:
@@ -230,16 +231,15 @@ def _layer_types(s: Settings) -> str:
     return "".join(letters[kind] for kind in kinds)
 
 
-def _window(s: Settings, letters: str, window: Any) -> dict[str, Any]:
+def window_keys(s: Settings, letters: str, window: Any) -> dict[str, Any]:
     """Return `sliding_window` and `attention_pattern` of config.Model. letters: of layers, repeated over them."""
     layers = s.given["num_hidden_layers"]
-    letters = (letters * layers)[:layers]
-    if LOCAL not in letters:
-        return {"sliding_window": 0, "attention_pattern": ""}
+    pattern = windows.pattern_of((letters * layers)[:layers])
+    if LOCAL not in pattern:
+        return {"sliding_window": 0, "attention_pattern": "" if pattern == GLOBAL else pattern}
     if not WHOLE.allows(window, s.given):
         rule = f"{WHOLE.rule}, since some layers see a sliding window"
         raise HuggingFaceError(f"{s.path}: sliding_window = {window!r}: {rule}.")
-    pattern = windows.pattern_of(letters)
     return {"sliding_window": window, "attention_pattern": "" if pattern == LOCAL else pattern}
 
 
@@ -252,7 +252,6 @@ def head_width(given: Given) -> int:
 
 
 INIT_STD = Model().init_std
-BIASES = "Qwen2 and GPT-OSS have biases on attention's projections, other families have none"
 SILU, GELU = (f"models of this family are built with {name!r} only" for name in ("silu", "gelu_pytorch_tanh"))
 # Rows of all families.
 KEYS: dict[str, Row] = {
@@ -269,7 +268,7 @@ KEYS: dict[str, Row] = {
     "max_position_embeddings": Key("", INT32, None),
     "hidden_act": only("silu", SILU),
     "hidden_activation": only("silu", SILU, written=False),
-    "attention_bias": only(False, BIASES, written=False),
+    "attention_bias": only(False, "attention is built without biases", written=False),
     "mlp_bias": only(False, "the feed-forward block is built without biases", written=False),
     "attention_dropout": only(0.0, "jaxtrain has no dropout", fix=0.0),
     "quantization_config": only({}, "weights in this form are not read. Fix: name the model that was quantized", written=False),
@@ -292,6 +291,8 @@ def quantized(method: str) -> Row:
 HEAD_DIM: dict[str, Row] = {"head_dim": Key("head_dim")}
 TIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, True)}
 UNTIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, False)}
+BIASED: dict[str, Row] = {"attention_bias": Flags(("qkv_bias", "attention_out_bias"))}
+MLP_BIASED: dict[str, Row] = {"mlp_bias": Key("mlp_bias", FLAG, False)}
 
 
 QWEN_WINDOWS: dict[str, Row] = {
