@@ -82,16 +82,18 @@ class Rope(Row):
         by_kind: layers with a sliding window have a base of their own, and no scaling.
         known: the values of rope_type.
         partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
+        part: returns the part outside of the other settings, or None.
     """
 
     by_kind: bool = False
     known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
     partial: float = 0.0
+    part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         old = {"rope_theta": s.take("rope_theta", default=None), **s.take("rope_scaling", OBJECT, {})}
         if self.partial:
-            old = {PARTIAL: s.take(PARTIAL, default=None), **old}
+            old = {PARTIAL: self.part(s), **old}
         new = s.take(key, OBJECT, {})
         if self.by_kind:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):

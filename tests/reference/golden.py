@@ -30,7 +30,8 @@ def rope(base, kind="default", **more):
     """Return rotary settings in the form of the installed transformers."""
     if V5:
         return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **more}}
-    return {"rope_theta": base, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
+    part = {key: more.pop(key) for key in [*more] if key == "partial_rotary_factor"}
+    return {"rope_theta": base, **part, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
 
 
 def gemma3_rope():
@@ -57,9 +58,12 @@ TOP3 = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 2}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+WIDER = {**GROUPS, **ROUTED, "topk_group": 3, "num_experts_per_tok": 5}  # with other names' weights, each expert has tokens
 # At the sixteenth position a sequence is twice as long as the original context.
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
 OPEN = {**STRETCHED, "truncate": False}
+HALF = {"partial_rotary_factor": 0.5}
+QK = {"head_dim": 16, "use_qk_norm": True}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -84,11 +88,38 @@ MODELS = {
         **rope(2000.0, "yarn", **STRETCHED, mscale=1.0, mscale_all_dim=0.7),
     ),
     "olmo2": t.Olmo2Config(**COMMON, tie_word_embeddings=False, **rope(3000.0)),
+    "phi3": t.Phi3Config(**COMMON, sliding_window=7, tie_word_embeddings=False, **rope(3000.0, partial_rotary_factor=0.5)),
+    "glm": t.GlmConfig(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, "linear", factor=2.0, **HALF)),
+    "glm4": t.Glm4Config(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)),
+    "glm4_moe": t.Glm4MoeConfig(
+        **COMMON, **WIDER, **QK, attention_bias=True, tie_word_embeddings=False, **rope(3000.0, "yarn", **OPEN, **HALF)
+    ),
+    "seed_oss": t.SeedOssConfig(
+        **COMMON,
+        head_dim=16,
+        attention_out_bias=True,
+        mlp_bias=True,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        tie_word_embeddings=False,
+        **rope(3000.0),
+    ),
+    "qwen2_moe": t.Qwen2MoeConfig(
+        **COMMON, **TOP3, shared_expert_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
+    ),
+    "ernie4_5": t.Ernie4_5Config(**COMMON, head_dim=16, use_bias=True, tie_word_embeddings=True, **rope(3000.0)),
+    "dots1": t.Dots1Config(**COMMON, **WIDER, head_dim=16, sliding_window=None, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
+if V5:
+    TOP3_OF_6 = {**TOP2, "num_experts_per_tok": 3}
+    MODELS["minimax_m2"] = t.MiniMaxM2Config(
+        **COMMON, **TOP3_OF_6, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)
+    )
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
-GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3")
+GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3", "phi3", "glm", "glm4", "glm4_moe", "seed_oss", "qwen2_moe", "ernie4_5", "dots1")
+GRADIENTS += ("minimax_m2",)
 ONE_BY_ONE = ("gpt_oss", "deepseek_v3")
 
 
