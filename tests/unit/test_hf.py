@@ -140,8 +140,8 @@ KEYS = {
     "seed_oss": [{"attention_dropout": 0.1}, {"residual_dropout": 0.1}],
     "qwen2_moe": [{"mlp_only_layers": [1]}, {"use_sliding_window": True}, {"shared_expert_intermediate_size": None}],
     "ernie4_5": [{"partial_rotary_factor": 0.5}, {"tie_word_embeddings": "yes"}],
-    "dots1": [{"sliding_window": 8, "max_window_layers": 2}, {"scoring_func": "softmax"}, {"use_sliding_window": True}],
-    "minimax_m2": [{"rotary_dim": 4}, {"attn_type_list": [1, 0, 1, 1]}, {"router_jitter_noise": 0.1}],
+    "dots1": [{"scoring_func": "softmax"}, {"use_sliding_window": True}],
+    "minimax_m2": [{"attn_type_list": [1, 0, 1, 1]}, {"router_jitter_noise": 0.1}, {"use_qk_norm": False}],
     "deepseek_v3": [{"rope_interleave": False}, {"topk_method": "greedy"}, {"qk_head_dim": 64}, {"n_group": 3}],
 }
 # (family, changes of config.json, what the error names)
@@ -151,6 +151,8 @@ NAMED = [
     ("llama2", rotary("dynamic", factor=4.0), r"--set rope_scaling=null --set 'rope_parameters="),
     ("phi3", rotary("yarn", factor=4.0, original_max_position_embeddings=64), "rope_type = 'yarn'"),
     ("phi3", rotary("longrope", short_factor=[1.0], long_factor=[2.0]), "rope_type = 'longrope'"),
+    ("minimax_m2", {"rotary_dim": 4}, "partial_rotary_factor is 0.25"),
+    ("dots1", {"layer_types": None, "sliding_window": 8, "max_window_layers": 2}, "attention_pattern"),
     ("llama2", rotary("yarn", factor=4.0), "original_max_position_embeddings"),
     ("llama2", rotary("yarn", factor=4, original_max_position_embeddings=64, truncate=1), "truncate"),
     ("llama2", {"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
@@ -396,14 +398,14 @@ PARAMETERS = {
     "phi4_14b": 14_659_507_200,
     "glm4_9b": 9_399_951_360,
     "glm4_0414_9b": 9_400_279_040,
-    "glm4.5_355b_a32b": 352_797_829_024,  # these two, too, without the multi-token prediction layer
-    "glm4.5_air_106b_a12b": 106_852_251_264,
+    "glm4.5_355b": 352_797_829_024,  # these two, too, without the multi-token prediction layer
+    "glm4.5_air_106b": 106_852_251_264,
     "seed_oss_36b": 36_151_104_512,
     "qwen1.5_moe_a2.7b": 14_315_784_192,
     "qwen2_57b_a14b": 57_408_658_944,
     "ernie4.5_0.3b": 360_748_032,
-    "dots1_142b_a14b": 142_774_381_696,
-    "minimax_m2_230b_a10b": 228_689_764_864,
+    "dots1_142b": 142_774_381_696,
+    "minimax_m2_230b": 228_689_764_864,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,

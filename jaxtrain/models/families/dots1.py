@@ -28,7 +28,7 @@ FORMAT = Format("dots1", "Dots1ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | R
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "dots1_142b_a14b": (62, 4096, 32, 32, 128, 1408, 152064),
+        "dots1_142b": (62, 4096, 32, 32, 128, 1408, 152064),
     },
     norm_eps=1e-05, rope_base=10_000_000.0, dense_layers=1, dense_d_ff=10944, shared_d_ff=2816, num_experts=128,
     experts_per_token=6, routed_scaling=2.5, **MODEL,

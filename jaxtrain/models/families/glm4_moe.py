@@ -37,8 +37,8 @@ AIR = {"num_experts": 128, "dense_layers": 1, "dense_d_ff": 10944, "shared_d_ff"
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "glm4.5_355b_a32b":     (92, 5120, 96, 8, 128, 1536, 151552, LARGE),
-        "glm4.5_air_106b_a12b": (46, 4096, 96, 8, 128, 1408, 151552, AIR),
+        "glm4.5_355b":     (92, 5120, 96, 8, 128, 1536, 151552, LARGE),
+        "glm4.5_air_106b": (46, 4096, 96, 8, 128, 1408, 151552, AIR),
     },
     norm_eps=1e-05, qkv_bias=True, experts_per_token=8, rope_base=1_000_000.0, partial_rotary_factor=0.5, **MODEL,
 )

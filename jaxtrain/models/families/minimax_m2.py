@@ -41,7 +41,7 @@ FORMAT = Format("minimax_m2", "MiniMaxM2ForCausalLM", TENSORS, KEYS | HEAD_DIM |
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "minimax_m2_230b_a10b": (62, 3072, 48, 8, 128, 1536, 200064),
+        "minimax_m2_230b": (62, 3072, 48, 8, 128, 1536, 200064),
     },
     norm_eps=1e-06, rope_base=5_000_000.0, partial_rotary_factor=0.5, num_experts=256, experts_per_token=8, **MODEL,
 )
