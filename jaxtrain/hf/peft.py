@@ -11,6 +11,9 @@ has the name of the module, and that of gate_up_proj `base_layer` in it; one alo
 gate_up_proj has one A. The A of an export has the a of gate, then that of up, so its rank is twice the others'. B is zero where
 one's rank meets the other's outputs. rank_pattern and alpha_pattern state this rank, and the alpha with which the scale stays.
 PEFT writes the same from the adapters that it made for each expert's modules with transformers 4, which can be imported, too.
+
+A linear layer with several of jaxtrain's weights, as qkv_proj, is exported likewise, with ranks of all its weights. PEFT's own
+adapter of such a layer has one A, which an import gives to each of these weights.
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,7 +42,7 @@ from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.frozen_base import base_digest
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, placed
-from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, grouped, match
+from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, match
 from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
@@ -51,7 +55,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer.json"
 MODEL, A_NAME, B_NAME = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 GATE_UP, DOWN, INNER = "gate_up_proj", "down_proj", ".base_layer"
-PATTERN = rf".*\.{GATE_UP}"  # the key of rank_pattern and alpha_pattern
+PATTERN = r".*\."  # before a module's name: the key of rank_pattern and alpha_pattern
 IN_ORDER = ("gate", "up")  # of gate_up_proj and its ranks
 # Keys of adapter_config.json without effect on the adapters' output.
 WITHOUT_EFFECT = (
@@ -59,28 +63,43 @@ WITHOUT_EFFECT = (
     *("revision", "target_modules", "exclude_modules", "task_type", "ensure_weight_tying", "eva_config"),
 )
 READ = ("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights", "target_parameters")
-READ_OF_EXPERTS = ("rank_pattern", "alpha_pattern")
+READ_OF_MODULES = ("rank_pattern", "alpha_pattern")
 MERGE = "Merge the adapter into its base with PEFT (merge_and_unload, save_pretrained), and train adapters of that model."
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # other values of init_lora_weights change the base, too
 OFF = (None, False, "none", {}, [])  # the values of all other keys that are accepted
 
 
-def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
+def adapter_entries(model: Model, rank: int, ranks: Mapping[str, int] = MappingProxyType({})) -> dict[str, Entry]:
     """Return jaxtrain's name -> entry of each adapter matrix but those of experts. `Entry.theirs` has the name in PEFT.
 
-    The weights of EQUATIONS have adapters (models/lora.py).
+    The weights of EQUATIONS have adapters (models/lora.py). ranks: those of modules with another one than `rank`. The rank of
+    jaxtrain's arrays is that of the module, too (`widened`).
     """
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
         if weight.ours.rpartition(".")[2] not in EQUATIONS or is_of_experts(weight):
             continue
-        outputs, inputs = (" ".join(axes) for axes in grouped(weight.how.theirs))
+        outputs, inputs = weight.how.axes
         ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
-        layer, sizes = MODEL + weight.theirs[0].removesuffix(".weight"), {**weight.sizes, "R": rank}
-        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R ({inputs})")
-        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"({outputs}) R", interleaved=weight.how.interleaved)
+        layer = MODEL + weight.theirs[0].removesuffix(".weight")
+        sizes = {**weight.sizes, "R": ranks.get(layer.rpartition(".")[2], rank)}
+        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R {inputs}")
+        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"{outputs} R", weight.how.part, weight.how.interleaved)
         out |= _pair(weight.ours, a, b, sizes)
     return out
+
+
+def fused_modules(model: Model) -> dict[str, list[str]]:
+    """Return the name of each module that holds several weights with adapters -> the names of these weights, in order."""
+    out: dict[str, dict[str, None]] = {}
+    for name, entry in adapter_entries(model, 1).items():
+        out.setdefault(module_of(entry.theirs[0]), {})[weight_of(name)] = None
+    return {module: [*names] for module, names in out.items() if len(names) > 1}
+
+
+def module_of(tensor: str) -> str:
+    """Return the last part of the name of a module in PEFT, from the name of one of its two matrices."""
+    return tensor.removesuffix(A_NAME).removesuffix(B_NAME).rpartition(".")[2]
 
 
 def is_of_experts(weight: Entry) -> bool:
@@ -102,12 +121,12 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
         found = LAYER.match(weight.theirs[0])
         if name not in targets or found is None:
             continue
-        module, _, parameter = how.name.replace("{i}", found[1]).rpartition(".")
+        module, _, parameter = (how.parameter or how.name).replace("{i}", found[1]).rpartition(".")
         inner = INNER if parameter == GATE_UP and "down" in targets else ""
         into = "F" if name == "down" else "D"
-        outputs = next(" ".join(axes) for axes in grouped(how.theirs)[1:] if into not in axes)
+        outputs = next(axis for axis in how.axes[1:] if into not in axis)
         a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
-        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"({outputs}) (R E)", how.half)
+        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", how.part)
         out |= _pair(weight.ours, a, b, {**weight.sizes, "R": ranks[parameter]})
     return out
 
@@ -134,10 +153,16 @@ def _pair(weight: str, a: HfTensor, b: HfTensor, sizes: Mapping[str, int], modul
     return out
 
 
-def widened(name: str, x: np.ndarray, at: int, wide: int) -> np.ndarray:
-    """Return an adapter matrix of experts with `wide` times its rank: its own ranks are part `at`, and all others are zero."""
-    parts = [x if i == at else np.zeros_like(x) for i in range(wide)]
-    return np.concatenate(parts, axis=2 if name.endswith(A) else 1)
+def widened(x: np.ndarray, at: int, wide: int, axis: int) -> np.ndarray:
+    """Return an adapter matrix with `wide` times its rank: its own ranks are part `at`, and all others are zero.
+
+    axis: that of the ranks.
+    """
+    return np.concatenate([x if i == at else np.zeros_like(x) for i in range(wide)], axis)
+
+
+def _axis_of_ranks(name: str, experts: bool) -> int:
+    return -1 if name.endswith(A) else int(experts)
 
 
 def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: schema.Lora, base: str) -> list[str]:
@@ -155,7 +180,9 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
     """
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
         raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
-    targets, plain = parts_of(how.targets), adapter_entries(model, how.rank)
+    targets, modules_of = parts_of(how.targets), fused_modules(model)
+    wide = {module: len(names) for module, names in modules_of.items()}
+    plain = adapter_entries(model, how.rank, {module: n * how.rank for module, n in wide.items()})
     fused = [name for name in IN_ORDER if name in targets and how.experts != "none" and model.num_experts]
     ranks = {GATE_UP: len(fused) * how.rank, DOWN: how.rank}
     experts = expert_entries(model, targets, ranks)
@@ -163,7 +190,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
     modules, parameters = set(), set()
     for name, x in adapters.items():
         x, entry = np.asarray(x, np.float32), plain.get(name) or experts[name]
-        theirs, other = entry.theirs[0], None
+        theirs = entry.theirs[0]
         module = theirs.removesuffix(A_NAME).removesuffix(B_NAME)
         if name in plain:
             # PEFT takes gate_proj among target_modules for that of experts.
@@ -171,15 +198,17 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
                 parameters.add(".".join(module.split(".")[-2:]) + ".weight")
             else:
                 modules.add(module.rpartition(".")[2])
+            if names := modules_of.get(module.rpartition(".")[2]):
+                x = widened(x, names.index(weight_of(name)), len(names), _axis_of_ranks(name, False))
         else:
             x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
             if weight_of(name) in fused:
-                x = widened(name, x, fused.index(weight_of(name)), len(fused))
-            other = np.zeros(entry.their_shape, np.float32)
-            parameters.add(f"mlp.experts.{DOWN if weight_of(name) == 'down' else GATE_UP}")
-        # gate and up have ranks and columns of their own in the same tensor, and zeros in the other's.
-        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x, other=other)
-    wide = len(fused)
+                x = widened(x, fused.index(weight_of(name)), len(fused), _axis_of_ranks(name, True))
+            block = ".".join(module.removesuffix(INNER).split(".")[-2:])
+            parameters.add(f"{block}.{DOWN if weight_of(name) == 'down' else GATE_UP}")
+        # Weights in one tensor have ranks and outputs of their own, and zeros in the others'.
+        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x)
+    wide = {module: n for module, n in wide.items() if module in modules} | ({GATE_UP: len(fused)} if len(fused) > 1 else {})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,8 +224,8 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
         "use_rslora": how.rslora,
         "use_dora": False,
         "modules_to_save": None,
-        "rank_pattern": {PATTERN: how.rank * wide} if wide > 1 else {},
-        "alpha_pattern": {PATTERN: wide_alpha(how, wide)} if wide > 1 else {},
+        "rank_pattern": {PATTERN + module: how.rank * n for module, n in wide.items()},
+        "alpha_pattern": {PATTERN + module: wide_alpha(how, n) for module, n in wide.items()},
     }
     write_atomic(folder / TENSORS, safetensors.numpy.save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
@@ -224,8 +253,9 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     kind = found.get("peft_type")
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
-    of_experts = [key for key in READ_OF_EXPERTS if model.num_experts and [*(found.get(key) or {})] == [PATTERN]]
-    known_keys = (*WITHOUT_EFFECT, *READ, *of_experts)
+    fused = fused_modules(model)
+    modules = {PATTERN + module for module in ([GATE_UP] if model.num_experts else fused)}
+    known_keys = (*WITHOUT_EFFECT, *READ, *(key for key in READ_OF_MODULES if {*(found.get(key) or {})} <= modules))
     unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in known_keys and value not in OFF]
     if found.get("init_lora_weights", True) not in INITIAL:
         unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
@@ -246,17 +276,33 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
     if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
         raise HuggingFaceError(f"{folder / TENSORS}: {wrong} has values that are NaN or infinite. Fetch it again.")
-    known = adapter_entries(model, rank)
+    multiples = {module: _multiple(folder, how, found, module, names) for module, names in fused.items()}
+    known = adapter_entries(model, rank, {module: n * rank for module, n in multiples.items()})
     adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}
     wanted = {name: e for name, e in known.items() if weight_of(name) in adapted}
     experts, wide = _of_experts(folder, model, how, found, tensors)
     wanted |= experts
     shapes = {name: x.shape for name, x in tensors.items()}
     match(wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:")
-    ours = {}
+    ours: dict[str, np.ndarray] = {}
+    written: dict[str, np.ndarray] = {}
     for name, e in wanted.items():
         x = e.to_ours([tensors[theirs] for theirs in e.theirs], np.dtype("float32"), tuple(slice(None) for _ in e.shape))
-        ours[name] = _narrowed(folder, name, x, how.rank) if wide > 1 and name in experts and weight_of(name) in IN_ORDER else x
+        if e.how.parts and len(e.theirs) == 1:
+            written[e.theirs[0]] = e.to_theirs(x, others=written.get(e.theirs[0]))
+        module = module_of(e.theirs[0])
+        names, n = (IN_ORDER, wide) if name in experts else (fused.get(module, ()), multiples.get(module, 1))
+        if n > 1 and weight_of(name) in names:
+            x = _narrowed(folder, e.theirs[0], name, x, rank, names, _axis_of_ranks(name, name in experts))
+        ours[name] = x
+    if left := next((name for name, x in written.items() if not np.array_equal(x, tensors[name].astype(np.float32))), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {left} adapts outputs that have no adapters in jaxtrain. {MERGE}")
+    for module in (module for module, n in multiples.items() if n > 1):  # an export has zeros for weights without adapters
+        for weight in fused[module]:
+            of_weight = [name for name in ours if name in known and weight_of(name) == weight]
+            if not any(ours[name].any() for name in of_weight if name.endswith(A)):
+                adapted.discard(weight)
+                ours = {name: x for name, x in ours.items() if name not in of_weight}
     if wide == 1:
         notes += _drop_unused_half(ours, experts)
     adapted |= {weight_of(name) for name in experts}
@@ -289,27 +335,36 @@ def _of_experts(
         return {name: e for name, e in module_entries(model, how.rank).items() if weight_of(name) in present}, 1
     asked = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
     names = [*(IN_ORDER if GATE_UP in asked else ()), *(["down"] if DOWN in asked else [])]
-    rank, alpha = ((config.get(key) or {}).get(PATTERN) for key in READ_OF_EXPERTS)
+    if not model.num_experts:
+        return {}, 1
+    wide = _multiple(folder, how, config, GATE_UP, IN_ORDER)
+    return expert_entries(model, names, {GATE_UP: wide * how.rank, DOWN: how.rank}), wide
+
+
+def _multiple(folder: Path, how: schema.Lora, config: Mapping[str, Any], module: str, names: Sequence[str]) -> int:
+    """Return the rank of a module with the weights `names` as a multiple of the others': 1, or the number of weights.
+
+    Raises HuggingFaceError if rank_pattern or alpha_pattern are others than an export has.
+    """
+    rank, alpha = ((config.get(key) or {}).get(PATTERN + module) for key in READ_OF_MODULES)
     rank = how.rank if rank is None else rank
-    alpha = how.alpha if alpha is None else _alpha(folder, f"alpha_pattern of {GATE_UP}", alpha)
-    wide = 2 if rank == 2 * how.rank else 1
-    if not model.num_experts or (rank, alpha) == (wide * how.rank, wide_alpha(how, wide)):
-        return expert_entries(model, names, {GATE_UP: wide * how.rank, DOWN: how.rank}) if model.num_experts else {}, wide
-    rule = f"rank {rank!r} and alpha {alpha!r} of {GATE_UP}: must be {how.rank} and {how.alpha:g}, as for the other weights"
-    both = f"{2 * how.rank} and {wide_alpha(how, 2):g}, of separate adapters of gate and up"
-    raise HuggingFaceError(f"{folder / CONFIG}: {rule}, or {both}. {MERGE}")
+    alpha = how.alpha if alpha is None else _alpha(folder, f"alpha_pattern of {module}", alpha)
+    wide = len(names) if rank == len(names) * how.rank else 1
+    if (rank, alpha) == (wide * how.rank, wide_alpha(how, wide)):
+        return wide
+    rule = f"rank {rank!r} and alpha {alpha!r} of {module}: must be {how.rank} and {how.alpha:g}, as for the other weights"
+    all_of_them = f"{len(names) * how.rank} and {wide_alpha(how, len(names)):g}, of separate adapters of {' and '.join(names)}"
+    raise HuggingFaceError(f"{folder / CONFIG}: {rule}, or {all_of_them}. {MERGE}")
 
 
-def _narrowed(folder: Path, name: str, x: np.ndarray, rank: int) -> np.ndarray:
-    """Return the matrix of gate or up from that of gate_up_proj of twice its rank: the inverse of `widened`."""
-    at = IN_ORDER.index(weight_of(name))
-    own, other = (slice(half * rank, (half + 1) * rank) for half in (at, 1 - at))
-    if name.endswith(A):
-        return x[:, :, own]
-    if x[:, other].any():
-        rule = f"the outputs of {weight_of(name)} depend on ranks of the other half of {GATE_UP}"
-        raise HuggingFaceError(f"{folder / TENSORS}: {rule}, so it is no pair of adapters of rank {rank}. {MERGE}")
-    return x[:, own]
+def _narrowed(folder: Path, tensor: str, name: str, x: np.ndarray, rank: int, names: Sequence[str], axis: int) -> np.ndarray:
+    """Return the matrix of one of the weights `names` from PEFT's `tensor` of their module: the inverse of `widened`."""
+    start = names.index(weight_of(name)) * rank
+    own = np.take(x, range(start, start + rank), axis)
+    if name.endswith(B) and np.count_nonzero(x) != np.count_nonzero(own):
+        rule = f"in {tensor}, the outputs of {weight_of(name)} depend on ranks of another weight"
+        raise HuggingFaceError(f"{folder / TENSORS}: {rule}, so these are no adapters of rank {rank}. {MERGE}")
+    return own
 
 
 def _drop_unused_half(ours: dict[str, np.ndarray], experts: dict[str, Entry]) -> list[str]:

@@ -44,6 +44,7 @@ from jaxtrain.models.hf_tensors import HfTensor
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
 SLIDING, FULL = "sliding_attention", "full_attention"
+PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
 
 
 # ---- Rotary embeddings
@@ -71,22 +72,30 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **{key: Key(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
     },
 }
-SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Row):
     """The rotary settings in both forms.
 
-    local: transformers 4's key with the base of layers with a sliding window, whose frequencies are not scaled. "": all layers
-    have the same.
+    Attributes:
+        local: transformers 4's key with the base of layers with a sliding window, whose frequencies are not scaled. "": all
+            layers have the same.
+        known: the values of rope_type.
+        partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
+        part: returns the part outside of the other settings, or None.
     """
 
     local: str = ""
+    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
+    partial: float = 0.0
+    part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         base = s.take(self.local, default=None) if self.local else None
         old = {"rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
+        if self.partial:
+            old = {PARTIAL: self.part(s), **old}
         new = s.take(key, OBJECT, {})
         s.take("rope_theta", default=None)
         if self.local:
@@ -96,7 +105,7 @@ class Rope(Row):
             by_kind = Settings(new, f"{s.path}: {key}")
             local = _agreed(s, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
             full = _agreed(s, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, s.path, SCALINGS, lambda own: {FULL: own, SLIDING: local})
+            out = _rope(full, s.path, self.known, lambda own: {FULL: own, SLIDING: local})
             of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
             return out | {"local_rope_base": of_local["rope_base"]}
         if FULL in new or SLIDING in new:
@@ -104,14 +113,15 @@ class Rope(Row):
             if any(value != given[0] for value in given):
                 raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
             new = given[0]
-        return _rope(_agreed(s, old, new), s.path, SCALINGS)
+        return _rope(_agreed(s, old, new), s.path, self.known, partial=self.partial)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
         scaling = {"rope_type": "default" if plain else model.rope_scaling}
         scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
-        new = {"rope_theta": model.rope_base, **scaling}
-        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, key: new}
+        part = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
+        new = {"rope_theta": model.rope_base, **scaling, **part}
+        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **part, key: new}
         if self.local:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
@@ -132,11 +142,15 @@ def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict
 
 
 def _rope(
-    given: Mapping[str, Any], path: str, known: Sequence[str], whole: Callable[[Any], Any] = lambda own: own
+    given: Mapping[str, Any],
+    path: str,
+    known: Sequence[str],
+    whole: Callable[[Any], Any] = lambda own: own,
+    partial: float = 0.0,
 ) -> dict[str, Any]:
     """Return keys of config.Model of rotary settings.
 
-    known: the values of rope_type. whole: returns rope_parameters with these settings among those of all layers, for remedies.
+    known, partial: as in `Rope`. whole: returns rope_parameters with these settings among those of all layers, for remedies.
     """
 
     def instead(settings: Mapping[str, Any]) -> str:
@@ -157,7 +171,8 @@ def _rope(
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     scaling = "none" if kind == "default" else kind
-    rows = {"partial_rotary_factor": only(1.0, "only whole heads are rotated"), "rope_theta": Key("rope_base", NUMBER)}
+    part = Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated")
+    rows = {PARTIAL: part, "rope_theta": Key("rope_base", NUMBER)}
     out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
     if left := s.unread():
         shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())

@@ -156,7 +156,7 @@ def test_a_run_starts_from_a_folder_and_stretches_its_context(tmp_path):
         assert main.main([*args, f"--config.{wrong}"]) == 2
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "phi3", "glm"])
 def test_adapters_go_to_peft_and_come_back(tmp_path, name):
     """The merged export of a LoRA run equals PEFT's merge, and is unchanged if the PEFT files are imported again."""
     folder = hugging_face.write(tmp_path / "theirs", name, scale=0.3, vocab=264)

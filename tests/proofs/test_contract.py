@@ -58,6 +58,19 @@ LOCAL = {"model.sliding_window": 12, "model.attention_pattern": "lg"}
 OLMO2 = {"model.norm_placement": "post", "model.qk_norm": True, "model.qk_norm_joint": True}
 OLMOE = {**OLMO2, "model.num_experts": 8, "model.experts_per_token": 3, "model.renormalize": False}
 GRANITE = {"model.embedding_multiplier": 12.0, "model.residual_multiplier": 0.22, "model.logit_multiplier": 1 / 8}
+ROUTED = {
+    "model.num_layers": 3,
+    "model.dense_layers": 1,
+    "model.dense_d_ff": 64,
+    "model.shared_d_ff": 32,
+    "model.num_experts": 8,
+    "model.experts_per_token": 3,
+    "model.router": "sigmoid",
+    "model.router_bias": True,
+    "model.routed_scaling": 2.5,
+    "model.router_groups": 4,
+    "model.groups_per_token": 2,
+}
 USUAL: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 12},
     "mixtral": {"model.num_experts": 4},
@@ -83,6 +96,29 @@ USUAL: dict[str, dict[str, Any]] = {
     "granitemoe": {**GRANITE, "model.num_experts": 4},
     "granitemoeshared": {**GRANITE, "model.num_experts": 4, "model.shared_d_ff": 32},
     "vaultgemma": LOCAL,
+    "phi3": {"model.partial_rotary_factor": 0.5, "model.sliding_window": 12},
+    "glm": {"model.partial_rotary_factor": 0.5, "model.qkv_bias": True},
+    "glm4": {"model.partial_rotary_factor": 0.5, "model.norm_placement": "sandwich"},
+    "glm4_moe": {"model.partial_rotary_factor": 0.5, "model.qkv_bias": True, "model.qk_norm": True, **ROUTED},
+    "seed_oss": {"model.qkv_bias": True, "model.mlp_bias": True, "model.attention_out_bias": True},
+    "qwen2_moe": {
+        "model.qkv_bias": True,
+        "model.num_experts": 8,
+        "model.experts_per_token": 3,
+        "model.renormalize": False,
+        "model.shared_d_ff": 32,
+        "model.shared_gate": True,
+    },
+    "ernie4_5": {"model.tied_head": True},
+    "dots1": {"model.qk_norm": True, **ROUTED},
+    "minimax_m2": {
+        "model.partial_rotary_factor": 0.5,
+        "model.qk_norm": True,
+        "model.qk_norm_joint": True,
+        "model.num_experts": 4,
+        "model.router": "sigmoid",
+        "model.router_bias": True,
+    },
     "gemma2": {"model.norm_placement": "sandwich", **LOCAL},
     "gemma3": {"model.norm_placement": "sandwich", "model.qk_norm": True, **LOCAL},
 }

@@ -30,7 +30,8 @@ def rope(base, kind="default", **more):
     """Return rotary settings in the form of the installed transformers."""
     if V5:
         return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **more}}
-    return {"rope_theta": base, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
+    part = {key: more.pop(key) for key in [*more] if key == "partial_rotary_factor"}
+    return {"rope_theta": base, **part, **({"rope_scaling": {"rope_type": kind, **more}} if kind != "default" else {})}
 
 
 def gemma3_rope():
@@ -67,11 +68,14 @@ TOP3 = {**EIGHT, "moe_intermediate_size": 32, "norm_topk_prob": False}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 2}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+WIDER = {**GROUPS, **ROUTED, "topk_group": 3, "num_experts_per_tok": 5}  # with other names' weights, each expert has tokens
 # At the sixteenth position a sequence is twice as long as the original context.
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
 OPEN = {**STRETCHED, "truncate": False}
 BIASED, NARROW = {"attention_bias": True}, {"intermediate_size": 32}
 FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0}
+HALF = {"partial_rotary_factor": 0.5}
+QK = {"head_dim": 16, "use_qk_norm": True}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -112,12 +116,37 @@ MODELS = {
         **COMMON | NARROW, **TOP2, **FACTORS, shared_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
     ),
     "vaultgemma": t.VaultGemmaConfig(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
+    "phi3": t.Phi3Config(**COMMON, sliding_window=7, tie_word_embeddings=False, **rope(3000.0, partial_rotary_factor=0.5)),
+    "glm": t.GlmConfig(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, "linear", factor=2.0, **HALF)),
+    "glm4": t.Glm4Config(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)),
+    "glm4_moe": t.Glm4MoeConfig(
+        **COMMON, **WIDER, **QK, attention_bias=True, tie_word_embeddings=False, **rope(3000.0, "yarn", **OPEN, **HALF)
+    ),
+    "seed_oss": t.SeedOssConfig(
+        **COMMON,
+        head_dim=16,
+        attention_out_bias=True,
+        mlp_bias=True,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        tie_word_embeddings=False,
+        **rope(3000.0),
+    ),
+    "qwen2_moe": t.Qwen2MoeConfig(
+        **COMMON, **TOP3, shared_expert_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
+    ),
+    "ernie4_5": t.Ernie4_5Config(**COMMON, head_dim=16, use_bias=True, tie_word_embeddings=True, **rope(3000.0)),
+    "dots1": t.Dots1Config(**COMMON, **WIDER, head_dim=16, sliding_window=None, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
-if V5:  # transformers 4 has no CWM
+if V5:  # transformers 4 has no such classes
     MODELS["cwm"] = t.CwmConfig(
         **COMMON, head_dim=16, sliding_window=6, tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
+    )
+    TOP3_OF_6 = {**TOP2, "num_experts_per_tok": 3}
+    MODELS["minimax_m2"] = t.MiniMaxM2Config(
+        **COMMON, **TOP3_OF_6, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)
     )
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
 OLD = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "mixtral", "qwen3_moe", "gemma2", "gemma3")

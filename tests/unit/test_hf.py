@@ -25,10 +25,12 @@ from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.names import entries
+from jaxtrain.hf.names import Entry, entries
 from jaxtrain.hf.parts import Comparison, Difference, largest, ratio
+from jaxtrain.hf.tensor_files import same
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
+from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.sharding import replicated
 from jaxtrain.step.definition import make_definition
@@ -39,12 +41,64 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_configs_of_transformers_4_and_5_say_the_same():
     for name in FAMILIES:
-        if name == "cwm":  # transformers 4 has no such class
-            continue
         assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
 
 
 # ---- Tensors in other forms
+
+
+SIZES = {"D": 3, "F": 4, "N": 4, "K": 2, "H": 6, "P": 5, "R": 2, "V": 7, "T": 3, "E": 2, "L": 0, "rotary": 4}
+ROWS = "(K (P + P + R V + R V)) D"
+CHANNELS = "(K P + K P + K R V) 1 T"
+# The axes of a tensor -> those of its parts in jaxtrain, and a definition by loops or numpy's functions.
+FUSED = {
+    "(N H + K H + K H) D": (
+        ["D N H", "D K H", "D K H"],
+        lambda q, k, v: np.concatenate([x.reshape(3, -1) for x in (q, k, v)], 1).T,
+    ),
+    "E D (F (1 + 1))": (["E D F", "E D F"], lambda gate, up: np.stack([gate, up], -1).reshape(2, 3, 8)),
+    "(N (H + H)) D": (
+        ["D N H", "D N H"],
+        lambda q, gate: np.stack([row for i in range(4) for x in (q, gate) for row in x[:, i].T]),
+    ),
+    ROWS: (
+        ["D K P", "D K P", "D (K R) V", "D (K R) V"],
+        lambda q, k, v, z: np.concatenate(
+            [x.T for i in range(2) for x in (q[:, i], k[:, i], v[:, 2 * i], v[:, 2 * i + 1], z[:, 2 * i], z[:, 2 * i + 1])]
+        ),
+    ),
+    CHANNELS: (
+        ["K P T", "K P T", "(K R) V T"],
+        lambda q, k, v: np.concatenate([x.reshape(-1, 1, 3) for x in (q, k, v)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("theirs", FUSED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_holds_several_arrays(theirs, dtype):
+    """Each shard of each part is read, and the parts written one after the other make the tensor again."""
+    axes, definition = FUSED[theirs]
+    parts = [Entry("", ("x",), HfTensor("x", ours, theirs, i), SIZES) for i, ours in enumerate(axes)]
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(part.shape).astype(dtype) for part in parts]
+    whole = np.ascontiguousarray(definition(*arrays))
+    assert {part.their_shape for part in parts} == {whole.shape}
+    written = None
+    for part, x in zip(parts, arrays, strict=True):
+        for index in [(slice(None),) * x.ndim, (slice(None),) * (x.ndim - 1) + (slice(1, 3),), (slice(1, 2),) * x.ndim]:
+            assert same(part.to_ours([whole], x.dtype, index), np.ascontiguousarray(x[index]))
+        written = part.to_theirs(x, others=written)
+    assert written is not None and same(written, whole)
+
+
+def test_pairs_of_the_first_dimensions_become_halves():
+    """Of heads of 6 dimensions, 4 are rotated: pairs (0, 1) and (2, 3) in the checkpoint, (0, 2) and (1, 3) in jaxtrain."""
+    entry = Entry("", ("x",), HfTensor("x", "N H", "(N H)", interleaved="H"), SIZES)
+    theirs = np.arange(24, dtype=np.float32)
+    ours = entry.to_ours([theirs], theirs.dtype, (slice(None), slice(None)))
+    np.testing.assert_array_equal(ours[1], 6 + np.array([0, 2, 1, 3, 4, 5]))
+    np.testing.assert_array_equal(entry.to_theirs(ours), theirs)
 
 
 def test_experts_in_mxfp4_are_read(tmp_path):
@@ -81,6 +135,13 @@ KEYS = {
     "qwen2": [{"use_mrope": True}],
     "qwen3_moe": [{"decoder_sparse_step": 2}, {"norm_topk_prob": "yes"}, {"num_experts": 16}],
     "gemma2": [{"sliding_window_size": 7}, {"query_pre_attn_scalar": 0}],
+    "phi3": [{"resid_pdrop": 0.1}, {"attention_bias": True}, {"partial_rotary_factor": 0.75}],
+    "glm": [{"partial_rotary_factor": 0.25}, {"partial_rotary_factor": "half"}, {"head_dim": None}],
+    "seed_oss": [{"attention_dropout": 0.1}, {"residual_dropout": 0.1}],
+    "qwen2_moe": [{"mlp_only_layers": [1]}, {"use_sliding_window": True}, {"shared_expert_intermediate_size": None}],
+    "ernie4_5": [{"partial_rotary_factor": 0.5}, {"tie_word_embeddings": "yes"}],
+    "dots1": [{"scoring_func": "softmax"}, {"use_sliding_window": True}],
+    "minimax_m2": [{"attn_type_list": [1, 0, 1, 1]}, {"router_jitter_noise": 0.1}, {"use_qk_norm": False}],
     "deepseek_v3": [{"rope_interleave": False}, {"topk_method": "greedy"}, {"qk_head_dim": 64}, {"n_group": 3}],
 }
 # (family, changes of config.json, what the error names)
@@ -88,6 +149,10 @@ NAMED = [
     ("llama2", {"model_type": "gemma3", "text_config": {}}, "gemma3"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ("llama2", rotary("dynamic", factor=4.0), r"--set rope_scaling=null --set 'rope_parameters="),
+    ("phi3", rotary("yarn", factor=4.0, original_max_position_embeddings=64), "rope_type = 'yarn'"),
+    ("phi3", rotary("longrope", short_factor=[1.0], long_factor=[2.0]), "rope_type = 'longrope'"),
+    ("minimax_m2", {"rotary_dim": 4}, "partial_rotary_factor is 0.25"),
+    ("dots1", {"layer_types": None, "sliding_window": 8, "max_window_layers": 2}, "attention_pattern"),
     ("llama2", rotary("yarn", factor=4.0), "original_max_position_embeddings"),
     ("llama2", rotary("yarn", factor=4, original_max_position_embeddings=64, truncate=1), "truncate"),
     ("llama2", {"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
@@ -328,6 +393,19 @@ PARAMETERS = {
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
     "olmo2_32b": 32_234_279_936,
+    "phi3_mini_4k": 3_821_079_552,
+    "phi3_medium_4k": 13_960_238_080,
+    "phi4_14b": 14_659_507_200,
+    "glm4_9b": 9_399_951_360,
+    "glm4_0414_9b": 9_400_279_040,
+    "glm4.5_355b": 352_797_829_024,  # these two, too, without the multi-token prediction layer
+    "glm4.5_air_106b": 106_852_251_264,
+    "seed_oss_36b": 36_151_104_512,
+    "qwen1.5_moe_a2.7b": 14_315_784_192,
+    "qwen2_57b_a14b": 57_408_658_944,
+    "ernie4.5_0.3b": 360_748_032,
+    "dots1_142b": 142_774_381_696,
+    "minimax_m2_230b": 228_689_764_864,
     "olmo3_7b": 7_298_011_136,
     "olmo3_32b": 32_233_522_176,
     "exaone4_1.2b": 1_279_391_488,

@@ -257,6 +257,67 @@ def test_to_peft_and_back(tensors, tmp_path):
         peft.write(folder, adapters, MODEL_CONFIG, HOW, "")
 
 
+FUSED = {"qkv_proj": ("wq", "wk", "wv"), "gate_up_proj": ("gate", "up")}
+
+
+@pytest.mark.parametrize("targets", ["wq,wk,wv,wo,gate,up,down", "wq,wv,up"])
+def test_weights_of_one_module_in_peft(tensors, targets, tmp_path):
+    """In Phi-3, queries, keys and values are one module of PEFT. Its delta is ours, zero for weights without adapters."""
+    model = dataclasses.replace(MODEL_CONFIG, family="phi3")
+    how = dataclasses.replace(HOW, targets=targets)
+    mine = {name: x for name, x in ours(tensors).items() if peft.weight_of(name) in targets.split(",")}
+    peft.write(tmp_path, mine, model, how, "")
+    settings, theirs = json.loads((tmp_path / peft.CONFIG).read_text()), load_file(tmp_path / peft.TENSORS)
+    for module, weights in FUSED.items():
+        (key,) = (key for key in settings["rank_pattern"] if re.fullmatch(rf"(.*\.)?({key})", f"model.layers.1.x.{module}"))
+        scale = settings["alpha_pattern"][key] / settings["rank_pattern"][key]
+        of_layer, inner = ("self_attn", "attention") if "wq" in weights else ("mlp", "mlp")
+        a, b = (theirs[f"base_model.model.model.layers.1.{of_layer}.{module}.lora_{half}.weight"] for half in "AB")
+        wanted = []
+        for weight in weights:
+            own_a, own_b = (tensors[f"params.layers.1.{inner}.lora.{weight}_{half}"] for half in "ab")
+            adapted = weight in targets.split(",")
+            wanted.append(adapted * ALPHA / RANK * np.einsum(DELTA[weight], own_a, own_b).reshape(32, -1).T)
+        np.testing.assert_allclose(scale * b @ a, np.concatenate(wanted), rtol=1e-4, atol=1e-7)
+    back, found, _ = peft.read(tmp_path, model)
+    assert set(back.targets.split(",")) == set(targets.split(",")) and found.keys() == mine.keys()
+    assert all(np.array_equal(found[name], mine[name]) for name in mine)
+    theirs[next(name for name in theirs if "qkv_proj.lora_B" in name)][:] = 1
+    save_file(theirs, tmp_path / peft.TENSORS)
+    with pytest.raises(HuggingFaceError, match="lora_B|wq"):
+        peft.read(tmp_path, model)
+
+
+def test_pefts_own_adapter_of_several_weights(tmp_path):
+    """It has one A for all of them, and outputs of each. Only a rank of an export or this one is read."""
+    model = dataclasses.replace(MODEL_CONFIG, family="phi3")
+    rng, tensors = np.random.default_rng(0), {}
+    for i in range(2):
+        name = f"base_model.model.model.layers.{i}.self_attn.qkv_proj"
+        tensors[f"{name}.lora_A.weight"] = rng.normal(size=(RANK, 32)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = rng.normal(size=(64, RANK)).astype(np.float32)
+    save_file(tensors, tmp_path / peft.TENSORS)
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["qkv_proj"]}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
+    how, found, notes = peft.read(tmp_path, model)
+    assert (how.targets, how.rank, how.alpha, notes) == ("wq,wk,wv", RANK, ALPHA, [])
+    a, b = (tensors[f"base_model.model.model.layers.1.self_attn.qkv_proj.lora_{half}.weight"] for half in "AB")
+    of_layer = {
+        name: found[f"params.layers.1.attention.lora.{name}"] for name in ("wq_a", "wq_b", "wk_a", "wk_b", "wv_a", "wv_b")
+    }
+    assert all(np.array_equal(of_layer[f"{weight}_a"], a.T) for weight in ("wq", "wk", "wv"))
+    rows = np.concatenate([of_layer[f"{weight}_b"].reshape(RANK, -1) for weight in ("wq", "wk", "wv")], 1)
+    np.testing.assert_array_equal(rows, b.T)
+    for wrong in (
+        {"rank_pattern": {r".*\.qkv_proj": 2}},
+        {"rank_pattern": {"o_proj": 6}},
+        {"alpha_pattern": {r".*\.qkv_proj": 1}},
+    ):
+        (tmp_path / peft.CONFIG).write_text(json.dumps(settings | wrong))
+        with pytest.raises(HuggingFaceError, match="qkv_proj|rank_pattern"):
+            peft.read(tmp_path, model)
+
+
 def test_what_does_not_fit_is_named(tensors, tmp_path):
     _written(tensors, tmp_path, {})
     theirs = load_file(tmp_path / peft.TENSORS)

@@ -1,8 +1,9 @@
 """DeepSeek-V3 and R1, Kimi K2: latent attention, a few dense layers, then layers with many narrow experts."""
 
 import dataclasses
+from collections.abc import Mapping
 
-from jaxtrain.models.hf_keys import COUNT, FLAG, NUMBER, Given, Key, only, same
+from jaxtrain.models.hf_keys import COUNT, FLAG, NUMBER, Given, Key, Row, only, same
 from jaxtrain.models.hf_tensors import COMMON, HfTensor, experts
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, quantized
 from jaxtrain.models.structure import Structure, presets
@@ -31,32 +32,37 @@ DENSE = {
     "up": HfTensor(MLP + "up_proj.weight", "D G", "G D"),
     "down": HfTensor(MLP + "down_proj.weight", "D G", "D G"),
 }
+ROUTED = experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | {"layers.{i}.mlp.router_bias": BIAS}
+ROUTED |= {f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()}
 LAYER = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" in name and "{i}" in name}
-LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()}
-LAYER |= experts("mlp", gate="gate_proj", up="up_proj", down="down_proj") | {"layers.{i}.mlp.router_bias": BIAS}
-LAYER |= {f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.items()}
+LAYER |= {f"layers.{{i}}.attention.{name}": tensor for name, tensor in ATTENTION.items()} | ROUTED
 # In the checkpoint, modules of multi-token prediction are numbered as layers after the last layer. Each has a copy of the
 # embedding and of the head.
 OF_MTP = {
     "embed_norm.scale": HfTensor("model.layers.{i}.enorm.weight", "D", "D"),
     "hidden_norm.scale": HfTensor("model.layers.{i}.hnorm.weight", "D", "D"),
-    "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 0),
-    "hidden_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 1),
+    "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (D + D)", 0),
+    "hidden_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (D + D)", 1),
     "norm.scale": HfTensor("model.layers.{i}.shared_head.norm.weight", "D", "D"),
 }
 COPIES = {
     "embed.embedding": "model.layers.{i}.embed_tokens.weight",
     "head": "model.layers.{i}.shared_head.head.weight",
 }
+
+
+def stacks(layer: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+    """Return the tensors of dense layers and of the layers after them. layer: of a layer with experts."""
+    dense = {f"dense_{name}": tensor for name, tensor in layer.items() if ".mlp." not in name}
+    return {**dense, **{f"dense_layers.{{i}}.mlp.{name}": tensor for name, tensor in DENSE.items()}, **layer}
+
+
 TENSORS = {
     **{name: dataclasses.replace(tensor, copy=COPIES.get(name, "")) for name, tensor in COMMON.items() if "{i}" not in name},
-    **{f"dense_{name}": tensor for name, tensor in LAYER.items() if ".mlp." not in name},
-    **{f"dense_layers.{{i}}.mlp.{name}": tensor for name, tensor in DENSE.items()},
-    **LAYER,
+    **stacks(LAYER),
     **{f"mtp.{{i}}.{name}": tensor for name, tensor in OF_MTP.items()},
     **{name.replace("layers.{i}", "mtp.{i}.block"): tensor for name, tensor in LAYER.items()},
 }
-
 NEXT = "num_nextn_predict_layers"
 
 
@@ -65,15 +71,8 @@ def width(given: Given) -> int:
     return given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
 
 
-OWN_KEYS = {
-    "kv_lora_rank": Key("kv_lora_rank"),
-    "q_lora_rank": Key("q_lora_rank", COUNT, null=0),
-    "qk_nope_head_dim": Key("qk_nope_head_dim"),
-    "qk_rope_head_dim": Key("qk_rope_head_dim"),
-    "v_head_dim": Key("v_head_dim"),
-    # In transformers' config, head_dim is the rotated part of a head.
-    "head_dim": Key(default=None, to_theirs=lambda m: m.qk_rope_head_dim),
-    "qk_head_dim": same("qk_nope_head_dim + qk_rope_head_dim", width),
+# Of a router of sigmoids, and the widths of experts and dense layers.
+ROUTED_KEYS: dict[str, Row] = {
     "moe_intermediate_size": Key("d_ff"),
     "first_k_dense_replace": Key("dense_layers", COUNT),
     "intermediate_size": Key(
@@ -92,18 +91,28 @@ OWN_KEYS = {
     "routed_scaling_factor": Key("routed_scaling", NUMBER),
     "n_group": Key("router_groups"),
     "topk_group": Key("groups_per_token"),
-    NEXT: Key("mtp_layers", COUNT, 0),
-    "rope_interleave": only(True, "rotary pairs are read as neighbours"),
     "moe_layer_freq": only(1, "all layers after first_k_dense_replace are built with experts"),
     "scoring_func": only("sigmoid", "scores are built as sigmoids"),
     "topk_method": only("noaux_tc", "experts are chosen by score and bias, in groups"),
+}
+OWN_KEYS = {
+    "kv_lora_rank": Key("kv_lora_rank"),
+    "q_lora_rank": Key("q_lora_rank", COUNT, null=0),
+    "qk_nope_head_dim": Key("qk_nope_head_dim"),
+    "qk_rope_head_dim": Key("qk_rope_head_dim"),
+    "v_head_dim": Key("v_head_dim"),
+    # In transformers' config, head_dim is the rotated part of a head.
+    "head_dim": Key(default=None, to_theirs=lambda m: m.qk_rope_head_dim),
+    "qk_head_dim": same("qk_nope_head_dim + qk_rope_head_dim", width),
+    NEXT: Key("mtp_layers", COUNT, 0),
+    "rope_interleave": only(True, "rotary pairs are read as neighbours"),
     "quantization_config": quantized("fp8"),
 }
 FORMAT = Format(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     TENSORS,
-    KEYS | UNTIED | OWN_KEYS,
+    KEYS | UNTIED | ROUTED_KEYS | OWN_KEYS,
     model={"router": "sigmoid", "router_bias": True},
     written={"attention_bias": False},
     beyond=f"of multi-token prediction, and {NEXT} is 0",

@@ -10,8 +10,8 @@ from jaxtrain.models.hugging_face import Format
 __all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
 MLP = "model.layers.{i}.shared_mlp."
 SHARED = {
-    "layers.{i}.mlp.shared.gate": HfTensor(MLP + "input_linear.weight", "D S", "(2 S) D", 0),
-    "layers.{i}.mlp.shared.up": HfTensor(MLP + "input_linear.weight", "D S", "(2 S) D", 1),
+    "layers.{i}.mlp.shared.gate": HfTensor(MLP + "input_linear.weight", "D S", "(S + S) D", 0),
+    "layers.{i}.mlp.shared.up": HfTensor(MLP + "input_linear.weight", "D S", "(S + S) D", 1),
     "layers.{i}.mlp.shared.down": HfTensor(MLP + "output_linear.weight", "D S", "D S"),
 }
 OWN_KEYS = {"shared_intermediate_size": Key("shared_d_ff", COUNT)}
