@@ -193,12 +193,13 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
         theirs = entry.theirs[0]
         module = theirs.removesuffix(A_NAME).removesuffix(B_NAME)
         if name in plain:
+            names = modules_of.get(module.rpartition(".")[2])
             # PEFT takes gate_proj among target_modules for that of experts.
-            if weight_of(name) in FEED_FORWARD and model.num_experts:
+            if weight_of(name) in FEED_FORWARD and model.num_experts and not names:
                 parameters.add(".".join(module.split(".")[-2:]) + ".weight")
             else:
                 modules.add(module.rpartition(".")[2])
-            if names := modules_of.get(module.rpartition(".")[2]):
+            if names:
                 x = widened(x, names.index(weight_of(name)), len(names), _axis_of_ranks(name, False))
         else:
             x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
@@ -254,7 +255,7 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
     fused = fused_modules(model)
-    modules = {PATTERN + module for module in ([GATE_UP] if model.num_experts else fused)}
+    modules = {PATTERN + module for module in (*fused, *([GATE_UP] if model.num_experts else ()))}
     known_keys = (*WITHOUT_EFFECT, *READ, *(key for key in READ_OF_MODULES if {*(found.get(key) or {})} <= modules))
     unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in known_keys and value not in OFF]
     if found.get("init_lora_weights", True) not in INITIAL:
