@@ -81,7 +81,8 @@ def in_force(m: schema.Model) -> schema.Model:
     default, local = schema.Model(), LOCAL in m.kinds
     changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": m.kinds}
     scale = m.attn_logit_scale or m.head_dim**-0.5
-    changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "sliding_window": m.sliding_window if local else 0}
+    changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "logit_multiplier": float(f"{m.logit_multiplier:.12g}")}
+    changes |= {"sliding_window": m.sliding_window if local else 0}
     changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
     if local and not m.local_rope_base and m.rope_scaling != "none":
         changes["local_rope_base"] = 0.0  # local layers have scaled frequencies too, which no base expresses

@@ -22,6 +22,15 @@ FAMILIES = {
     "gpt_oss": "jaxtrain.models.families.gpt_oss",
     "deepseek_v3": "jaxtrain.models.families.deepseek_v3",
     "olmo2": "jaxtrain.models.families.olmo2",
+    "olmo3": "jaxtrain.models.families.olmo3",
+    "exaone4": "jaxtrain.models.families.exaone4",
+    "smollm3": "jaxtrain.models.families.smollm3",
+    "granite": "jaxtrain.models.families.granite",
+    "granitemoe": "jaxtrain.models.families.granitemoe",
+    "granitemoeshared": "jaxtrain.models.families.granitemoeshared",
+    "cwm": "jaxtrain.models.families.cwm",
+    "olmoe": "jaxtrain.models.families.olmoe",
+    "flex_olmo": "jaxtrain.models.families.flex_olmo",
     "phi3": "jaxtrain.models.families.phi3",
     "glm": "jaxtrain.models.families.glm",
     "glm4": "jaxtrain.models.families.glm4",
@@ -31,8 +40,10 @@ FAMILIES = {
     "ernie4_5": "jaxtrain.models.families.ernie4_5",
     "dots1": "jaxtrain.models.families.dots1",
     "minimax_m2": "jaxtrain.models.families.minimax_m2",
+    "gemma": "jaxtrain.models.families.gemma",
     "gemma2": "jaxtrain.models.families.gemma2",
     "gemma3": "jaxtrain.models.families.gemma3",
+    "vaultgemma": "jaxtrain.models.families.vaultgemma",
 }
 
 

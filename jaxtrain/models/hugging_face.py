@@ -72,6 +72,7 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **{key: Key(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
     },
 }
+SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,31 +80,32 @@ class Rope(Row):
     """The rotary settings in both forms.
 
     Attributes:
-        by_kind: layers with a sliding window have a base of their own, and no scaling.
+        local: transformers 4's key with the base of layers with a sliding window, whose frequencies are not scaled. "": all
+            layers have the same.
         known: the values of rope_type.
         partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
         part: returns the part outside of the other settings, or None.
     """
 
-    by_kind: bool = False
-    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
+    local: str = ""
+    known: tuple[str, ...] = SCALINGS
     partial: float = 0.0
     part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
-        old = {"rope_theta": s.take("rope_theta", default=None), **s.take("rope_scaling", OBJECT, {})}
-        if self.partial:
-            old = {PARTIAL: self.part(s), **old}
+        base = s.take(self.local, default=None) if self.local else None
+        part = {PARTIAL: self.part(s)} if self.partial else {}
+        old = {**part, "rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
         new = s.take(key, OBJECT, {})
-        if self.by_kind:
+        s.take("rope_theta", default=None)
+        if self.local:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):
                 rule = f"{key} has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone"
                 raise HuggingFaceError(f"{s.path}: {rule}.")
             by_kind = Settings(new, f"{s.path}: {key}")
-            base = {"rope_theta": s.take("rope_local_base_freq", default=None)}
-            local = _agreed(s, base, by_kind.take(SLIDING, OBJECT, {}))
+            local = _agreed(s, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
             full = _agreed(s, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, s.path, ("default", "linear"), lambda own: {FULL: own, SLIDING: local})
+            out = _rope(full, s.path, SCALINGS, lambda own: {FULL: own, SLIDING: local})
             of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
             return out | {"local_rope_base": of_local["rope_base"]}
         if FULL in new or SLIDING in new:
@@ -120,10 +122,10 @@ class Rope(Row):
         part = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
         new = {"rope_theta": model.rope_base, **scaling, **part}
         out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **part, key: new}
-        if self.by_kind:
+        if self.local:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
-            out |= {"rope_local_base_freq": local, key: {FULL: new, SLIDING: own}}
+            out |= {self.local: local, key: {FULL: new, SLIDING: own}}
         return out
 
 
@@ -159,7 +161,7 @@ def _rope(
     if kind not in known:
         # A packed row has documents of several lengths, and a cache has keys that were rotated when the sequence was shorter.
         why = ", because its frequencies follow the length of each sequence" * (kind in ("dynamic", "longrope"))
-        plain = {"rope_type": "default", "rope_theta": given.get("rope_theta")}
+        plain = {"rope_type": "default", **{key: given.get(key) for key in ("rope_theta", *[PARTIAL] * (PARTIAL in given))}}
         short, fix = ". Up to max_position_embeddings tokens it equals default", f" Fix: {instead(plain)}."
         short, fix = (short, fix) if kind == "dynamic" else ("", "")
         raise HuggingFaceError(f"{path}: rope_type = {kind!r}: is not supported{why}{short}. Known: {', '.join(known)}.{fix}")
@@ -307,6 +309,8 @@ GEMMA: dict[str, Row] = {
     "hidden_act": only("gelu_pytorch_tanh", GELU, written=False),
     "hidden_activation": only("gelu_pytorch_tanh", GELU),
     "use_bidirectional_attention": only(False, "jaxtrain has causal attention only", written=False),
+}
+GEMMA_SCORES: dict[str, Row] = {
     "sliding_window_size": same("sliding_window", lambda given: given.get("sliding_window")),
     "query_pre_attn_scalar": Key("attn_logit_scale", ABOVE_0, to_ours=lambda x, _: x**-0.5, to_theirs=_attention_divisor),
     "final_logit_softcapping": Key("logit_softcap", NUMBER, null=0.0),

@@ -43,6 +43,15 @@ def gemma3_rope():
     return {"rope_parameters": {"full_attention": {**scaled, "rope_theta": 9000.0}, "sliding_attention": local}}
 
 
+def olmo3_rope():
+    """Return OLMo 3's rotary settings. Layers with a window are not stretched."""
+    if not V5:
+        return rope(3000.0, "yarn", **STRETCHED)
+    local = {"rope_type": "default", "rope_theta": 3000.0}
+    full = {"rope_type": "yarn", "rope_theta": 3000.0, **STRETCHED}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
 def yarn_tables():
     """Return the factor of the rotary tables, and the angle per position of each pair, for each of weights.py's settings."""
     rows = []
@@ -54,7 +63,8 @@ def yarn_tables():
 
 
 TOP2 = {"num_local_experts": 6, "num_experts_per_tok": 2}
-TOP3 = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": False}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3}
+TOP3 = {**EIGHT, "moe_intermediate_size": 32, "norm_topk_prob": False}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "n_shared_experts": 2}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
@@ -64,6 +74,8 @@ STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 
 OPEN = {**STRETCHED, "truncate": False}
 HALF = {"partial_rotary_factor": 0.5}
 QK = {"head_dim": 16, "use_qk_norm": True}
+BIASED, NARROW = {"attention_bias": True}, {"intermediate_size": 32}
+FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -87,6 +99,9 @@ MODELS = {
         tie_word_embeddings=False,
         **rope(2000.0, "yarn", **STRETCHED, mscale=1.0, mscale_all_dim=0.7),
     ),
+    "llama_biased": t.LlamaConfig(**COMMON, **BIASED, mlp_bias=True, tie_word_embeddings=False, **rope(777.0)),
+    "qwen3_biased": t.Qwen3Config(**COMMON, **BIASED, head_dim=16, tie_word_embeddings=False, **rope(3000.0)),
+    "gemma": t.GemmaConfig(**COMMON, **BIASED, head_dim=16, **rope(4000.0)),
     "olmo2": t.Olmo2Config(**COMMON, tie_word_embeddings=False, **rope(3000.0)),
     "phi3": t.Phi3Config(**COMMON, sliding_window=7, tie_word_embeddings=False, **rope(3000.0, partial_rotary_factor=0.5)),
     "glm": t.GlmConfig(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, "linear", factor=2.0, **HALF)),
@@ -109,17 +124,33 @@ MODELS = {
     ),
     "ernie4_5": t.Ernie4_5Config(**COMMON, head_dim=16, use_bias=True, tie_word_embeddings=True, **rope(3000.0)),
     "dots1": t.Dots1Config(**COMMON, **WIDER, head_dim=16, sliding_window=None, tie_word_embeddings=False, **rope(3000.0)),
+    "olmo3": t.Olmo3Config(**COMMON, sliding_window=6, tie_word_embeddings=False, **olmo3_rope()),
+    "olmoe": t.OlmoeConfig(**COMMON | NARROW, **BIASED, **EIGHT, tie_word_embeddings=False, **rope(3000.0)),
+    "flex_olmo": t.FlexOlmoConfig(**COMMON | NARROW, **EIGHT, norm_topk_prob=True, tie_word_embeddings=False, **rope(3000.0)),
+    "exaone4": t.Exaone4Config(
+        **COMMON, sliding_window=6, layer_types=[S, S, F, S], tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
+    ),
+    "smollm3": t.SmolLM3Config(**COMMON, no_rope_layer_interval=3, tie_word_embeddings=True, **rope(3000.0)),
+    "granite": t.GraniteConfig(**COMMON, **BIASED, **FACTORS, mlp_bias=True, tie_word_embeddings=True, **rope(3000.0)),
+    "granitemoe": t.GraniteMoeConfig(**COMMON | NARROW, **TOP2, **FACTORS, tie_word_embeddings=True, **rope(3000.0)),
+    "granitemoeshared": t.GraniteMoeSharedConfig(
+        **COMMON | NARROW, **TOP2, **FACTORS, shared_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
+    ),
+    "vaultgemma": t.VaultGemmaConfig(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
-if V5:
+if V5:  # transformers 4 does not have these
+    MODELS["cwm"] = t.CwmConfig(
+        **COMMON, head_dim=16, sliding_window=6, tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
+    )
     TOP3_OF_6 = {**TOP2, "num_experts_per_tok": 3}
     MODELS["minimax_m2"] = t.MiniMaxM2Config(
         **COMMON, **TOP3_OF_6, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)
     )
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
-GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3", "phi3", "glm", "glm4", "glm4_moe", "seed_oss", "qwen2_moe", "ernie4_5", "dots1")
-GRADIENTS += ("minimax_m2",)
+OLD = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "mixtral", "qwen3_moe", "gemma2", "gemma3")
+GRADIENTS = tuple(name for name in MODELS if name not in OLD)
 ONE_BY_ONE = ("gpt_oss", "deepseek_v3")
 
 

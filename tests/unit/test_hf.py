@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_configs_of_transformers_4_and_5_say_the_same():
     for name in FAMILIES:
+        if name == "cwm":  # transformers 4 has no such class
+            continue
         assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
 
 

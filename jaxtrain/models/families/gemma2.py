@@ -3,7 +3,7 @@
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hf_keys import NUMBER, Key
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS
-from jaxtrain.models.hugging_face import BIASED, GEMMA, KEYS, Format, Windows
+from jaxtrain.models.hugging_face import BIASED, GEMMA, GEMMA_SCORES, KEYS, Format, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -16,7 +16,7 @@ FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",
     COMMON | ATTENTION_BIAS | POST_NORMS,
-    KEYS | BIASED | GEMMA | OWN_KEYS,
+    KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
     model={"norm_placement": "sandwich"},
 )
 # fmt: off

@@ -3,7 +3,7 @@
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hf_keys import LAYERS, Settings, only
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS, QK_NORM
-from jaxtrain.models.hugging_face import BIASED, GEMMA, KEYS, Format, Rope, Windows
+from jaxtrain.models.hugging_face import BIASED, GEMMA, GEMMA_SCORES, KEYS, Format, Rope, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -19,13 +19,13 @@ NOT_APPLIED = "published models have null, and transformers reads another value 
 OWN_KEYS = {
     "attn_logit_softcapping": only(None, NOT_APPLIED, fix=None),
     "sliding_window": Windows(pattern),
-    "rope_parameters": Rope(by_kind=True),
+    "rope_parameters": Rope(local="rope_local_base_freq"),
 }
 FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | ATTENTION_BIAS | POST_NORMS | QK_NORM,
-    KEYS | BIASED | GEMMA | OWN_KEYS,
+    KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
     model={"norm_placement": "sandwich", "qk_norm": True},
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}

@@ -1,0 +1,37 @@
+"""Granite 3 MoE: Granite's layers, with many narrow experts in place of the feed-forward block."""
+
+from jaxtrain.models.families.granite import FACTORS, STRUCTURE
+from jaxtrain.models.hf_keys import Key, only
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, HfTensor
+from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format
+from jaxtrain.models.structure import presets
+
+__all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
+MOE = "model.layers.{i}.block_sparse_moe."
+EXPERTS = {
+    "layers.{i}.mlp.router": HfTensor(MOE + "router.layer.weight", "D E", "E D"),
+    "layers.{i}.mlp.gate": HfTensor(MOE + "input_linear.weight", "E D F", "E (F + F) D", 0),
+    "layers.{i}.mlp.up": HfTensor(MOE + "input_linear.weight", "E D F", "E (F + F) D", 1),
+    "layers.{i}.mlp.down": HfTensor(MOE + "output_linear.weight", "E D F", "E D F"),
+}
+TENSORS = COMMON | ATTENTION_BIAS | EXPERTS
+OWN_KEYS = {
+    "num_local_experts": Key("num_experts"),
+    "num_experts_per_tok": Key("experts_per_token"),
+    "position_embedding_type": only("rope", "positions are rotary embeddings", written=False),
+}
+ALL_KEYS = KEYS | UNTIED | BIASED | FACTORS | OWN_KEYS
+MODEL = {"renormalize": True}
+WRITTEN = {"output_router_logits": False}
+FORMAT = Format("granitemoe", "GraniteMoeForCausalLM", TENSORS, ALL_KEYS, model=MODEL, written=WRITTEN)
+# fmt: off
+PRESETS = presets(
+    {
+        # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
+        "granite3.0_1b_a400m": (24, 1024, 16, 8, 0, 512, 49155, {"num_experts": 32}),
+        "granite3.0_3b_a800m": (32, 1536, 24, 8, 0, 512, 49155, {"num_experts": 40}),
+    },
+    norm_eps=1e-06, tied_head=True, embedding_multiplier=12.0, residual_multiplier=0.22, attn_logit_scale=1 / 64,
+    logit_multiplier=1 / 6, rope_base=10_000.0, experts_per_token=8, **MODEL,
+)
+# fmt: on
