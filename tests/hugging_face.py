@@ -24,8 +24,7 @@ sys.path.insert(0, str(HERE))
 from weights import DOCUMENTS, YARN, random_tokens, random_weight  # noqa: E402, F401
 
 GOLDEN = {name: x for file in sorted((HERE / "golden").glob("*.npz")) for name, x in np.load(file).items()}
-# transformers 4 writes a tensor for each expert.
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "flex_olmo", "glm4_moe", "qwen2_moe", "dots1", "minimax_m2")
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe", "dots1", "minimax_m2", "olmoe", "flex_olmo")
 FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
 FAMILIES += ("llama_biased", "qwen3_biased", "gemma", "olmo2", "olmo3", "exaone4", "smollm3", "cwm", "vaultgemma")
 FAMILIES += ("granite", "granitemoe", "granitemoeshared", "phi3", "glm", "glm4", "seed_oss", "ernie4_5")

@@ -121,7 +121,7 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
         found = LAYER.match(weight.theirs[0])
         if name not in targets or found is None:
             continue
-        module, _, parameter = how.name.replace("{i}", found[1]).rpartition(".")
+        module, _, parameter = (how.parameter or how.name).replace("{i}", found[1]).rpartition(".")
         inner = INNER if parameter == GATE_UP and "down" in targets else ""
         into = "F" if name == "down" else "D"
         outputs = next(axis for axis in how.axes[1:] if into not in axis)
@@ -204,7 +204,8 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
             x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
             if weight_of(name) in fused:
                 x = widened(x, fused.index(weight_of(name)), len(fused), _axis_of_ranks(name, True))
-            parameters.add(f"mlp.experts.{DOWN if weight_of(name) == 'down' else GATE_UP}")
+            block = ".".join(module.removesuffix(INNER).split(".")[-2:])
+            parameters.add(f"{block}.{DOWN if weight_of(name) == 'down' else GATE_UP}")
         # Weights in one tensor have ranks and outputs of their own, and zeros in the others'.
         tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x)
     wide = {module: n for module, n in wide.items() if module in modules} | ({GATE_UP: len(fused)} if len(fused) > 1 else {})

@@ -72,7 +72,6 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **{key: Key(f"rope_{key}", NUMBER, 0.0, 0.0) for key in ("attention_factor", "mscale", "mscale_all_dim")},
     },
 }
-SCALINGS = ("default", "llama3", "linear", "yarn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +87,15 @@ class Rope(Row):
     """
 
     local: str = ""
-    known: tuple[str, ...] = SCALINGS
+    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
     partial: float = 0.0
     part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         base = s.take(self.local, default=None) if self.local else None
-        part = {PARTIAL: self.part(s)} if self.partial else {}
-        old = {**part, "rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
+        old = {"rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
+        if self.partial:
+            old = {PARTIAL: self.part(s), **old}
         new = s.take(key, OBJECT, {})
         s.take("rope_theta", default=None)
         if self.local:
@@ -105,7 +105,7 @@ class Rope(Row):
             by_kind = Settings(new, f"{s.path}: {key}")
             local = _agreed(s, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
             full = _agreed(s, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, s.path, SCALINGS, lambda own: {FULL: own, SLIDING: local})
+            out = _rope(full, s.path, self.known, lambda own: {FULL: own, SLIDING: local})
             of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
             return out | {"local_rope_base": of_local["rope_base"]}
         if FULL in new or SLIDING in new:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "reference"
 SEGMENTS = np.ones_like(TOKENS)
 SAME = 2e-4  # of logits, absolute; those of adapters differ from the base's by more than 0.01
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoeshared")
 RANK, ALPHA = 3, 5.0
 
 

@@ -55,6 +55,9 @@ SIZES = {
 }
 # Typical options of jaxtrain's families.
 LOCAL = {"model.sliding_window": 12, "model.attention_pattern": "lg"}
+OLMO2 = {"model.norm_placement": "post", "model.qk_norm": True, "model.qk_norm_joint": True}
+OLMOE = {**OLMO2, "model.num_experts": 8, "model.experts_per_token": 3, "model.renormalize": False}
+GRANITE = {"model.embedding_multiplier": 12.0, "model.residual_multiplier": 0.22, "model.logit_multiplier": 1 / 8}
 ROUTED = {
     "model.num_layers": 3,
     "model.dense_layers": 1,
@@ -82,7 +85,17 @@ USUAL: dict[str, dict[str, Any]] = {
         "model.rope_scaling": "yarn",
         "model.rope_original_len": 16,
     },
-    "olmo2": {"model.norm_placement": "post", "model.qk_norm": True, "model.qk_norm_joint": True},
+    "olmo2": OLMO2,
+    "olmo3": {**OLMO2, **LOCAL, "model.local_rope_base": 300.0},
+    "olmoe": {**OLMOE, "model.norm_placement": "pre"},
+    "flex_olmo": OLMOE,
+    "exaone4": {"model.norm_placement": "post", "model.qk_norm": True, **LOCAL, "model.attention_pattern": "ln"},
+    "smollm3": {"model.attention_pattern": "gn"},
+    "cwm": {**LOCAL, "model.attention_pattern": "gl"},
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "model.num_experts": 4},
+    "granitemoeshared": {**GRANITE, "model.num_experts": 4, "model.shared_d_ff": 32},
+    "vaultgemma": LOCAL,
     "phi3": {"model.partial_rotary_factor": 0.5, "model.sliding_window": 12},
     "glm": {"model.partial_rotary_factor": 0.5, "model.qkv_bias": True},
     "glm4": {"model.partial_rotary_factor": 0.5, "model.norm_placement": "sandwich"},

@@ -72,10 +72,10 @@ WIDER = {**GROUPS, **ROUTED, "topk_group": 3, "num_experts_per_tok": 5}  # with 
 # At the sixteenth position a sequence is twice as long as the original context.
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
 OPEN = {**STRETCHED, "truncate": False}
-HALF = {"partial_rotary_factor": 0.5}
-QK = {"head_dim": 16, "use_qk_norm": True}
 BIASED, NARROW = {"attention_bias": True}, {"intermediate_size": 32}
 FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0}
+HALF = {"partial_rotary_factor": 0.5}
+QK = {"head_dim": 16, "use_qk_norm": True}
 S, F = "sliding_attention", "full_attention"
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
@@ -103,6 +103,19 @@ MODELS = {
     "qwen3_biased": t.Qwen3Config(**COMMON, **BIASED, head_dim=16, tie_word_embeddings=False, **rope(3000.0)),
     "gemma": t.GemmaConfig(**COMMON, **BIASED, head_dim=16, **rope(4000.0)),
     "olmo2": t.Olmo2Config(**COMMON, tie_word_embeddings=False, **rope(3000.0)),
+    "olmo3": t.Olmo3Config(**COMMON, sliding_window=6, tie_word_embeddings=False, **olmo3_rope()),
+    "olmoe": t.OlmoeConfig(**COMMON | NARROW, **BIASED, **EIGHT, tie_word_embeddings=False, **rope(3000.0)),
+    "flex_olmo": t.FlexOlmoConfig(**COMMON | NARROW, **EIGHT, norm_topk_prob=True, tie_word_embeddings=False, **rope(3000.0)),
+    "exaone4": t.Exaone4Config(
+        **COMMON, sliding_window=6, layer_types=[S, S, F, S], tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
+    ),
+    "smollm3": t.SmolLM3Config(**COMMON, no_rope_layer_interval=3, tie_word_embeddings=True, **rope(3000.0)),
+    "granite": t.GraniteConfig(**COMMON, **BIASED, **FACTORS, mlp_bias=True, tie_word_embeddings=True, **rope(3000.0)),
+    "granitemoe": t.GraniteMoeConfig(**COMMON | NARROW, **TOP2, **FACTORS, tie_word_embeddings=True, **rope(3000.0)),
+    "granitemoeshared": t.GraniteMoeSharedConfig(
+        **COMMON | NARROW, **TOP2, **FACTORS, shared_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
+    ),
+    "vaultgemma": t.VaultGemmaConfig(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "phi3": t.Phi3Config(**COMMON, sliding_window=7, tie_word_embeddings=False, **rope(3000.0, partial_rotary_factor=0.5)),
     "glm": t.GlmConfig(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, "linear", factor=2.0, **HALF)),
     "glm4": t.Glm4Config(**COMMON, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)),
@@ -124,23 +137,10 @@ MODELS = {
     ),
     "ernie4_5": t.Ernie4_5Config(**COMMON, head_dim=16, use_bias=True, tie_word_embeddings=True, **rope(3000.0)),
     "dots1": t.Dots1Config(**COMMON, **WIDER, head_dim=16, sliding_window=None, tie_word_embeddings=False, **rope(3000.0)),
-    "olmo3": t.Olmo3Config(**COMMON, sliding_window=6, tie_word_embeddings=False, **olmo3_rope()),
-    "olmoe": t.OlmoeConfig(**COMMON | NARROW, **BIASED, **EIGHT, tie_word_embeddings=False, **rope(3000.0)),
-    "flex_olmo": t.FlexOlmoConfig(**COMMON | NARROW, **EIGHT, norm_topk_prob=True, tie_word_embeddings=False, **rope(3000.0)),
-    "exaone4": t.Exaone4Config(
-        **COMMON, sliding_window=6, layer_types=[S, S, F, S], tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
-    ),
-    "smollm3": t.SmolLM3Config(**COMMON, no_rope_layer_interval=3, tie_word_embeddings=True, **rope(3000.0)),
-    "granite": t.GraniteConfig(**COMMON, **BIASED, **FACTORS, mlp_bias=True, tie_word_embeddings=True, **rope(3000.0)),
-    "granitemoe": t.GraniteMoeConfig(**COMMON | NARROW, **TOP2, **FACTORS, tie_word_embeddings=True, **rope(3000.0)),
-    "granitemoeshared": t.GraniteMoeSharedConfig(
-        **COMMON | NARROW, **TOP2, **FACTORS, shared_intermediate_size=48, tie_word_embeddings=False, **rope(3000.0)
-    ),
-    "vaultgemma": t.VaultGemmaConfig(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
-if V5:  # transformers 4 does not have these
+if V5:  # transformers 4 has no such classes
     MODELS["cwm"] = t.CwmConfig(
         **COMMON, head_dim=16, sliding_window=6, tie_word_embeddings=False, **rope(5000.0, "llama3", **LLAMA3)
     )
