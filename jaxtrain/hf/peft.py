@@ -255,7 +255,7 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
     fused = fused_modules(model)
-    modules = {PATTERN + module for module in (*fused, *([GATE_UP] if model.num_experts else ()))}
+    modules = {PATTERN + module for module in (*fused, *[GATE_UP] * bool(model.num_experts))}
     known_keys = (*WITHOUT_EFFECT, *READ, *(key for key in READ_OF_MODULES if {*(found.get(key) or {})} <= modules))
     unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in known_keys and value not in OFF]
     if found.get("init_lora_weights", True) not in INITIAL:

@@ -161,7 +161,7 @@ def _rope(
     if kind not in known:
         # A packed row has documents of several lengths, and a cache has keys that were rotated when the sequence was shorter.
         why = ", because its frequencies follow the length of each sequence" * (kind in ("dynamic", "longrope"))
-        plain = {"rope_type": "default", "rope_theta": given.get("rope_theta")}
+        plain = {"rope_type": "default", **{key: given.get(key) for key in ("rope_theta", *[PARTIAL] * (PARTIAL in given))}}
         short, fix = ". Up to max_position_embeddings tokens it equals default", f" Fix: {instead(plain)}."
         short, fix = (short, fix) if kind == "dynamic" else ("", "")
         raise HuggingFaceError(f"{path}: rope_type = {kind!r}: is not supported{why}{short}. Known: {', '.join(known)}.{fix}")
