@@ -40,6 +40,7 @@ from jaxtrain.models.hf_keys import (
     write_rows,
 )
 from jaxtrain.models.hf_tensors import HfTensor
+from jaxtrain.models.not_supported import NOT_SUPPORTED, SAME
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -327,6 +328,16 @@ class Format:
             )
         return out
 
+    def unread(self, given: Given) -> list[str]:
+        """Return the keys of a config.json that may change what the model computes, and that this format cannot read."""
+        s, refused = Settings(given), []
+        for key, row in self.keys.items():
+            try:
+                row.read(s, key)
+            except (HuggingFaceError, ArithmeticError, AttributeError, LookupError, TypeError):  # of another architecture
+                refused += [key] * (key in given)
+        return sorted({*refused, *s.unread()})
+
     def write(self, model: Model) -> dict[str, Any]:
         """Return keys of config.json. Settings of the model without a key in the format are lost.
 
@@ -368,9 +379,22 @@ def family_of(settings: Mapping[str, Any], path: str) -> str:
         return known[kind]
     if kind is None and isinstance(settings.get("model"), dict):
         raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
-    if "text_config" in settings:
-        rule = "models that see or hear are not supported, nor their text part alone"
-    else:
-        own_fix = import_with(path, f"{FAMILY}=package.module:name")
-        rule = f"no such architecture in jaxtrain. Known: {', '.join(known)}. Fix, for a family of your own: {own_fix}"
-    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
+    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {not_supported(settings, path)}")
+
+
+def not_supported(settings: Mapping[str, Any], path: str) -> str:
+    """Return the nearest family of a config.json whose model_type is that of none, what the family lacks, and a fix."""
+    kind = str(settings.get("model_type"))
+    own = f"Fix, for a family of your own: {import_with(path, f'{FAMILY}=package.module:name')}."
+    if kind in SAME:
+        same_type = import_with(path, f"model_type={format_of(SAME[kind]).model_type}", "architectures=null")
+        return f"its text is computed as that of the family {SAME[kind]}. Fix: {same_type}."
+    if kind in NOT_SUPPORTED:
+        nearest, lacks = NOT_SUPPORTED[kind]
+        return f"no family of jaxtrain. The nearest is {nearest}, which lacks {lacks}. {own}"
+    formats = {name: format_of(name) for name in FAMILIES}
+    unread = {name: layout.unread(settings) for name, layout in formats.items()}
+    # Of families that read as many of its keys, the one whose table has the fewest others.
+    nearest = min(unread, key=lambda name: (len(unread[name]), len(formats[name].keys.keys() - settings.keys())))
+    lacks = f"cannot read {', '.join(unread[nearest])}" if unread[nearest] else "reads all of them"
+    return f"no family of jaxtrain. By its keys (a guess), the nearest is {nearest}, which {lacks}. {own}"
