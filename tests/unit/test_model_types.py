@@ -10,7 +10,7 @@ from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.hf_keys import FAMILY
 from jaxtrain.models.hugging_face import HuggingFaceError, format_of, not_supported
-from jaxtrain.models.not_supported import GROUPS, NOT_SUPPORTED, SAME
+from jaxtrain.models.not_supported import GROUPS, NOT_SUPPORTED, OTHER_TEXT, SAME
 
 STORED = json.loads(model_types.STORED.read_text())["types"]
 
@@ -26,7 +26,7 @@ def test_an_entry_is_no_family_and_its_nearest_is_one():
     families = model_types.family_of_type()
     listed = [kind for _, _, kinds in GROUPS for kind in kinds.split()]
     assert len(listed) == len(set(listed)), "a type is listed twice"
-    for table in (NOT_SUPPORTED, SAME):
+    for table in (NOT_SUPPORTED, SAME, OTHER_TEXT):
         assert not table.keys() & families.keys()
     assert not NOT_SUPPORTED.keys() & SAME.keys()
     assert {nearest for nearest, _ in NOT_SUPPORTED.values()} | set(SAME.values()) <= FAMILIES.keys()
