@@ -6,6 +6,7 @@ import math
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|o
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "the head is the embedding"
+# Prefix of the text part's tensors in the folder of a model that also sees or hears -> their prefix in a folder of their own.
+TEXT_PLACES = {
+    **{f"{part}.": "" for part in ("language_model", "text_model")},
+    **{f"model.{part}": "model." for part in ("language_model.", "text_model.", "")},
+}
 SHOWN = 12  # problems named one by one
 
 
@@ -192,6 +198,30 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             if stored is not None:  # a tensor that several places of the model share may be written once
                 copies = tuple(copy for copy in copies if copy in stored)
             out[ours] = Entry(ours, each, how, sizes, copies)
+    return out
+
+
+def text_names(stored: Collection[str], path: Path) -> dict[str, str]:
+    """Return name in the folder -> name in a folder of its own, of the tensors of the text part of a model.
+
+    Args:
+        stored: names of the tensors of a folder whose model also sees or hears.
+        path: the folder, for errors.
+
+    Raises:
+        HuggingFaceError: the folder has tensors of a text part at no known place, or at two.
+    """
+    layers = {place: place + "model.layers.".removeprefix(its) for place, its in TEXT_PLACES.items()}
+    places = [place for place, prefix in layers.items() if any(name.startswith(prefix) for name in stored)]
+    if len(places) != 1:
+        rule = f"layers of its text part must be at one of {', '.join(layers.values())}"
+        raise HuggingFaceError(f"{path}: {rule}; it has {' and '.join(layers[x] for x in places) or 'none'}. Fetch it again.")
+    (place,) = places
+    out = {name: TEXT_PLACES[place] + name.removeprefix(place) for name in stored if name.startswith(place)}
+    if HEAD in stored:
+        if HEAD in out.values():
+            raise HuggingFaceError(f"{path}: has two heads, {place}{HEAD} and {HEAD}. Remove the wrong one.")
+        out[HEAD] = HEAD
     return out
 
 

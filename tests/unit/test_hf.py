@@ -146,7 +146,6 @@ KEYS = {
 }
 # (family, changes of config.json, what the error names)
 NAMED = [
-    ("llama2", {"model_type": "gemma3", "text_config": {}}, "gemma3"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ("llama2", rotary("dynamic", factor=4.0), r"--set rope_scaling=null --set 'rope_parameters="),
     ("phi3", rotary("yarn", factor=4.0, original_max_position_embeddings=64), "rope_type = 'yarn'"),
