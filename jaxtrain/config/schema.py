@@ -51,6 +51,7 @@ from jaxtrain.config.synonyms import nearest_key
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
 LOCAL, GLOBAL = "l", "g"  # kinds of layers: with a sliding window, with full attention
+DELTA = "d"  # a layer with a gated delta net in place of attention
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 
@@ -141,9 +142,14 @@ class Model:
     )
     attention_pattern: str = key(
         "",
-        "layers with sliding_window (l) or full attention (g), repeated over all layers, as lllllg; '': all l",
+        "layers with sliding_window (l), full attention (g) or a gated delta net (d), repeated, as lllllg or dddg; '': all l",
         resume=FUNCTION,
     )
+    linear_key_heads: int = key(0, "with d in attention_pattern: heads of queries and keys of a gated delta net", at_least=0)
+    linear_value_heads: int = key(0, "heads of its values, a multiple of linear_key_heads", at_least=0)
+    linear_key_dim: int = key(0, "width of its query and key heads", at_least=0)
+    linear_value_dim: int = key(0, "width of its value heads", at_least=0)
+    linear_conv: int = key(0, "tokens in the window of its convolutions", at_least=0, at_most=1024)
     attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0, resume=FUNCTION)
     attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0, resume=FUNCTION)
     logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0, resume=FUNCTION)
@@ -229,6 +235,19 @@ class Model:
         """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
 
+    @property
+    def period(self) -> int:
+        """Return the number of layers in one element of the stack: those of `attention_pattern` if it has DELTA, else 1.
+
+        Layers with and without delta nets have different parameters, so only whole periods have one shape.
+        """
+        return len(self.attention_pattern) if DELTA in self.attention_pattern else 1
+
+    @property
+    def stack_length(self) -> int:
+        """Return the number of elements of the stack, which are periods of layers."""
+        return self.stacked_layers // self.period
+
     def adaptable(self, experts: bool) -> tuple[str, ...]:
         """Return the names of the weights that can have an adapter. experts: whether those of experts can."""
         queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
@@ -238,14 +257,13 @@ class Model:
 
     @property
     def kinds(self) -> str:
-        """Return a letter for each layer, LOCAL (sliding window) or GLOBAL (full attention).
+        """Return a letter for each layer: LOCAL (sliding window), GLOBAL (full attention) or DELTA (gated delta net).
 
         The letters are `attention_pattern`, repeated and cut to `num_layers`. Without a pattern all layers are LOCAL, and
-        without `sliding_window` all are GLOBAL.
+        without `sliding_window` LOCAL is GLOBAL.
         """
-        if not self.sliding_window:
-            return GLOBAL * self.num_layers
         pattern = self.attention_pattern or LOCAL
+        pattern = pattern if self.sliding_window else pattern.replace(LOCAL, GLOBAL)
         return (pattern * -(-self.num_layers // len(pattern)))[: self.num_layers]
 
     @property
