@@ -93,5 +93,5 @@ VECTORS = (
 
 
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink, or a delta net's convolution."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias, a sink or a tap of a convolution."""
     return name.rpartition(".")[2] in VECTORS

@@ -1,7 +1,7 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
-The statistics (kernels/experts/routing.py) have one row for each layer in each slot of the stack. Rows are in the order in which a
-microbatch passes the slots (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
+The statistics (kernels/experts/routing.py) have one row for each layer in a slot of the stack. Rows are in the order in which a
+microbatch passes the layers (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
 of its microbatches. Like the loss, the statistics of a microbatch are weighted by the microbatch's fraction of the batch's loss
 weight.
 """
