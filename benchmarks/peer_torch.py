@@ -150,7 +150,7 @@ def refusal(run: RunConfig) -> list[Problem]:
     out = []
     model = run.model
     plain = {"qkv_bias": False, "qk_norm": False, "sliding_window": 0, "attention_softcap": 0.0, "logit_softcap": 0.0}
-    plain |= {"sandwich_norm": False, "attn_logit_scale": 0.0}
+    plain |= {"norm_placement": "pre", "attn_logit_scale": 0.0}
     for key, value in plain.items():
         if (given := getattr(model, key)) != value:
             out.append(Problem(f"model.{key}", given, "transformers' Llama does not support it", f"Set {value}."))

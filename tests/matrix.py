@@ -29,7 +29,7 @@ MODELS = {
         "optimizer.name": "muon",
         "model.num_layers": 3,
         "model.family": "gemma3",
-        "model.sandwich_norm": True,
+        "model.norm_placement": "sandwich",
         "model.qk_norm": True,
         "model.sliding_window": 12,
         "model.attention_pattern": "lgl",

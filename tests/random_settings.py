@@ -112,9 +112,15 @@ def draw(seed: int) -> dict[str, str]:
         "loss.chunk": one_of(2048, 48, 7),
     }
     found |= maybe(0.5, model__head_dim=one_of(8, 12, 16, 20))
-    names = ("tied_head", "qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "sandwich_norm")
-    found |= flags("model", 0.25, *names)
-    found |= maybe(0.3, model__sliding_window=one_of(5, 12)) | maybe(0.15, model__attention_pattern=one_of("lg", "llg", "lgl"))
+    names = ("tied_head", "qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks")
+    found |= flags("model", 0.25, *names) | maybe(0.3, model__norm_placement=one_of("post", "sandwich"))
+    found |= flags("model", 0.15, "qk_norm_joint", "attention_gate", "mlp_bias", "shared_gate")
+    found |= maybe(0.15, model__partial_rotary_factor=0.5) | maybe(
+        0.15, model__residual_multiplier=0.5, model__logit_multiplier=0.25
+    )
+    found |= maybe(0.3, model__sliding_window=one_of(5, 12)) | maybe(
+        0.15, model__attention_pattern=one_of("lg", "llg", "lgl", "ln", "gn")
+    )
     found |= maybe(0.15, model__attention_softcap=5.0) | maybe(0.15, model__logit_softcap=3.0)
     found |= maybe(0.2, model__rope_scaling=one_of("llama3", "yarn", "linear"), model__rope_original_len=32)
     found |= maybe(0.15, model__local_rope_base=100.0) | maybe(0.15, loss__z_loss=0.01)

@@ -50,8 +50,9 @@ from jaxtrain.config.synonyms import nearest_key
 # mesh only if their size is above 1.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
-LOCAL, GLOBAL = "l", "g"  # kinds of layers: with a sliding window, with full attention
-DELTA = "d"  # a layer with a gated delta net in place of attention
+# Kinds of layers: with a sliding window, with full attention, with full attention and no rotary embedding, with a gated delta
+# net in place of attention.
+LOCAL, GLOBAL, UNROTATED, DELTA = "l", "g", "n", "d"
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 
@@ -133,16 +134,23 @@ class Model:
     )
     tied_head: bool = key(False, "the output head is the embedding, transposed")
     qk_norm: bool = key(False, "RMSNorm on queries and keys, per head, before rotary")
+    qk_norm_joint: bool = key(False, "with qk_norm: over all heads of a token together, as in OLMo 2")
     qkv_bias: bool = key(False, "bias on the query, key and value projections")
     attention_out_bias: bool = key(False, "bias on attention's output projection")
     attention_sinks: bool = key(False, "each query head has a learnt logit in the denominator of softmax, without a value")
-    sandwich_norm: bool = key(False, "RMSNorm also on the outputs of attention and feed-forward")
+    attention_gate: bool = key(False, "the output of each query head is multiplied by a sigmoid of a projection, before wo")
+    mlp_bias: bool = key(False, "biases on gate, up and down projections of feed-forward blocks without experts")
+    norm_placement: str = key(
+        "pre",
+        "RMSNorm on the inputs of attention and feed-forward (pre), on their outputs (post), or on both (sandwich)",
+        choices=("pre", "post", "sandwich"),
+    )
     sliding_window: int = key(
         0, "a token attends to this many positions, itself included; 0: all before it", at_least=0, resume=FUNCTION
     )
     attention_pattern: str = key(
         "",
-        "layers with sliding_window (l), full attention (g) or a gated delta net (d), repeated, as lllllg or dddg; '': all l",
+        "layers with sliding_window (l), full attention (g), that without rotary (n), gated delta net (d), repeated; '': all alike",
         resume=FUNCTION,
     )
     linear_key_heads: int = key(0, "with d in attention_pattern: heads of queries and keys of a gated delta net", at_least=0)
@@ -153,7 +161,15 @@ class Model:
     attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0, resume=FUNCTION)
     attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0, resume=FUNCTION)
     logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0, resume=FUNCTION)
+    embedding_multiplier: float = key(1.0, "factor of the embeddings", above=0, resume=FUNCTION)
+    residual_multiplier: float = key(
+        1.0, "factor of what attention and feed-forward add to the residual stream", above=0, resume=FUNCTION
+    )
+    logit_multiplier: float = key(1.0, "factor of output logits, before logit_softcap", above=0, resume=FUNCTION)
     rope_base: float = key(10_000.0, "base of the rotary wavelengths", above=0, resume=ROTATION)
+    partial_rotary_factor: float = key(
+        1.0, "the first part of each head that is rotated, as a fraction of head_dim", above=0, at_most=1, resume=ROTATION
+    )
     local_rope_base: float = key(
         0.0, "base in layers with sliding_window, never scaled; 0: as in the others", at_least=0, resume=ROTATION
     )
@@ -211,6 +227,7 @@ class Model:
         resume=FUNCTION,
     )
     shared_d_ff: int = key(0, "width of the shared expert, a feed-forward block for all tokens; 0: none", at_least=0)
+    shared_gate: bool = key(False, "with shared_d_ff: its output is multiplied by a sigmoid of a projection to one number")
     mtp_layers: int = key(
         0,
         "multi-token prediction (DeepSeek-V3): modules that each predict one token further, in training alone",
@@ -257,14 +274,18 @@ class Model:
 
     @property
     def kinds(self) -> str:
-        """Return a letter for each layer: LOCAL (sliding window), GLOBAL (full attention) or DELTA (gated delta net).
+        """Return a letter for each layer: LOCAL (sliding window), GLOBAL (full attention), UNROTATED (and no rotary), or DELTA.
 
         The letters are `attention_pattern`, repeated and cut to `num_layers`. Without a pattern all layers are LOCAL, and
-        without `sliding_window` LOCAL is GLOBAL.
+        without `sliding_window` all are GLOBAL.
         """
-        pattern = self.attention_pattern or LOCAL
-        pattern = pattern if self.sliding_window else pattern.replace(LOCAL, GLOBAL)
+        pattern = self.attention_pattern or (LOCAL if self.sliding_window else GLOBAL)
         return (pattern * -(-self.num_layers // len(pattern)))[: self.num_layers]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of dimensions of a head that are rotated: with latent attention all of qk_rope_head_dim."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def step_layers(self) -> int:

@@ -71,8 +71,12 @@ def tables(positions_BT: jax.Array, freq: jax.Array, factor: float = 1.0) -> tup
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.0) -> jax.Array:
-    """Rotate each pair (x[i], x[i + H/2]) by its angle and multiply it by `factor`, in f32; return x's dtype."""
-    x_f32 = x_BTNH.astype(jnp.float32)
-    a, b = jnp.split(x_f32 if factor == 1.0 else x_f32 * factor, 2, axis=-1)
+    """Rotate each pair (x[i], x[i + R/2]) of the first R dimensions by its angle, and multiply all of x by `factor`, in f32.
+
+    cos, sin: f32 (B, T, R/2), of the rotated dimensions. The result has the dtype of x.
+    """
+    x_f32, half = x_BTNH.astype(jnp.float32), cos.shape[-1]
+    x_f32 = x_f32 if factor == 1.0 else x_f32 * factor
+    a, b, *rest = jnp.split(x_f32, [half] if 2 * half == x_f32.shape[-1] else [half, 2 * half], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x_BTNH.dtype)

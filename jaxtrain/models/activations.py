@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "v": "values",
     "attention_out": "output of the attention kernel",
     "attention_lse": "its log-sum-exp, which the kernel's backward pass needs with the output",
+    "attention_gate": "gate of attention_out, before the sigmoid",
     "attention_proj": "attention_out through wo",
     "residual": "residual stream after the attention block",
     "mlp_norm": "normalised input of the feed-forward block",
@@ -35,6 +36,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "v": ("batch", "sequence", "kv_heads", None),
     "attention_out": ("batch", "sequence", "heads", None),
     "attention_lse": ("batch", "heads", "sequence"),
+    "attention_gate": ("batch", "sequence", "heads", None),
     "attention_proj": ("batch", "residual", None),
     "residual": ("batch", "residual", None),
     "mlp_norm": ("batch", "residual", None),
@@ -45,7 +47,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
 }
 PLACES = ("keep", "offload", "recompute")
 
-GEMM_OUTPUTS = ("q", "k", "v", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
+GEMM_OUTPUTS = ("q", "k", "v", "attention_gate", "attention_proj", "mlp_gate", "mlp_up", "mlp_down")
 
 LATENTS = ("q_latent", "kv_latent")  # only in multi-head latent attention
 
@@ -55,9 +57,9 @@ KEPT = {
     "none": tuple(ACTIVATIONS),
     "full": (),
     "dots": (*LATENTS, *GEMM_OUTPUTS),
-    "attention": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse"),
+    "attention": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "attention_gate"),
     # Results of matmuls and attention calls; fewer if they do not fit (auto_remat.py).
-    "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "residual", "mlp_gate", "mlp_up"),
+    "auto": (*LATENTS, "q", "k", "v", "attention_out", "attention_lse", "attention_gate", "residual", "mlp_gate", "mlp_up"),
 }
 
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import DELTA, LOCAL, Model
+from jaxtrain.config.schema import DELTA, LOCAL, UNROTATED, Model
 from jaxtrain.kernels import context_parallel, rope
 from jaxtrain.kernels.attention import Rows, Spec
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.fp8 import Float8
 from jaxtrain.models import windows
-from jaxtrain.models.layers import Context, RMSNorm
+from jaxtrain.models.layers import Context, JointRMSNorm, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.remat import Kind
@@ -85,8 +85,8 @@ class Kernel:
         def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
             return context_parallel.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split, sinks_N)
 
-        if isinstance(kind, int):
-            return run(kind, q, k, v, prepared, sinks_N)
+        if isinstance(kind, int) or len(set(self.specs)) == 1:  # kinds may differ in their rotary embeddings alone
+            return run(kind if isinstance(kind, int) else 0, q, k, v, prepared, sinks_N)
         with jax.named_scope(KIND_SWITCH):
             return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N)
 
@@ -142,7 +142,12 @@ class Attention(nnx.Module):
             self.bo = param(rngs, (D,), ("embed",), constant(0.0), ctx.numerics.vectors)
         if model.attention_sinks:
             self.sinks = param(rngs, (N,), ("heads",), normal(std), ctx.numerics.vectors)
-        if model.qk_norm:
+        if model.attention_gate:
+            self.wg = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), normal(std), dtype, dot=True)
+        if model.qk_norm_joint:
+            self.q_norm = JointRMSNorm(N, H, "heads", 1, model.norm_eps, ctx, rngs)
+            self.k_norm = JointRMSNorm(K, H, kv_heads, self.copies, model.norm_eps, ctx, rngs)
+        elif model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
         self.lora = Adapters(self, ("wq", "wk", "wv", "wo"), ctx, rngs)
@@ -176,7 +181,8 @@ class Attention(nnx.Module):
         k = self._project(x_BTD, "wk", self.bk if bias else None)
         v = self._project(x_BTD, "wv", self.bv if bias else None)
         if m.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k, self._own_head) if isinstance(self.k_norm, JointRMSNorm) else self.k_norm(k)
         # Kernels divide scores by the root of head_dim.
         scale = m.attn_logit_scale * math.sqrt(m.head_dim) if m.attn_logit_scale else 1.0
         with jax.named_scope("rope"):
@@ -187,13 +193,16 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = k, v = appended(cache, (k, v), shared.write_at)
         o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if m.attention_sinks else None)
+        if m.attention_gate:
+            gate_BTNH = checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), n), "attention_gate")
+            o_BTNH = (o_BTNH.astype(jnp.float32) * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32))).astype(o_BTNH.dtype)
         y_BTD = self.lora("wo", o_BTNH, dot("BTNH,DNH->BTD", o_BTNH, self.wo.get_value(), n))
         return y_BTD, cache
 
 
 def rotary_frequencies(model: Model) -> jax.Array:
     """Return the angle per position of each pair of a head's rotated dimensions, with model.rope_scaling, f32 (pairs,)."""
-    m, freq = model, rope.frequencies(model.qk_rope_head_dim or model.head_dim, model.rope_base)
+    m, freq = model, rope.frequencies(model.rotary_dim, model.rope_base)
     if m.rope_scaling == "llama3":
         return rope.llama3_scaling(freq, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original_len)
     if m.rope_scaling == "linear":
@@ -230,10 +239,13 @@ def score_factor(model: Model) -> float:
 def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Return the rotary tables for all layers, or for each kind of layer if their frequencies differ."""
     scaled = rope.tables(positions_BT, rotary_frequencies(model), rotary_factor(model))
-    if not model.local_rope_base:
+    if not model.local_rope_base and UNROTATED not in model.kinds:
         return (scaled,)
-    local = rope.tables(positions_BT, rope.frequencies(model.head_dim, model.local_rope_base))
-    return tuple(local if kind == LOCAL else scaled for kind, _ in windows.layers_by_kind(model))
+    local = scaled
+    if model.local_rope_base:
+        local = rope.tables(positions_BT, rope.frequencies(model.rotary_dim, model.local_rope_base))
+    unrotated = jnp.ones_like(scaled[0]), jnp.zeros_like(scaled[1])
+    return tuple({LOCAL: local, UNROTATED: unrotated}.get(kind, scaled) for kind, _ in windows.layers_by_kind(model))
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:

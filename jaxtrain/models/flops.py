@@ -75,7 +75,7 @@ def value_dim(model: Model) -> int:
 
 
 # Weights of a layer's matmuls -> the activations that they compute. wkv_up computes both k and v.
-_ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wo": "attention_proj"}
+_ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wg": "attention_gate", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _MADE = {
     **{f"layers.attention.{name}": made for name, made in _ATTENTION.items()},
@@ -92,7 +92,8 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
     """Return (input width, output width) of one layer's attention weights, by the last part of their names."""
     d, n, h = model.d_model, model.num_heads, head_dim(model)
     if not model.kv_lora_rank:
-        return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), "wo": (n * h, d)}
+        gate = {"wg": (d, n * h)} if model.attention_gate else {}
+        return {"wq": (d, n * h), **dict.fromkeys(("wk", "wv"), (d, model.num_kv_heads * h)), **gate, "wo": (n * h, d)}
     q, r, w = model.q_lora_rank, model.kv_lora_rank, value_dim(model)
     queries = {"wq_down": (d, q), "wq_up": (q, n * h)} if q else {"wq": (d, n * h)}
     up = n * (model.qk_nope_head_dim + w)
@@ -347,9 +348,10 @@ def _recomputed(model: Model, remat: Remat) -> list[str]:
     """Return the results of matmuls that `recompute` counts in every layer."""
     have = kept(remat)
     made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
-    again = [name for name in ("q", "k", "v", "q_latent", "kv_latent", "mlp_gate", "mlp_up") if name not in made]
+    names = ("q", "k", "v", "q_latent", "kv_latent", "attention_gate", "mlp_gate", "mlp_up")
+    again = [name for name in names if name not in made]
     again += ["router"]
-    if not have & ({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"}):
+    if not have & ({"attention_proj"} if model.norm_placement != "pre" else {"attention_proj", "residual"}):
         again += ["attention_proj"]
     return again
 
@@ -358,7 +360,7 @@ def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.
     """Return the FLOPs per token of adapters that the remat policy recomputes. rows, rank: as in `adapters`.
 
     The results of all matrices a have no name, and their b's are recomputed with the results that they are added to. down's b
-    is left out: it is recomputed only inside checkpoints of several layers, and with sandwich_norm.
+    is left out: it is recomputed only inside checkpoints of several layers, and with norms on outputs.
     """
     if remat.policy == "none":
         return 0.0
@@ -371,15 +373,15 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
     A matmul of a layer is recomputed if the backward pass needs its result and neither it nor a later activation is saved:
 
-    - q, k, v if they are not saved; with qk_norm, q and k also if they are saved, since the backward pass of the norm reads its
-      input, which only "dots" saves;
+    - q, k, v and attention's gate if they are not saved; with qk_norm, q and k also if they are saved, since the backward pass
+      of the norm reads its input, which only "dots" saves;
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
-    - wo unless its output is saved, or the residual stream after it; with sandwich_norm, unless its output is saved;
+    - wo unless its output is saved, or the residual stream after it; with norms on outputs, unless its output is saved;
     - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
     - down, if it is not saved, in the layers whose output is the next layer's input under the same checkpoint. The last layer
       of each checkpoint (of `remat.every` layers) is not such a layer: the backward pass does not read its output, and XLA
-      drops it. With sandwich_norm, down in all layers;
+      drops it. With norms on outputs, down in all layers;
     - both projections of multi-token prediction, whose results only "dots" saves.
 
     This holds for a fused attention kernel with its own backward pass (cuDNN). Recomputation inside that backward pass is left
@@ -391,7 +393,7 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
     def linear(cost: dict[str, float], count: int, every: int) -> float:
         of_all = count * sum(cost.get(name, 0.0) for name in again)
-        inner = 0 if "mlp_down" in have else count - (0 if model.sandwich_norm else -(-count // every))
+        inner = 0 if "mlp_down" in have else count - (0 if model.norm_placement != "pre" else -(-count // every))
         return of_all + inner * cost["mlp_down"]
 
     found = linear(gemms(model, rows), model.stacked_layers, remat.every)
@@ -428,18 +430,19 @@ def parameters(model: Model) -> dict[str, int]:
     if model.qkv_bias:
         attention_params += (model.num_heads + 2 * model.num_kv_heads) * h
     if model.qk_norm:
-        attention_params += 2 * h
+        attention_params += (model.num_heads + model.num_kv_heads if model.qk_norm_joint else 2) * h
     attention_params += d * model.attention_out_bias + model.num_heads * model.attention_sinks
     attention_params += model.q_lora_rank + model.kv_lora_rank  # norms of the latents
     experts = model.num_experts
     dense = model.dense_layers * 3 * d * model.dense_d_ff
+    extra = d * model.shared_gate if experts else (2 * model.d_ff + d) * model.mlp_bias
     parts = {
         "embedding": model.vocab_size * d,
         "attention": count * attention_params,
-        "mlp": stacked * 3 * d * (model.shared_d_ff if experts else model.d_ff) + dense,
+        "mlp": stacked * (3 * d * (model.shared_d_ff if experts else model.d_ff) + extra) + dense,
         "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
         "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),
-        "norms": count * (4 if model.sandwich_norm else 2) * d + d + mtp * 3 * d,
+        "norms": count * (4 if model.norm_placement == "sandwich" else 2) * d + d + mtp * 3 * d,
         "mtp": mtp * len(_OF_MTP) * d * d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }

@@ -75,7 +75,7 @@ COMMON = {
     "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
     "head": HfTensor("lm_head.weight", "V D", "V D"),
 }
-# Tensors of models with model.qkv_bias, model.qk_norm, model.sandwich_norm.
+# Tensors of models with model.qkv_bias, model.qk_norm, and model.norm_placement = sandwich.
 QKV_BIAS = {
     "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
     "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),

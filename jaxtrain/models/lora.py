@@ -24,12 +24,12 @@ from jaxtrain.models.module import Initializer, constant, param
 
 MODULE = "lora"  # the submodule of a module's adapters, and a part of each adapter parameter's name
 A, B = "_a", "_b"
-# The einsum equation of each weight that can be adapted: it shows which dimensions of the weight are inputs.
+# The einsum equation of each weight: it shows which dimensions of the weight are inputs. All but wg can be adapted.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 SHARED = {"expert_embed": "embed"}  # logical axis of an expert's weight -> that of an adapter that all experts share
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
-EQUATIONS |= {"wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
+EQUATIONS |= {"wg": QKV, "wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ class ExpertsMLP(nnx.Module):
     """A feed-forward block of experts (Shazeer et al. 2017, arXiv:1701.06538).
 
     The result is the sum of share_e down_e(f(gate_e(x), up_e(x))) over the chosen experts e, plus shared(x) if the model has a
-    shared expert. share_e is the factor that the router computes for expert e. The router computes in float32, and its weight
-    and `router_bias` are never rounded to the compute dtype.
+    shared expert, whose output may have a gate. share_e is the factor that the router computes for expert e. The router
+    computes in float32, and its weight and `router_bias` are never rounded to the compute dtype.
     """
 
     def __init__(self, model: Model, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
@@ -44,6 +44,8 @@ class ExpertsMLP(nnx.Module):
             self.down_bias = param(rngs, (E, D), out, constant(0.0), ctx.numerics.vectors)
         if model.shared_d_ff:
             self.shared = GatedLinear(D, model.shared_d_ff, std, out_std, ctx, rngs)
+        if model.shared_gate:
+            self.shared_gate = param(rngs, (D,), ("embed",), normal(std), ctx.numerics.vectors)
         self.lora = Adapters(self, kernel.WEIGHTS, ctx, rngs, experts=True)
         self.model, self.ctx = model, ctx
         self.spec = kernel.Spec(
@@ -90,7 +92,18 @@ class ExpertsMLP(nnx.Module):
         choices, dropped = all_reduce((real_BT.sum() * k, dropped), p.token_axes)
         dropped = jax.lax.stop_gradient(dropped) / jnp.maximum(choices, 1)
         statistics = routed.statistics.at[DROPPED].set(dropped)
-        return y_BTD + self.shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
+        return y_BTD + self._shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
+
+    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the output of the shared expert, (B, T, D), a partial sum over the devices that shard F."""
+        y_BTD = self.shared(x_BTD)
+        if not self.model.shared_gate:
+            return y_BTD
+        with jax.named_scope("shared_gate"):
+            gate_BT1 = jnp.sum(
+                x_BTD.astype(jnp.float32) * self.shared_gate[...].astype(jnp.float32)[None, None], -1, keepdims=True
+            )
+            return (y_BTD.astype(jnp.float32) * jax.nn.sigmoid(gate_BT1)).astype(y_BTD.dtype)
 
 
 Statistics = Any  # router statistics of all layers so far, f32 (layers, 5 + experts); () for a model without experts

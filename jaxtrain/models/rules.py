@@ -13,6 +13,7 @@ from jaxtrain.config.schema import (
     FIT,
     GLOBAL,
     LOCAL,
+    UNROTATED,
     Lora,
     Model,
     Problem,
@@ -28,13 +29,17 @@ OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 READ_WITH = (
     *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
     ("model.dense_d_ff", "model.dense_layers", None),
+    ("model.qk_norm_joint", "model.qk_norm", None),
+    ("model.shared_gate", "model.shared_d_ff", None),
+    ("model.mlp_bias", "model.num_experts", 0),
 )
 # lora.base -> numbers of a block along a matrix's inputs that have one scale. fp8 has one for all inputs.
 BLOCK = {"nf4": 64, "mxfp4": 32}
 SPLIT = {"wo": "heads", "down": "mlp"}  # matrix -> the logical axis of its inputs that stays sharded where it is used
 NEEDED = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Keys of attention without latents. Latent attention does not support them.
-WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "local_rope_base")
+WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "attention_gate", "local_rope_base")
+WITHOUT += ("partial_rotary_factor",)
 
 
 def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
@@ -145,15 +150,25 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
-    if letters - {LOCAL, GLOBAL}:
-        rule = "must consist of l (a layer with model.sliding_window) and g (full attention)"
+    if letters - {LOCAL, GLOBAL, UNROTATED}:
+        rule = "must consist of l (a layer with model.sliding_window), g (full attention) and n (that without rotary)"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
-    elif letters and not m.sliding_window:
+    elif LOCAL in letters and not m.sliding_window:
         rule = "needs model.sliding_window, which is 0"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.sliding_window.")
     elif m.local_rope_base and not m.sliding_window:
         rule = "is for layers with model.sliding_window, which is 0"
         yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set 0, or model.sliding_window.")
+    if letters and LOCAL not in letters and m.sliding_window:
+        rule = f"no layer has it: model.attention_pattern = {m.attention_pattern} has no l"
+        yield Problem("model.sliding_window", m.sliding_window, rule, "Set 0.")
+    if (
+        not bad & {"model.partial_rotary_factor", "model.head_dim"}
+        and not m.kv_lora_rank
+        and (m.rotary_dim < 2 or m.rotary_dim % 2)
+    ):
+        rule = f"rotates {m.rotary_dim} of the {m.head_dim} dimensions of a head, and rotary turns pairs of numbers"
+        yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, "Set 1.0.")
     if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
         rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
         yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
@@ -184,10 +199,9 @@ def _latent(m: Model) -> Iterable[Problem]:
         rule = f"each of the model.num_heads = {m.num_heads} heads has keys of its own with model.kv_lora_rank"
         yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set {m.num_heads}.")
     for name in WITHOUT:
-        if value := getattr(m, name):
-            yield Problem(
-                f"model.{name}", value, "latent attention is built without it", f"Set {spelled_value(getattr(Model(), name))}."
-            )
+        value, default = getattr(m, name), getattr(Model(), name)
+        if value != default:
+            yield Problem(f"model.{name}", value, "latent attention is built without it", f"Set {spelled_value(default)}.")
 
 
 def _dense(m: Model) -> Iterable[Problem]:

@@ -71,7 +71,9 @@ Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual st
 
 
 class Block(nnx.Module):
-    """A layer: x + attention(norm(x)), then x + mlp(norm(x)). With sandwich_norm, both added terms are normalised too.
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    With norm_placement=post it is x + norm(attention(x)), then x + norm(mlp(x)). With sandwich both are normalised.
 
     dense: the feed-forward block has no experts, even in a model with experts. delta: a gated delta net, `self.delta`, is in
     place of `self.attention`.
@@ -79,21 +81,25 @@ class Block(nnx.Module):
 
     def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs, dense: bool = False, delta: bool = False):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
-        self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        if model.norm_placement != "post":
+            self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
         if delta:
             self.delta = GatedDeltaNet(model, kernel, std, out_std, ctx, rngs)
         else:
             attention = LatentAttention if model.kv_lora_rank else Attention
             self.attention = attention(model, kernel, std, out_std, ctx, rngs)
-        self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
+        if model.norm_placement != "post":
+            self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
         if model.num_experts and not dense:
             self.mlp = ExpertsMLP(model, std, out_std, ctx, rngs)
         else:
-            self.mlp = GatedLinear(model.d_model, model.dense_d_ff if dense else model.d_ff, std, out_std, ctx, rngs)
-        if model.sandwich_norm:
+            width = model.dense_d_ff if dense else model.d_ff
+            self.mlp = GatedLinear(model.d_model, width, std, out_std, ctx, rngs, model.mlp_bias)
+        if model.norm_placement != "pre":
             self.attention_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
             self.mlp_post_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        self.sandwich_norm, self.attention_out_bias, self.ctx = model.sandwich_norm, model.attention_out_bias, ctx
+        self.norms, self.attention_out_bias, self.ctx = model.norm_placement, model.attention_out_bias, ctx
+        self.residual_multiplier = model.residual_multiplier
 
     def __call__(self, carry: Carry, shared: Shared, kind: Kind, cache: Any) -> tuple[Carry, Any]:
         """Return the residual stream and the statistics after this layer, and the cache.
@@ -112,29 +118,36 @@ class Block(nnx.Module):
         """Return the residual stream after attention, and the cache."""
         p = self.ctx.placement
         with jax.named_scope("attention"):
-            h_BTD = to_block(checkpoint_name(self.attention_norm(x_BTD), "attention_norm"), p)
+            h_BTD = x_BTD if self.norms == "post" else checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
+            h_BTD = to_block(h_BTD, p)
             attention = self.delta if hasattr(self, "delta") else self.attention
             y_BTD, cache = attention(h_BTD, shared, kind, cache)
             y_BTD = to_residual(y_BTD, p.mesh_axes("heads"), p)
             if isinstance(attention, Attention) and self.attention_out_bias:  # once, not in each term of the sum
                 y_BTD = (y_BTD.astype(jnp.float32) + attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
             y_BTD = checkpoint_name(y_BTD, "attention_proj")
-            y_BTD = self.attention_post_norm(y_BTD) if self.sandwich_norm else y_BTD
-            return checkpoint_name(x_BTD + y_BTD, "residual"), cache
+            y_BTD = y_BTD if self.norms == "pre" else self.attention_post_norm(y_BTD)
+            return checkpoint_name(x_BTD + times(y_BTD, self.residual_multiplier), "residual"), cache
 
     def feed_forward(self, carry: Carry, shared: Shared) -> Carry:
         """Return the residual stream and the statistics after the feed-forward block."""
         p, (x_BTD, statistics) = self.ctx.placement, carry
         with jax.named_scope("mlp"):
-            h_BTD = to_block(checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm"), p)
+            h_BTD = x_BTD if self.norms == "post" else checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
+            h_BTD = to_block(h_BTD, p)
             if isinstance(self.mlp, ExpertsMLP):
                 y_BTD, row = self.mlp(h_BTD, shared.real_BT)
                 statistics = with_row(statistics, row)
             else:
                 y_BTD = self.mlp(h_BTD)
             y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("mlp"), p), "mlp_down")
-            y_BTD = self.mlp_post_norm(y_BTD) if self.sandwich_norm else y_BTD
-            return x_BTD + y_BTD, statistics
+            y_BTD = y_BTD if self.norms == "pre" else self.mlp_post_norm(y_BTD)
+            return x_BTD + times(y_BTD, self.residual_multiplier), statistics
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """Return x times a constant, which is rounded to the dtype of x first, as in the code that trained these models."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 class Period(nnx.Module):
@@ -322,10 +335,8 @@ class Transformer(nnx.Module):
     def embed_tokens(self, tokens_BT: jax.Array, layers: int = 0) -> Carry:
         """Return the embeddings, (B, T, D) in the residual layout, and empty statistics. layers: as in `no_statistics`."""
         with jax.named_scope("embed"):
-            x_BTD = self.embed(tokens_BT)
-            if self.ctx.structure.scaled_embedding:
-                # The factor is rounded to the dtype of activations first, as in the code that trained these models.
-                x_BTD = x_BTD * jnp.asarray(math.sqrt(self.model.d_model), x_BTD.dtype)
+            factor = math.sqrt(self.model.d_model) if self.ctx.structure.scaled_embedding else 1.0
+            x_BTD = times(self.embed(tokens_BT), factor * self.model.embedding_multiplier)
             return x_BTD, no_statistics(self.model, layers)
 
     def layer(self, carry: Carry, block: Block, shared: Shared, kind: Kind) -> Carry:
@@ -349,10 +360,13 @@ class Transformer(nnx.Module):
         return carry, tuple(cached)
 
     def final_hidden(self, carry: Carry, norm: RMSNorm | None = None) -> tuple[jax.Array, Statistics]:
-        """Return the last layer's output after `norm`, and the statistics of all layers. norm: None for the final norm."""
+        """Return the last layer's output after `norm`, and the statistics of all layers. norm: None for the final norm.
+
+        The output includes the factor of the logits.
+        """
         x_BTD, statistics = carry
         with jax.named_scope("final_norm"):
-            return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD), statistics
+            return self.ctx.zero.gather_module(norm or self.final_norm)(x_BTD, self.model.logit_multiplier), statistics
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens to the document in each row of the cache. Return the new tokens' hidden states, and the cache."""

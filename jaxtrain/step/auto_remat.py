@@ -24,8 +24,8 @@ MARGIN = 0.03
 
 OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next one, which saves fewer activations
 
-# Activations that are saved or not saved together. Latents are of multi-head latent attention only.
-GROUPS = (LATENTS, ("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
+# Activations that are saved or not saved together.
+GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
 def layers_kept(layout: Layout) -> int:
@@ -87,7 +87,7 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
     found = []
-    known = GROUPS if model.kv_lora_rank else GROUPS[1:]
+    known = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * model.attention_gate + GROUPS
     for size in range(len(known) + 1):
         for groups in itertools.combinations(known, size):
             names = tuple(name for group in groups for name in group)
@@ -127,6 +127,7 @@ class Activations:
             "k": k * compute,
             "v": k * narrower * compute,
             "attention_out": q * narrower * compute,
+            "attention_gate": q * compute,
             "attention_lse": m.num_heads / axes["heads"] * (self.documents + 1) * 4,
             "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
             "mlp_gate": wide / axes["mlp"] * compute,

@@ -361,6 +361,7 @@ def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         (run.lora.rank > 0, "adapters are added to the model's own layers alone, and no other weight is trained"),
         (run.mesh.stage != 1, f"the modules are on no stage of a pipeline, and mesh.stage = {run.mesh.stage}"),
         (bool(m.attention_pattern), "the modules are built for models whose layers all see the same"),
+        (m.logit_multiplier != 1, "the modules have the factor of no logits"),
         (m.family not in FAMILIES, f"the model of {m.family} runs no such modules"),
     )
     if rule := next((rule for broken, rule in excluded if broken), ""):

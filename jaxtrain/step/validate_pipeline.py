@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Arrangement
-from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, Model, Optimizer, Pipeline, Problem, Remat, Train
+from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, UNROTATED, Model, Optimizer, Pipeline, Problem, Remat, Train
 from jaxtrain.models.activations import parse_tensors
 
 
@@ -51,10 +51,11 @@ def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool
     seq axis in one group. bad: keys that have an invalid value.
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
-    letters = set(model.attention_pattern) - {LOCAL, GLOBAL}
+    letters = set(model.attention_pattern) - {LOCAL, GLOBAL, UNROTATED}
     if bad & own or letters or context.ring == 1 or model.stacked_layers < layers.stages * layers.groups:
         return
-    kinds, first = model.kinds, model.kinds[0]
+    kinds = model.kinds.replace(UNROTATED, GLOBAL)
+    first = kinds[0]
     # An empty slot runs as a layer of the first kind.
     places = "".join(first if layer is None else kinds[layer] for layer in layers.order)
     groups = [places[i : i + layers.per_group] for i in range(0, len(places), layers.per_group)]

@@ -69,8 +69,8 @@ USUAL: dict[str, dict[str, Any]] = {
         "model.rope_scaling": "yarn",
         "model.rope_original_len": 16,
     },
-    "gemma2": {"model.sandwich_norm": True, **LOCAL},
-    "gemma3": {"model.sandwich_norm": True, "model.qk_norm": True, **LOCAL},
+    "gemma2": {"model.norm_placement": "sandwich", **LOCAL},
+    "gemma3": {"model.norm_placement": "sandwich", "model.qk_norm": True, **LOCAL},
 }
 SPLIT = {"mesh.fsdp": 2, "mesh.tensor": 2}
 T = SIZES["data.seq_len"]

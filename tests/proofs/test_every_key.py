@@ -50,6 +50,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         WINDOWS | {"model.mtp_layers": 1},
         {"model.norm_eps": 1.1e-3, "model.sliding_window": 13, "model.rope_base": 507.0, "model.local_rope_base": 107.0}
         | {"model.attention_softcap": 20.25, "model.logit_softcap": 30.75, "loss.z_loss": 1.7e-3, "loss.mtp_weight": 0.36}
+        | {"model.embedding_multiplier": 12.75, "model.residual_multiplier": 0.31}
         | {
             "train.loss_spike_sigma": 5.7,
             "train.steps": 43,
@@ -67,7 +68,7 @@ CONSTANTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         | {"model.rope_original_len": 4099, "model.routed_scaling": 2.7, "optimizer.momentum": 0.91},
     ),
     ({"loss.name": "dpo", "lora.rank": 2}, {"lora.alpha": 8.5, "loss.beta": 0.37, "loss.label_smoothing": 0.21}),
-    ({"lora.rank": 2, "lora.alpha": 13.5}, {"lora.rslora": True}),
+    ({"lora.rank": 2, "lora.alpha": 13.5}, {"lora.rslora": True, "model.logit_multiplier": 0.47}),
 ]
 # The constant that follows from the value of a key, where it is not the value itself.
 CONSTANT = {
@@ -124,7 +125,10 @@ DENSE = {**EXPERTS, "model.dense_layers": 1, "model.dense_d_ff": 48, "model.num_
 ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"model.num_layers": 1, "model.d_model": 32, "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16}),
     ({}, {"model.d_ff": 64, "model.vocab_size": 272, "model.tied_head": True, "model.qk_norm": True, "model.qkv_bias": True}),
-    ({}, {"model.attention_out_bias": True, "model.attention_sinks": True, "model.sandwich_norm": True}),
+    ({}, {"model.attention_out_bias": True, "model.attention_sinks": True, "model.norm_placement": "post"}),
+    ({}, {"model.attention_gate": True, "model.mlp_bias": True, "model.partial_rotary_factor": 0.5}),
+    ({"model.qk_norm": True}, {"model.qk_norm_joint": True}),
+    (EXPERTS | {"model.shared_d_ff": 32}, {"model.shared_gate": True}),
     ({}, {"model.mtp_layers": 2, "model.family": "helpers:WiderFamily", "model.attn_logit_scale": 24**-0.5}),
     ({"model.sliding_window": 8}, {"model.attention_pattern": "lg"}),
     (LATENT, {f"model.{name}": 4 for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}),

@@ -81,7 +81,7 @@ def test_recompute_with_norms_behind_the_products():
     it.
     """
     layer, attention = flops.gemms(SMALL), flops.attention(SMALL, 32).causal
-    normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, sandwich_norm=True)
+    normed, post = dataclasses.replace(SMALL, qk_norm=True), dataclasses.replace(SMALL, norm_placement="sandwich")
 
     def causal(model, policy, tensors=""):
         return flops.recompute(model, Remat(policy=policy, tensors=tensors), 32).causal

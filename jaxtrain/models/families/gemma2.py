@@ -17,7 +17,7 @@ FORMAT = Format(
     "Gemma2ForCausalLM",
     COMMON | POST_NORMS,
     KEYS | GEMMA | OWN_KEYS,
-    model={"sandwich_norm": True},
+    model={"norm_placement": "sandwich"},
     written={"attention_bias": False},
 )
 # fmt: off
@@ -28,7 +28,7 @@ PRESETS = presets(
         "gemma2_9b":  (42, 3584, 16,  8, 256, 14336, 256000, {"attn_logit_scale": 256**-0.5}),
         "gemma2_27b": (46, 4608, 32, 16, 128, 36864, 256000, {"attn_logit_scale": 144**-0.5}),
     },
-    norm_eps=1e-06, tied_head=True, sandwich_norm=True, sliding_window=4096, attention_pattern=PATTERN,
+    norm_eps=1e-06, tied_head=True, norm_placement="sandwich", sliding_window=4096, attention_pattern=PATTERN,
     attention_softcap=50.0, logit_softcap=30.0, rope_base=10_000.0,
 )
 # fmt: on

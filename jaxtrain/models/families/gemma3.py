@@ -26,7 +26,7 @@ FORMAT = Format(
     "Gemma3ForCausalLM",
     COMMON | POST_NORMS | QK_NORM,
     KEYS | GEMMA | OWN_KEYS,
-    model={"sandwich_norm": True, "qk_norm": True},
+    model={"norm_placement": "sandwich", "qk_norm": True},
     written={"attention_bias": False},
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}
@@ -42,7 +42,7 @@ PRESETS = presets(
         "gemma3_12b":  (48, 3840, 16,  8, 256, 15360, 262208, LARGE),
         "gemma3_27b":  (62, 5376, 32, 16, 128, 21504, 262208, LARGE | {"attn_logit_scale": 168**-0.5}),
     },
-    norm_eps=1e-06, tied_head=True, qk_norm=True, sandwich_norm=True, attention_pattern="lllllg",
+    norm_eps=1e-06, tied_head=True, qk_norm=True, norm_placement="sandwich", attention_pattern="lllllg",
     rope_base=1_000_000.0, local_rope_base=10_000.0,
 )
 # fmt: on

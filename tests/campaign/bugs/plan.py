@@ -216,8 +216,8 @@ BUGS = (
     Bug(
         "FLOPs: no last norm",
         FLOPS,
-        "(4 if model.sandwich_norm else 2) * d + d +",
-        "(4 if model.sandwich_norm else 2) * d +",
+        '(4 if model.norm_placement == "sandwich" else 2) * d + d +',
+        '(4 if model.norm_placement == "sandwich" else 2) * d +',
         "unit/test_flops.py -k of_published_models",
     ),
     Bug(
@@ -230,7 +230,7 @@ BUGS = (
     Bug(
         "FLOPs: a kept residual spares wo under a norm behind it",
         FLOPS,
-        '({"attention_proj"} if model.sandwich_norm else {"attention_proj", "residual"})',
+        '({"attention_proj"} if model.norm_placement != "pre" else {"attention_proj", "residual"})',
         '{"attention_proj", "residual"}',
         "unit/test_flops.py -k norms_behind",
     ),
