@@ -261,6 +261,11 @@ class Model:
         return len(self.attention_pattern) if DELTA in self.attention_pattern else 1
 
     @property
+    def delta_layers(self) -> int:
+        """Return the number of layers with gated delta nets."""
+        return self.kinds.count(DELTA)
+
+    @property
     def stack_length(self) -> int:
         """Return the number of elements of the stack, which are periods of layers."""
         return self.stacked_layers // self.period

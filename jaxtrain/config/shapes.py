@@ -34,6 +34,7 @@ import re
 # Sizes of the first round and of each further one in the dispatch of tokens to experts, over an even load. A round has a fixed
 # cost in addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
 FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
+DELTA_CHUNK = 64  # tokens of a gated delta net that are computed together
 
 DENSE = "dense_layers"  # the name of the first layers of a model with experts, which have no experts
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension

@@ -12,7 +12,8 @@ before the first token of each document.
 import jax
 import jax.numpy as jnp
 
-CHUNK = 64  # tokens that are computed together; models/flops.py counts with it
+from jaxtrain.config.shapes import DELTA_CHUNK
+
 EXACT = jax.lax.Precision.HIGHEST  # float32 matmuls: TF32 would add rounding errors in each block of an inverse
 
 
@@ -24,7 +25,7 @@ def delta_rule(
     beta_BTN: jax.Array,
     segments_BT: jax.Array,
     state_BNKV: jax.Array | None = None,
-    chunk: int = CHUNK,
+    chunk: int = DELTA_CHUNK,
     precision: jax.lax.Precision = EXACT,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the outputs o, (B, T, N, V), and the state after the last token, (B, N, K, V), in the dtype of the arguments.

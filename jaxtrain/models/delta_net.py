@@ -60,14 +60,14 @@ class GatedDeltaNet(nnx.Module):
         """
         n, m, split, segments_BT = self.ctx.numerics, self.model, self.kernel.split, shared.segments_BT
         q, k, v, z = (
-            checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), n), name) for name in "qkvz"
+            checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), n), made)
+            for name, made in (("q", "q"), ("k", "k"), ("v", "v"), ("z", "attention_gate"))
         )
         ab_BTN2 = jnp.stack([einsum("BTD,DN->BTN", x_BTD, w[...], numerics=n) for w in (self.wa, self.wb)], -1)
         q, k, v = split.shard_heads(q, k, jnp.concatenate([v, ab_BTN2], -1))
         v, a_BTN, b_BTN = v[..., :-2], v[..., -2].astype(jnp.float32), v[..., -1].astype(jnp.float32)
         state, *before = cache or (None,) * 4
-        if cache:
-            cache = tuple(last_inputs(x, old) for x, old in zip((q, k, v), before, strict=True))
+        inputs = () if cache is None else [last_inputs(x, old) for x, old in zip((q, k, v), cache[1:], strict=True)]
         q, k, v = (
             short_convolution(x, split.local_heads(getattr(self, f"taps_{name}")[...]), segments_BT, old)
             for name, x, old in zip("qkv", (q, k, v), before, strict=True)
@@ -80,7 +80,7 @@ class GatedDeltaNet(nnx.Module):
             o, state = delta_rule(*given, precision=n.precision)
         o = checkpoint_name(split.shard_tokens(o.astype(n.compute)), "attention_out")
         o = (self.norm(o) * jax.nn.silu(z.astype(jnp.float32))).astype(n.compute)
-        return dot("BTNH,DNH->BTD", o, self.wo.get_value(), n), (state, *cache) if cache else None
+        return dot("BTNH,DNH->BTD", o, self.wo.get_value(), n), (state, *inputs) if cache else None
 
 
 def cached_arrays(model: Model) -> tuple[tuple[int, ...], ...]:

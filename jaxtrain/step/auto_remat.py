@@ -28,8 +28,8 @@ OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next 
 GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
-def layers_kept(layout: Layout) -> int:
-    """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
+def elements_kept(layout: Layout) -> int:
+    """Return the number of elements of the stack whose activations are saved on a device, summed over the microbatches in flight."""
     layers = layout.stages
     return layers.per_group * schedule_of(layout).slots[2] if layout.pipelined else layers.places
 
