@@ -275,7 +275,7 @@ class Model:
         queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
         keys = ("wkv_down", "wkv_up") if self.kv_lora_rank else ("wk", "wv")
         mlp = experts or not self.num_experts or self.shared_d_ff or self.dense_layers
-        return (*queries, *keys, "wo", *(FEED_FORWARD if mlp else ()))
+        return (*queries, *keys, *("wg",) * self.attention_gate, "wo", *(FEED_FORWARD if mlp else ()))
 
     @property
     def kinds(self) -> str:

@@ -150,7 +150,7 @@ class Attention(nnx.Module):
         elif model.qk_norm:
             self.q_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
             self.k_norm = RMSNorm(H, "head_dim", model.norm_eps, ctx, rngs)
-        self.lora = Adapters(self, ("wq", "wk", "wv", "wo"), ctx, rngs)
+        self.lora = Adapters(self, ("wq", "wk", "wv", *("wg",) * model.attention_gate, "wo"), ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
     def _own_head(self, w: Any) -> Any:
@@ -194,7 +194,8 @@ class Attention(nnx.Module):
             cache = k, v = appended(cache, (k, v), shared.write_at)
         o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if m.attention_sinks else None)
         if m.attention_gate:
-            gate_BTNH = checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), n), "attention_gate")
+            gate_BTNH = self.lora("wg", x_BTD, dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), n))
+            gate_BTNH = checkpoint_name(gate_BTNH, "attention_gate")
             o_BTNH = (o_BTNH.astype(jnp.float32) * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32))).astype(o_BTNH.dtype)
         y_BTD = self.lora("wo", o_BTNH, dot("BTNH,DNH->BTD", o_BTNH, self.wo.get_value(), n))
         return y_BTD, cache

@@ -24,7 +24,7 @@ from jaxtrain.models.module import Initializer, constant, param
 
 MODULE = "lora"  # the submodule of a module's adapters, and a part of each adapter parameter's name
 A, B = "_a", "_b"
-# The einsum equation of each weight: it shows which dimensions of the weight are inputs. All but wg can be adapted.
+# The einsum equation of each weight that can be adapted: it shows which dimensions of the weight are inputs.
 QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 SHARED = {"expert_embed": "embed"}  # logical axis of an expert's weight -> that of an adapter that all experts share
