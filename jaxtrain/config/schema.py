@@ -150,7 +150,7 @@ class Model:
     )
     attention_pattern: str = key(
         "",
-        "layers with sliding_window (l), full attention (g), that without rotary (n), gated delta net (d), repeated; '': all alike",
+        "layers with sliding_window (l), full attention (g), no rotary (n), gated delta nets (d), repeated; '': all alike",
         resume=FUNCTION,
     )
     linear_key_heads: int = key(0, "with d in attention_pattern: heads of queries and keys of a gated delta net", at_least=0)

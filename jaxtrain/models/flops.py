@@ -116,7 +116,7 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
     return queries | {"wkv_down": (d, r + model.qk_rope_head_dim), "wkv_up": (r, up), "wo": (n * w, d)}
 
 
-def _linear_heads(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
+def linear_heads(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (heads, their width) of keys, and of values, of a gated delta net."""
     return (model.linear_key_heads, model.linear_key_dim), (model.linear_value_heads, model.linear_value_dim)
 
@@ -124,7 +124,7 @@ def _linear_heads(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
 def delta_projections(model: Model) -> dict[str, tuple[int, int]]:
     """Return `projections` of a layer with a gated delta net."""
     d, n = model.d_model, model.linear_value_heads
-    keys, values = (heads * width for heads, width in _linear_heads(model))
+    keys, values = (heads * width for heads, width in linear_heads(model))
     return {
         "wq": (d, keys),
         "wk": (d, keys),
@@ -378,9 +378,9 @@ def head(model: Model, lora: Lora, train: Train) -> float:
 def beyond(run: RunConfig) -> Flops:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
-    These FLOPs are the chunked form of delta rules, recomputation by remat, the second forward matmul of the head for a loss of pairs, expert capacity beyond an
-    even load, and the padding of the rank of each expert's adapters. A capacity below 1 drops tokens, so the result may be
-    negative.
+    These FLOPs are recomputation by remat, the chunked form of delta rules, the second forward matmul of the head for a loss of
+    pairs, expert capacity beyond an even load, and the padding of the rank of each expert's adapters. A capacity below 1 drops
+    tokens, so the result may be negative.
     """
     m, back = run.model, differentiates_layers(run.model, run.lora, run.train)
     rows = expert_rows(m, run.moe, run.mesh)
@@ -503,10 +503,10 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 
 def parameters(model: Model) -> dict[str, int]:
-    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. "attention" includes
-    gated delta nets. For a model with
-    experts, "mlp" is the shared expert and the feed-forward of layers without experts. The block of a module of multi-token
-    prediction counts as a layer; "mtp" has the module's two projections.
+    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own.
+
+    "attention" includes gated delta nets. For a model with experts, "mlp" is the shared expert and the feed-forward of layers
+    without experts. The block of a module of multi-token prediction counts as a layer; "mtp" has the module's two projections.
     """
     d, h, mtp = model.d_model, head_dim(model), model.mtp_layers
     count, stacked = model.step_layers, model.stacked_layers + mtp
@@ -517,7 +517,7 @@ def parameters(model: Model) -> dict[str, int]:
         attention_params += (model.num_heads + model.num_kv_heads if model.qk_norm_joint else 2) * h
     attention_params += d * model.attention_out_bias + model.num_heads * model.attention_sinks
     attention_params += model.q_lora_rank + model.kv_lora_rank  # norms of the latents
-    keys, values = (n * width for n, width in _linear_heads(model))
+    keys, values = (n * width for n, width in linear_heads(model))
     delta_params = sum(into * out for into, out in delta_projections(model).values())
     delta_params += (2 * keys + values) * model.linear_conv + 2 * model.linear_value_heads + model.linear_value_dim
     experts = model.num_experts

@@ -22,7 +22,10 @@ def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
 
 
 def matmuls(model: Model) -> tuple[str, ...]:
-    """Return the names of a model's matmul weights without router, head and a delta net's wa and wb, one name for all layers of a stack."""
+    """Return the names of a model's matmul weights, one name for all layers of a stack.
+
+    The head, the router, and wa and wb of delta nets are left out.
+    """
     return tuple(name for name in flops.by_weight(model) if not name.endswith((".mlp.router", ".delta.wa", ".delta.wb")))
 
 
