@@ -215,9 +215,10 @@ def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
             raise HuggingFaceError(f"{name}: {list(found[name].shape)} in {folder.path}, {list(a.shape)} in this model.")
     first = {name: folder.tensors[found[name].theirs[0]] for name in wanted}
     order = sorted(wanted, key=lambda name: (first[name].file, first[name].offset))
+    read_once = functools.lru_cache(1)(folder.read)  # the parts of a tensor are read one after the other
 
     def read(name: str) -> list[np.ndarray]:
-        made = [folder.read(theirs) for theirs in found[name].read]
+        made = [read_once(theirs) for theirs in found[name].read]
         for copy in found[name].copies:
             if not same(folder.read(copy), made[0]):
                 rule = f"multi-token prediction shares {found[name].theirs[0]} with the model, but {copy} is another tensor"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config.schema import Model
 from jaxtrain.config.shapes import DENSE, MTP, STACK
-from jaxtrain.models.hf_tensors import AXES, EXPERTS_TOGETHER, HfTensor
+from jaxtrain.models.hf_tensors import AXES, EXPERTS_TOGETHER, SUM, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError, format_of
 
 COLUMNS = 64  # columns that a transposed copy copies at a time: several times faster, because both sides fit the cache
@@ -43,12 +43,12 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of jaxtrain's tensor."""
-        return tuple(self.sizes[a] for a in flat(self.how.ours))
+        return self._merged(self.how.ours)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Return the shape of each Hugging Face tensor in `theirs`."""
-        return tuple(math.prod(self.sizes[a] for a in group) for group in grouped(self.how.theirs))
+        return self._merged(SUM.sub("+", self.how.theirs))
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
@@ -63,58 +63,74 @@ class Entry:
         experts, *rest = index
         return np.stack([copied(self._turned(x)[tuple(rest)]).astype(dtype, copy=False) for x in stored[experts]])
 
-    def to_theirs(self, x: np.ndarray, at: int = 0, other: np.ndarray | None = None) -> np.ndarray:
+    def to_theirs(self, x: np.ndarray, at: int = 0, others: np.ndarray | None = None) -> np.ndarray:
         """Return the contiguous array of tensor `theirs[at]` from jaxtrain's global array: the inverse of `to_ours`.
 
-        other: for a Hugging Face tensor that contains two of jaxtrain's arrays. For the first array pass None. For the second
-        array pass the first result: the second array is written into it.
+        others: the result with the tensor's other parts, into which this part is written; None: the other parts are zero.
         """
-        theirs, ours = flat(self.how.theirs), flat(self.how.each)
-        one = self._ordered(x[at] if self.how.each_expert else x, ours, back=True)
-        if "2" not in theirs:
-            return copied(one.transpose([ours.index(a) for a in theirs])).reshape(self.their_shape)
-        both = np.empty(self.their_shape, x.dtype) if other is None else other
-        apart = np.moveaxis(both.reshape([self.sizes[a] for a in theirs]), theirs.index("2"), 0)
-        theirs.remove("2")
-        apart[self.how.half] = one.transpose([ours.index(a) for a in theirs])
-        return both
+        theirs, ours = flat(self.how.alone), flat(self.how.each)
+        one = self._ordered((x[at] if self.how.each_expert else x).reshape([self.sizes[a] for a in ours]), ours, back=True)
+        one = one.transpose([ours.index(a) for a in theirs])
+        if not self.how.parts:
+            return copied(one).reshape(self.their_shape)
+        whole = np.zeros(self.their_shape, x.dtype) if others is None else others
+        words(self._part(whole))[...] = words(one)
+        return whole
+
+    def _merged(self, axes: str) -> tuple[int, ...]:
+        """Return the size of each axis. "+": the axis of the parts."""
+        sizes = {**self.sizes, "+": sum(self._widths)}
+        return tuple(math.prod(sizes[a] for a in group) for group in grouped(axes))
+
+    @property
+    def _widths(self) -> list[int]:
+        """Return the size of each part along their axis."""
+        return [math.prod(self.sizes[a] for a in flat(part)) for part in self.how.parts]
+
+    def _part(self, x: np.ndarray) -> np.ndarray:
+        """Return a view of a Hugging Face tensor: the part that is jaxtrain's array, with each axis by itself."""
+        if self.how.parts:
+            before, after = (flat(axes) for axes in SUM.sub("+", self.how.theirs).split("+"))
+            start = sum(self._widths[: self.how.part])
+            within = slice(start, start + self._widths[self.how.part])
+            x = x.reshape([*(self.sizes[a] for a in before), -1, *(self.sizes[a] for a in after)])
+            x = x[(*(slice(None) for _ in before), within)]
+        return x.reshape([self.sizes[a] for a in flat(self.how.alone)])
 
     def _turned(self, x: np.ndarray) -> np.ndarray:
         """Return the array of a Hugging Face tensor, reshaped and transposed to jaxtrain's axes."""
-        theirs, ours = flat(self.how.theirs), flat(self.how.each)
-        x = x.reshape([self.sizes[a] for a in theirs])
-        if "2" in theirs:
-            x = np.moveaxis(x, theirs.index("2"), 0)[self.how.half]
-            theirs.remove("2")
-        return self._ordered(x.transpose([theirs.index(a) for a in ours]), ours)
+        theirs, ours = flat(self.how.alone), flat(self.how.each)
+        return self._ordered(self._part(x).transpose([theirs.index(a) for a in ours]), ours).reshape(
+            self._merged(self.how.each)
+        )
 
     def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
         """Return an array with rotary pairs as two halves, if the Hugging Face tensor interleaves them. back: the inverse."""
         if not self.how.interleaved:
             return x
-        order = halves_of_pairs(self.sizes[self.how.interleaved], self.sizes["rotary"])
-        words = x.view(np.uint16) if x.dtype.itemsize == 2 else x
-        return np.take(words, np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
+        width, rotary = self.sizes[self.how.interleaved], self.sizes["rotary"]
+        order = halves_of_pairs(width, rotary, width - rotary if self.sizes["L"] else 0)
+        return np.take(words(x), np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
 
     def called(self, at: int) -> str:
         """Return jaxtrain's name of tensor `theirs[at]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
         return self.ours.removeprefix(PREFIX) + (f"[{at}]" if self.how.each_expert else "")
 
 
-def halves_of_pairs(width: int, rotary: int) -> np.ndarray:
-    """For each of `width` channels, return its index in a tensor whose last `rotary` channels are interleaved pairs."""
-    before = width - rotary
-    return np.concatenate([np.arange(before), before + np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)])
+def halves_of_pairs(width: int, rotary: int, start: int) -> np.ndarray:
+    """For each of `width` channels, return its index in a tensor whose `rotary` channels from `start` on are pairs."""
+    pairs = np.concatenate([np.arange(0, rotary, 2), np.arange(1, rotary, 2)]) + start
+    return np.concatenate([np.arange(start), pairs, np.arange(start + rotary, width)])
 
 
 def flat(axes: str) -> list[str]:
-    """Return the letters of all axes in order: [N, H, D] for "(N H) D"."""
-    return axes.replace("(", "").replace(")", "").split()
+    """Return the letters of all axes in order: [N, H, D] for "(N H) D". An axis 1 is left out."""
+    return [a for a in re.findall(r"[^()\s]+", axes) if a != "1"]
 
 
 def grouped(axes: str) -> list[list[str]]:
     """Return the letters of each axis, merged axes in one list: [[N, H], [D]] for "(N H) D"."""
-    return [part.strip("()").split() for part in re.findall(r"\([^)]*\)|\S+", axes)]
+    return [flat(part) for part in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
 def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
@@ -130,12 +146,16 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         ConfigError: the model's family cannot be imported.
     """
     known: dict[str, HfTensor] = dict(format_of(model.family).tensors)
-    sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()} | {"2": 2}
+    sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()}
     for name, how in known.items():
-        if unknown := [a for a in (*flat(how.ours), *flat(how.theirs)) if a not in sizes]:
+        if unknown := [a for a in (*flat(how.ours), *flat(how.theirs.replace("+", " "))) if a not in sizes]:
             rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes))}"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
-    sizes["rotary"] = model.qk_rope_head_dim or model.head_dim
+        held = {other.part for other in known.values() if other.name == how.name}
+        if lacking := [part for i, part in enumerate(how.parts) if i not in held]:
+            rule = f"{how.name} has a part ({lacking[0]}) that is no array of jaxtrain"
+            raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
+    sizes["rotary"] = model.rotary_dim
     if stored is not None:
         gate = "layers.{i}.mlp.gate"
         together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers))
@@ -228,12 +248,16 @@ def match(
 
 def copied(view: np.ndarray) -> np.ndarray:
     """Return a contiguous copy of a view whose axes may have been transposed."""
-    # The copy is of integers, because numpy copies unknown dtypes element by element.
-    words = view.view(np.uint16) if view.dtype.itemsize == 2 else view
-    if words.flags.c_contiguous or words.ndim < 2:
-        return np.array(words).view(view.dtype)
-    out = np.empty(words.shape, words.dtype)
-    step = max(1, COLUMNS // max(1, math.prod(words.shape[2:])))
-    for i in range(0, words.shape[1], step):
-        out[:, i : i + step] = words[:, i : i + step]
+    x = words(view)
+    if x.flags.c_contiguous or x.ndim < 2:
+        return np.array(x).view(view.dtype)
+    out = np.empty(x.shape, x.dtype)
+    step = max(1, COLUMNS // max(1, math.prod(x.shape[2:])))
+    for i in range(0, x.shape[1], step):
+        out[:, i : i + step] = x[:, i : i + step]
     return out.view(view.dtype)
+
+
+def words(x: np.ndarray) -> np.ndarray:
+    """Return a view of integers in place of bfloat16, because numpy copies unknown dtypes element by element."""
+    return x.view(np.uint16) if x.dtype.itemsize == 2 else x

@@ -38,7 +38,7 @@ from jaxtrain.hf.folder import is_folder
 from jaxtrain.hf.frozen_base import base_digest
 from jaxtrain.hf.importing import check_new, open_origin, save
 from jaxtrain.hf.model import abstract_of, placed
-from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, grouped, match
+from jaxtrain.hf.names import LAYER, PREFIX, Entry, entries, flat, match
 from jaxtrain.hf.tensor_files import read_object
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.models.hf_tensors import EXPERTS_TOGETHER, HfTensor
@@ -74,11 +74,11 @@ def adapter_entries(model: Model, rank: int) -> dict[str, Entry]:
     for weight in entries(model).values():
         if weight.ours.rpartition(".")[2] not in EQUATIONS or is_of_experts(weight):
             continue
-        outputs, inputs = (" ".join(axes) for axes in grouped(weight.how.theirs))
+        outputs, inputs = weight.how.axes
         ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
         layer, sizes = MODEL + weight.theirs[0].removesuffix(".weight"), {**weight.sizes, "R": rank}
-        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R ({inputs})")
-        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"({outputs}) R", interleaved=weight.how.interleaved)
+        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R {inputs}")
+        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"{outputs} R", weight.how.part, weight.how.interleaved)
         out |= _pair(weight.ours, a, b, sizes)
     return out
 
@@ -105,9 +105,9 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
         module, _, parameter = how.name.replace("{i}", found[1]).rpartition(".")
         inner = INNER if parameter == GATE_UP and "down" in targets else ""
         into = "F" if name == "down" else "D"
-        outputs = next(" ".join(axes) for axes in grouped(how.theirs)[1:] if into not in axes)
+        outputs = next(axis for axis in how.axes[1:] if into not in axis)
         a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
-        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"({outputs}) (R E)", how.half)
+        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", how.part)
         out |= _pair(weight.ours, a, b, {**weight.sizes, "R": ranks[parameter]})
     return out
 
@@ -163,7 +163,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
     modules, parameters = set(), set()
     for name, x in adapters.items():
         x, entry = np.asarray(x, np.float32), plain.get(name) or experts[name]
-        theirs, other = entry.theirs[0], None
+        theirs = entry.theirs[0]
         module = theirs.removesuffix(A_NAME).removesuffix(B_NAME)
         if name in plain:
             # PEFT takes gate_proj among target_modules for that of experts.
@@ -175,10 +175,9 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
             x = x if x.ndim == 3 else np.broadcast_to(x, (model.num_experts, *x.shape))
             if weight_of(name) in fused:
                 x = widened(name, x, fused.index(weight_of(name)), len(fused))
-            other = np.zeros(entry.their_shape, np.float32)
             parameters.add(f"mlp.experts.{DOWN if weight_of(name) == 'down' else GATE_UP}")
         # gate and up have ranks and columns of their own in the same tensor, and zeros in the other's.
-        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x, other=other)
+        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x)
     wide = len(fused)
     settings = {
         "peft_type": "LORA",

@@ -1,6 +1,7 @@
 """The tables of a family's tensors in Hugging Face checkpoints: their names and axes, and those of jaxtrain. Imports no jax."""
 
 import dataclasses
+import re
 
 # Axis -> keys of config.Model whose sum is its size.
 AXES = {
@@ -20,23 +21,29 @@ AXES = {
     "U": ["qk_nope_head_dim", "v_head_dim"],
     "W": ["v_head_dim"],
 }
+SUM = re.compile(r"\(([^()]*\+[^()]*)\)")  # the axes of a tensor's parts
 
 
 @dataclasses.dataclass(frozen=True)
 class HfTensor:
     """A tensor of a Hugging Face checkpoint: its name, its axes, and the axes of jaxtrain's array.
 
-    Axes in brackets in `theirs` are one merged axis. torch stores a linear layer as (out, in), so most arrays are transposed.
+    Axes in brackets are one merged axis. torch stores a linear layer as (out, in), so most arrays are transposed.
     A merged axis of heads is (heads, head_dim), in that order. Here, and in most checkpoints, queries and keys are
     in rotate-half order: the first half of the rotated dimensions is paired with the second. `interleaved` marks the exception.
+
+    A tensor may hold several of jaxtrain's arrays, its parts, one after the other along an axis: "(N H + K H + K H) D" are
+    queries, keys and values. In "(N (H + H)) D" each head has both parts. An axis 1 is none of jaxtrain's: columns of two
+    parts alternate in "(F (1 + 1))".
 
     Attributes:
         name: with {i} for the layer, and {e} for the expert if each expert has its own tensor. jaxtrain's array holds all
             experts along its first axis, E.
         ours: axes of jaxtrain's array.
-        theirs: axes of the checkpoint's tensor. An axis named 2 has size 2: the tensor holds two of jaxtrain's arrays.
-        half: the index of jaxtrain's array along the axis named 2.
-        interleaved: the axis of `ours` whose rotated dimensions (hf/names.py) are interleaved pairs in the checkpoint.
+        theirs: axes of the checkpoint's tensor.
+        part: the index of jaxtrain's array among the tensor's parts.
+        interleaved: the axis of `ours` whose rotated dimensions are interleaved pairs in the checkpoint: the last dimensions
+            of latent attention's axes, and the first ones of others.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
@@ -44,7 +51,7 @@ class HfTensor:
     name: str
     ours: str
     theirs: str
-    half: int = 0
+    part: int = 0
     interleaved: str = ""
     exact: bool = False
     copy: str = ""
@@ -58,6 +65,22 @@ class HfTensor:
     def each(self) -> str:
         """Return the axes of one checkpoint tensor in jaxtrain's order: without E if each expert has its own tensor."""
         return self.ours.removeprefix("E ") if self.each_expert else self.ours
+
+    @property
+    def parts(self) -> list[str]:
+        """Return the axes of each part, such as N H; [] if the tensor holds one array."""
+        found = SUM.search(self.theirs)
+        return [part.strip() for part in found[1].split("+")] if found else []
+
+    @property
+    def alone(self) -> str:
+        """Return the axes of a tensor that would hold jaxtrain's array alone."""
+        return SUM.sub(lambda _: f"({self.parts[self.part]})", self.theirs)
+
+    @property
+    def axes(self) -> list[str]:
+        """Return each axis of the checkpoint's tensor, as in `theirs`."""
+        return re.findall(r"\((?:[^()]|\([^()]*\))*\)|\S+", self.theirs)
 
 
 # Tensors of all families. A model with model.tied_head has no head.
@@ -95,8 +118,8 @@ POST_NORMS = {  # replaces the common name of mlp_norm
 # All experts of a layer in one tensor, as transformers 5 writes them with save_original_format=False.
 EXPERTS_TOGETHER = {
     "layers.{i}.mlp.router": HfTensor("model.layers.{i}.mlp.gate.weight", "D E", "E D"),
-    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 0),
-    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (2 F) D", 1),
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (F + F) D", 0),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (F + F) D", 1),
     "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.experts.down_proj", "E D F", "E D F"),
 }
 

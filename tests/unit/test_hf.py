@@ -25,10 +25,12 @@ from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.names import entries
+from jaxtrain.hf.names import Entry, entries
 from jaxtrain.hf.parts import Comparison, Difference, largest, ratio
+from jaxtrain.hf.tensor_files import same
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
+from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.sharding import replicated
 from jaxtrain.step.definition import make_definition
@@ -43,6 +45,60 @@ def test_configs_of_transformers_4_and_5_say_the_same():
 
 
 # ---- Tensors in other forms
+
+
+SIZES = {"D": 3, "F": 4, "N": 4, "K": 2, "H": 6, "P": 5, "R": 2, "V": 7, "T": 3, "E": 2, "L": 0, "rotary": 4}
+ROWS = "(K (P + P + R V + R V)) D"
+CHANNELS = "(K P + K P + K R V) 1 T"
+# The axes of a tensor -> those of its parts in jaxtrain, and a definition by loops or numpy's functions.
+FUSED = {
+    "(N H + K H + K H) D": (
+        ["D N H", "D K H", "D K H"],
+        lambda q, k, v: np.concatenate([x.reshape(3, -1) for x in (q, k, v)], 1).T,
+    ),
+    "E D (F (1 + 1))": (["E D F", "E D F"], lambda gate, up: np.stack([gate, up], -1).reshape(2, 3, 8)),
+    "(N (H + H)) D": (
+        ["D N H", "D N H"],
+        lambda q, gate: np.stack([row for i in range(4) for x in (q, gate) for row in x[:, i].T]),
+    ),
+    ROWS: (
+        ["D K P", "D K P", "D (K R) V", "D (K R) V"],
+        lambda q, k, v, z: np.concatenate(
+            [x.T for i in range(2) for x in (q[:, i], k[:, i], v[:, 2 * i], v[:, 2 * i + 1], z[:, 2 * i], z[:, 2 * i + 1])]
+        ),
+    ),
+    CHANNELS: (
+        ["K P T", "K P T", "(K R) V T"],
+        lambda q, k, v: np.concatenate([x.reshape(-1, 1, 3) for x in (q, k, v)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("theirs", FUSED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_holds_several_arrays(theirs, dtype):
+    """Each shard of each part is read, and the parts written one after the other make the tensor again."""
+    axes, definition = FUSED[theirs]
+    parts = [Entry("", ("x",), HfTensor("x", ours, theirs, i), SIZES) for i, ours in enumerate(axes)]
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(part.shape).astype(dtype) for part in parts]
+    whole = np.ascontiguousarray(definition(*arrays))
+    assert {part.their_shape for part in parts} == {whole.shape}
+    written = None
+    for part, x in zip(parts, arrays, strict=True):
+        for index in [(slice(None),) * x.ndim, (slice(None),) * (x.ndim - 1) + (slice(1, 3),), (slice(1, 2),) * x.ndim]:
+            assert same(part.to_ours([whole], x.dtype, index), np.ascontiguousarray(x[index]))
+        written = part.to_theirs(x, others=written)
+    assert written is not None and same(written, whole)
+
+
+def test_pairs_of_the_first_dimensions_become_halves():
+    """Of heads of 6 dimensions, 4 are rotated: pairs (0, 1) and (2, 3) in the checkpoint, (0, 2) and (1, 3) in jaxtrain."""
+    entry = Entry("", ("x",), HfTensor("x", "N H", "(N H)", interleaved="H"), SIZES)
+    theirs = np.arange(24, dtype=np.float32)
+    ours = entry.to_ours([theirs], theirs.dtype, (slice(None), slice(None)))
+    np.testing.assert_array_equal(ours[1], 6 + np.array([0, 2, 1, 3, 4, 5]))
+    np.testing.assert_array_equal(entry.to_theirs(ours), theirs)
 
 
 def test_experts_in_mxfp4_are_read(tmp_path):

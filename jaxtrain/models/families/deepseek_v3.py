@@ -40,8 +40,8 @@ LAYER |= {f"layers.{{i}}.mlp.shared.{name}": tensor for name, tensor in SHARED.i
 OF_MTP = {
     "embed_norm.scale": HfTensor("model.layers.{i}.enorm.weight", "D", "D"),
     "hidden_norm.scale": HfTensor("model.layers.{i}.hnorm.weight", "D", "D"),
-    "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 0),
-    "hidden_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (2 D)", 1),
+    "embed_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (D + D)", 0),
+    "hidden_proj": HfTensor("model.layers.{i}.eh_proj.weight", "D Y", "Y (D + D)", 1),
     "norm.scale": HfTensor("model.layers.{i}.shared_head.norm.weight", "D", "D"),
 }
 COPIES = {

@@ -15,11 +15,11 @@ TENSORS = {
     f"{OURS}mlp.router": HfTensor(f"{LAYER}mlp.router.weight", "D E", "E D"),
     f"{OURS}mlp.router_logit_bias": HfTensor(f"{LAYER}mlp.router.bias", "E", "E"),
     # Columns of gate and up alternate.
-    f"{OURS}mlp.gate": HfTensor(f"{LAYER}mlp.experts.gate_up_proj", "E D F", "E D (F 2)", 0),
-    f"{OURS}mlp.up": HfTensor(f"{LAYER}mlp.experts.gate_up_proj", "E D F", "E D (F 2)", 1),
+    f"{OURS}mlp.gate": HfTensor(f"{LAYER}mlp.experts.gate_up_proj", "E D F", "E D (F (1 + 1))", 0),
+    f"{OURS}mlp.up": HfTensor(f"{LAYER}mlp.experts.gate_up_proj", "E D F", "E D (F (1 + 1))", 1),
     f"{OURS}mlp.down": HfTensor(f"{LAYER}mlp.experts.down_proj", "E D F", "E F D"),
-    f"{OURS}mlp.gate_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F 2)", 0),
-    f"{OURS}mlp.up_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F 2)", 1),
+    f"{OURS}mlp.gate_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F (1 + 1))", 0),
+    f"{OURS}mlp.up_bias": HfTensor(f"{LAYER}mlp.experts.gate_up_proj_bias", "E F", "E (F (1 + 1))", 1),
     f"{OURS}mlp.down_bias": HfTensor(f"{LAYER}mlp.experts.down_proj_bias", "E D", "E D"),
 }
 BUILT = "experts are built with this gate only"

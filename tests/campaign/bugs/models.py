@@ -27,8 +27,8 @@ BUGS = (
     Bug(
         "mtp: the halves of the projection are swapped in checkpoints",
         "jaxtrain/models/families/deepseek_v3.py",
-        'eh_proj.weight", "D Y", "Y (2 D)", 0)',
-        'eh_proj.weight", "D Y", "Y (2 D)", 1)',
+        'eh_proj.weight", "D Y", "Y (D + D)", 0)',
+        'eh_proj.weight", "D Y", "Y (D + D)", 1)',
         "proofs/test_mtp.py -k own_names",
     ),
     Bug(
@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "PEFT: B has the ranks of an expert next to each other, as A has",
         "jaxtrain/hf/peft.py",
-        'f"({outputs}) (R E)"',
-        'f"({outputs}) (E R)"',
+        'f"{outputs} (R E)"',
+        'f"{outputs} (E R)"',
         "unit/test_lora.py -k experts_in_peft",
     ),
     Bug(
@@ -335,8 +335,8 @@ BUGS = (
     Bug(
         "Hugging Face: experts in one tensor take the wrong half",
         "jaxtrain/hf/names.py",
-        '[self.how.half]\n            theirs.remove("2")',
-        '[1 - self.how.half]\n            theirs.remove("2")',
+        "start = sum(self._widths[: self.how.part])",
+        "start = sum(self._widths[self.how.part + 1 :])",
         "unit/test_hf.py -k one_tensor",
     ),
     Bug(
