@@ -25,7 +25,8 @@ from weights import DOCUMENTS, YARN, random_tokens, random_weight  # noqa: E402,
 
 GOLDEN = {name: x for file in sorted((HERE / "golden").glob("*.npz")) for name, x in np.load(file).items()}
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
-FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
+FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
+GRADIENTS = tuple(name for name in FAMILIES if f"{name}_gradients" in GOLDEN)
 TOKENS = random_tokens(128)
 
 

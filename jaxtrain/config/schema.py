@@ -104,6 +104,7 @@ class Model:
             "qwen3_moe",
             "gpt_oss",
             "deepseek_v3",
+            "olmo2",
             "gemma2",
             "gemma3",
         ),

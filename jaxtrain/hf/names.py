@@ -165,8 +165,13 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         if model.tied_head and EMBEDDING not in stored and HEAD in stored:
             known = {k: dataclasses.replace(how, name=HEAD) if how.name == EMBEDDING else how for k, how in known.items()}
     absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
+    absent += (".bo",) * (not model.attention_out_bias)
+    absent += (".gate_bias", ".up_bias", ".down_bias") * (not model.mlp_bias and not model.expert_bias)
+    absent += (".shared.gate", ".shared.up", ".shared.down") * (not model.shared_d_ff)
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
+    elif not model.qk_norm:
+        absent += ("attention.q_norm.scale", "attention.k_norm.scale")
     # Name in the table up to its first dot -> the layers' numbers in the checkpoint; in jaxtrain each stack begins with 0.
     modules = range(model.num_layers, model.step_layers)
     stacks = {"embed": range(1), DENSE: range(model.dense_layers), STACK: range(model.dense_layers, model.num_layers)}

@@ -21,6 +21,7 @@ FAMILIES = {
     "qwen3_moe": "jaxtrain.models.families.qwen3_moe",
     "gpt_oss": "jaxtrain.models.families.gpt_oss",
     "deepseek_v3": "jaxtrain.models.families.deepseek_v3",
+    "olmo2": "jaxtrain.models.families.olmo2",
     "gemma2": "jaxtrain.models.families.gemma2",
     "gemma3": "jaxtrain.models.families.gemma3",
 }

@@ -194,6 +194,19 @@ class Key(Row):
         return {key: None if value == self.null else value}
 
 
+@dataclasses.dataclass(frozen=True)
+class Flags(Row):
+    """A flag that sets several flags of config.Model; false if it is missing."""
+
+    ours: tuple[str, ...]
+
+    def read(self, s: Settings, key: str) -> dict[str, Any]:
+        return dict.fromkeys(self.ours, s.take(key, FLAG, False))
+
+    def write(self, model: Model, key: str) -> dict[str, Any]:
+        return {key: getattr(model, self.ours[0])}
+
+
 def only(value: Any, why: str, written: bool = True, fix: Any = REQUIRED) -> Key:
     """Return the row of a key that must have one value, or be missing. why: the error's reason. fix: as in `Kind`."""
     kind = Kind(why, lambda x, _: x == value, fix)

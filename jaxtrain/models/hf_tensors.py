@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 # Axis -> keys of config.Model whose sum is its size.
 AXES = {
@@ -98,20 +99,39 @@ COMMON = {
     "final_norm.scale": HfTensor("model.norm.weight", "D", "D"),
     "head": HfTensor("lm_head.weight", "V D", "V D"),
 }
-# Tensors of models with model.qkv_bias, model.qk_norm, and model.norm_placement = sandwich.
+# Tensors of models with model.qkv_bias, that and model.attention_out_bias, model.mlp_bias, model.qk_norm (of each head, or
+# joint), and with a model.norm_placement of sandwich or post.
 QKV_BIAS = {
     "layers.{i}.attention.bq": HfTensor("model.layers.{i}.self_attn.q_proj.bias", "N H", "(N H)"),
     "layers.{i}.attention.bk": HfTensor("model.layers.{i}.self_attn.k_proj.bias", "K H", "(K H)"),
     "layers.{i}.attention.bv": HfTensor("model.layers.{i}.self_attn.v_proj.bias", "K H", "(K H)"),
 }
+ATTENTION_BIAS = QKV_BIAS | {"layers.{i}.attention.bo": HfTensor("model.layers.{i}.self_attn.o_proj.bias", "D", "D")}
+MLP_BIAS = {
+    "layers.{i}.mlp.gate_bias": HfTensor("model.layers.{i}.mlp.gate_proj.bias", "F", "F"),
+    "layers.{i}.mlp.up_bias": HfTensor("model.layers.{i}.mlp.up_proj.bias", "F", "F"),
+    "layers.{i}.mlp.down_bias": HfTensor("model.layers.{i}.mlp.down_proj.bias", "D", "D"),
+}
 QK_NORM = {
     "layers.{i}.attention.q_norm.scale": HfTensor("model.layers.{i}.self_attn.q_norm.weight", "H", "H"),
     "layers.{i}.attention.k_norm.scale": HfTensor("model.layers.{i}.self_attn.k_norm.weight", "H", "H"),
+}
+JOINT_QK_NORM = {
+    "layers.{i}.attention.q_norm.scale": HfTensor("model.layers.{i}.self_attn.q_norm.weight", "N H", "(N H)"),
+    "layers.{i}.attention.k_norm.scale": HfTensor("model.layers.{i}.self_attn.k_norm.weight", "K H", "(K H)"),
 }
 POST_NORMS = {  # replaces the common name of mlp_norm
     "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_attention_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_norm.scale": HfTensor("model.layers.{i}.pre_feedforward_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_feedforward_layernorm.weight", "D", "D"),
+}
+ONLY_POST_NORMS = {name: tensor for name, tensor in COMMON.items() if "_norm.scale" not in name or "{i}" not in name}
+ONLY_POST_NORMS |= {name: tensor for name, tensor in POST_NORMS.items() if "_post_norm" in name}  # in place of COMMON
+
+
+GATE_UP = {  # replaces the common names of gate and up
+    "layers.{i}.mlp.gate": HfTensor("model.layers.{i}.mlp.gate_up_proj.weight", "D F", "(F + F) D", 0),
+    "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.gate_up_proj.weight", "D F", "(F + F) D", 1),
 }
 
 
@@ -122,6 +142,12 @@ EXPERTS_TOGETHER = {
     "layers.{i}.mlp.up": HfTensor("model.layers.{i}.mlp.experts.gate_up_proj", "E D F", "E (F + F) D", 1),
     "layers.{i}.mlp.down": HfTensor("model.layers.{i}.mlp.experts.down_proj", "E D F", "E D F"),
 }
+
+
+def in_pairs(tensors: Mapping[str, HfTensor]) -> dict[str, HfTensor]:
+    """Return the tensors of a family whose queries and keys have interleaved rotary pairs."""
+    rotated = tuple(f".attention.{name}" for name in ("wq", "wk", "bq", "bk"))
+    return {k: dataclasses.replace(x, interleaved="H") if k.endswith(rotated) else x for k, x in tensors.items()}
 
 
 def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:

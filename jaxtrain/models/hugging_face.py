@@ -27,6 +27,7 @@ from jaxtrain.models.hf_keys import (
     OBJECT,
     REQUIRED,
     WHOLE,
+    Flags,
     Given,
     HuggingFaceError,
     Key,
@@ -43,6 +44,7 @@ from jaxtrain.models.hf_tensors import HfTensor
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
 SLIDING, FULL = "sliding_attention", "full_attention"
+PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
 
 
 # ---- Rotary embeddings
@@ -74,12 +76,22 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope(Row):
-    """The rotary settings in both forms. by_kind: layers with a sliding window have a base of their own, and no scaling."""
+    """The rotary settings in both forms.
+
+    Attributes:
+        by_kind: layers with a sliding window have a base of their own, and no scaling.
+        known: the values of rope_type.
+        partial: the part of each head that is rotated, without the key for it; 0: whole heads always.
+    """
 
     by_kind: bool = False
+    known: tuple[str, ...] = ("default", "llama3", "linear", "yarn")
+    partial: float = 0.0
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         old = {"rope_theta": s.take("rope_theta", default=None), **s.take("rope_scaling", OBJECT, {})}
+        if self.partial:
+            old = {PARTIAL: s.take(PARTIAL, default=None), **old}
         new = s.take(key, OBJECT, {})
         if self.by_kind:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):
@@ -97,14 +109,15 @@ class Rope(Row):
             if any(value != given[0] for value in given):
                 raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
             new = given[0]
-        return _rope(_agreed(s, old, new), s.path, ("default", "llama3", "linear", "yarn"))
+        return _rope(_agreed(s, old, new), s.path, self.known, partial=self.partial)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
         scaling = {"rope_type": "default" if plain else model.rope_scaling}
         scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
-        new = {"rope_theta": model.rope_base, **scaling}
-        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, key: new}
+        part = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
+        new = {"rope_theta": model.rope_base, **scaling, **part}
+        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **part, key: new}
         if self.by_kind:
             local = model.local_rope_base or model.rope_base
             own = {"rope_theta": local, "rope_type": "default"}
@@ -125,11 +138,15 @@ def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict
 
 
 def _rope(
-    given: Mapping[str, Any], path: str, known: Sequence[str], whole: Callable[[Any], Any] = lambda own: own
+    given: Mapping[str, Any],
+    path: str,
+    known: Sequence[str],
+    whole: Callable[[Any], Any] = lambda own: own,
+    partial: float = 0.0,
 ) -> dict[str, Any]:
     """Return keys of config.Model of rotary settings.
 
-    known: the values of rope_type. whole: returns rope_parameters with these settings among those of all layers, for remedies.
+    known, partial: as in `Rope`. whole: returns rope_parameters with these settings among those of all layers, for remedies.
     """
 
     def instead(settings: Mapping[str, Any]) -> str:
@@ -150,7 +167,8 @@ def _rope(
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     scaling = "none" if kind == "default" else kind
-    rows = {"partial_rotary_factor": only(1.0, "only whole heads are rotated"), "rope_theta": Key("rope_base", NUMBER)}
+    part = Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated")
+    rows = {PARTIAL: part, "rope_theta": Key("rope_base", NUMBER)}
     out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
     if left := s.unread():
         shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
@@ -173,7 +191,7 @@ class Windows(Row):
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
         letters = self.letters(s)
-        return _window(s, _layer_types(s) or letters, s.take(key, null=None))
+        return window_keys(s, layer_letters(s) or letters, s.take(key, null=None))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         kinds = [SLIDING if kind == LOCAL else FULL for kind in model.kinds]
@@ -184,13 +202,13 @@ class QwenWindows(Windows):
     """The window of Qwen2 and Qwen3: without `layer_types`, as in earlier versions, of layers from `max_window_layers` on."""
 
     def read(self, s: Settings, key: str) -> dict[str, Any]:
-        in_use, letters = s.take("use_sliding_window", default=False), _layer_types(s)
+        in_use, letters = s.take("use_sliding_window", default=False), layer_letters(s)
         window = s.take(key, default=REQUIRED if in_use else None, null=None)
         by_number = in_use and not letters
         first = s.take("max_window_layers", WHOLE) if by_number else s.take("max_window_layers", default=0)
         if by_number and window:
             letters = "".join(LOCAL if i >= first else GLOBAL for i in range(s.given["num_hidden_layers"]))
-        return _window(s, letters or GLOBAL, window if in_use else None)
+        return window_keys(s, letters or GLOBAL, window if in_use else None)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         first = model.kinds.find(LOCAL)
@@ -198,7 +216,7 @@ class QwenWindows(Windows):
         return super().write(model, key) | more
 
 
-def _layer_types(s: Settings) -> str:
+def layer_letters(s: Settings) -> str:
     """Return a letter for each layer (`LOCAL`, `GLOBAL`) from `layer_types`; "" without that key."""
     kinds = s.take("layer_types", default=None)
     if kinds is None:
@@ -213,16 +231,15 @@ def _layer_types(s: Settings) -> str:
     return "".join(letters[kind] for kind in kinds)
 
 
-def _window(s: Settings, letters: str, window: Any) -> dict[str, Any]:
+def window_keys(s: Settings, letters: str, window: Any) -> dict[str, Any]:
     """Return `sliding_window` and `attention_pattern` of config.Model. letters: of layers, repeated over them."""
     layers = s.given["num_hidden_layers"]
-    letters = (letters * layers)[:layers]
-    if LOCAL not in letters:
-        return {"sliding_window": 0, "attention_pattern": ""}
+    pattern = windows.pattern_of((letters * layers)[:layers])
+    if LOCAL not in pattern:
+        return {"sliding_window": 0, "attention_pattern": "" if pattern == GLOBAL else pattern}
     if not WHOLE.allows(window, s.given):
         rule = f"{WHOLE.rule}, since some layers see a sliding window"
         raise HuggingFaceError(f"{s.path}: sliding_window = {window!r}: {rule}.")
-    pattern = windows.pattern_of(letters)
     return {"sliding_window": window, "attention_pattern": "" if pattern == LOCAL else pattern}
 
 
@@ -235,7 +252,6 @@ def head_width(given: Given) -> int:
 
 
 INIT_STD = Model().init_std
-BIASES = "Qwen2 and GPT-OSS have biases on attention's projections, other families have none"
 SILU, GELU = (f"models of this family are built with {name!r} only" for name in ("silu", "gelu_pytorch_tanh"))
 # Rows of all families.
 KEYS: dict[str, Row] = {
@@ -252,7 +268,7 @@ KEYS: dict[str, Row] = {
     "max_position_embeddings": Key("", INT32, None),
     "hidden_act": only("silu", SILU),
     "hidden_activation": only("silu", SILU, written=False),
-    "attention_bias": only(False, BIASES, written=False),
+    "attention_bias": only(False, "attention is built without biases", written=False),
     "mlp_bias": only(False, "the feed-forward block is built without biases", written=False),
     "attention_dropout": only(0.0, "jaxtrain has no dropout", fix=0.0),
     "quantization_config": only({}, "weights in this form are not read. Fix: name the model that was quantized", written=False),
@@ -275,6 +291,8 @@ def quantized(method: str) -> Row:
 HEAD_DIM: dict[str, Row] = {"head_dim": Key("head_dim")}
 TIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, True)}
 UNTIED: dict[str, Row] = {"tie_word_embeddings": Key("tied_head", FLAG, False)}
+BIASED: dict[str, Row] = {"attention_bias": Flags(("qkv_bias", "attention_out_bias"))}
+MLP_BIASED: dict[str, Row] = {"mlp_bias": Key("mlp_bias", FLAG, False)}
 
 
 QWEN_WINDOWS: dict[str, Row] = {

@@ -69,6 +69,7 @@ USUAL: dict[str, dict[str, Any]] = {
         "model.rope_scaling": "yarn",
         "model.rope_original_len": 16,
     },
+    "olmo2": {"model.norm_placement": "post", "model.qk_norm": True, "model.qk_norm_joint": True},
     "gemma2": {"model.norm_placement": "sandwich", **LOCAL},
     "gemma3": {"model.norm_placement": "sandwich", "model.qk_norm": True, **LOCAL},
 }

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import saved
-from hugging_face import DOCUMENTS, FAMILIES, GOLDEN, SAME, TOKENS, YARN, exported, imported, off, tensors_of
+from hugging_face import DOCUMENTS, FAMILIES, GOLDEN, GRADIENTS, SAME, TOKENS, YARN, exported, imported, off, tensors_of
 
 import jaxtrain
 from jaxtrain import main
@@ -90,7 +90,7 @@ def packed_documents() -> dict[str, np.ndarray]:
     return batch | {"positions": np.concatenate([np.arange(n, dtype=np.int32) for n in DOCUMENTS])[None]}
 
 
-@pytest.mark.parametrize("name", helpers.few(["gpt_oss", "deepseek_v3"], "deepseek_v3"))
+@pytest.mark.parametrize("name", helpers.few(GRADIENTS, "deepseek_v3", "olmo2"))
 def test_gradients_are_those_of_transformers(tmp_path, name):
     """Every parameter's gradient agrees with transformers' in norm and in a random projection. Two documents share a row;
     transformers computed each alone.

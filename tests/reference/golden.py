@@ -83,9 +83,13 @@ MODELS = {
         tie_word_embeddings=False,
         **rope(2000.0, "yarn", **STRETCHED, mscale=1.0, mscale_all_dim=0.7),
     ),
+    "olmo2": t.Olmo2Config(**COMMON, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
 }
+# Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
+GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3")
+ONE_BY_ONE = ("gpt_oss", "deepseek_v3")
 
 
 def model_of(config, scale=1.0):
@@ -169,8 +173,9 @@ def main():
         made = {
             f"{name}_adamw": adamw_losses(MODELS[name]) for name in ("llama2", "gemma2", "mixtral", "gpt_oss") if name in chosen
         }
-        for name in (name for name in ("gpt_oss", "deepseek_v3") if name in chosen):
-            made[f"{name}_gradients"], made[f"{name}_documents"] = gradients(MODELS[name])
+        for name in (name for name in chosen if name in GRADIENTS):
+            made[f"{name}_gradients"], of_documents = gradients(MODELS[name])
+            made |= {f"{name}_documents": of_documents} if name in ONE_BY_ONE else {}
         made |= {} if sys.argv[2:] else {"yarn": yarn_tables()}
         np.savez_compressed(out / f"{'_'.join(sys.argv[2:]) or 'golden'}.npz", **logits, **made)
 

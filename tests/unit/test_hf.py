@@ -126,9 +126,10 @@ def rotary(kind, **more):
 # Family -> changes of config.json. The error names the first key of the change.
 KEYS = {
     "llama2": [
-        *({"model_type": "gpt2"}, {"hidden_act": "gelu"}, {"attention_bias": True}, {"residual_multiplier": 2.0}),
+        *({"model_type": "gpt2"}, {"hidden_act": "gelu"}, {"residual_multiplier": 2.0}),
         *({"rope_scaling": "linear"}, {"tie_word_embeddings": None}, {"hidden_size": "64"}, {"rope_theta": 5.0}),
     ],
+    "mistral": [{"attention_bias": True}, {"mlp_bias": True}],
     "mixtral": [{"router_jitter_noise": 0.01}, {"num_local_experts": None}, {"num_experts_per_tok": 7}],
     "gpt_oss": [{"swiglu_limit": 5.0}, {"experts_per_token": 3}, {"quantization_config": {"quant_method": "fp8"}}],
     "qwen2": [{"use_mrope": True}],
@@ -377,6 +378,10 @@ PARAMETERS = {
     "gpt_oss_120b": 116_829_156_672,
     "deepseek_v3": 671_026_419_200,  # without the multi-token prediction layer
     "kimi_k2": 1_026_408_232_448,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,

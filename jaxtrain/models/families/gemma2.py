@@ -2,8 +2,8 @@
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hf_keys import NUMBER, Key
-from jaxtrain.models.hf_tensors import COMMON, POST_NORMS
-from jaxtrain.models.hugging_face import GEMMA, KEYS, Format, Windows
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS
+from jaxtrain.models.hugging_face import BIASED, GEMMA, KEYS, Format, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -15,10 +15,9 @@ OWN_KEYS = {
 FORMAT = Format(
     "gemma2",
     "Gemma2ForCausalLM",
-    COMMON | POST_NORMS,
-    KEYS | GEMMA | OWN_KEYS,
+    COMMON | ATTENTION_BIAS | POST_NORMS,
+    KEYS | BIASED | GEMMA | OWN_KEYS,
     model={"norm_placement": "sandwich"},
-    written={"attention_bias": False},
 )
 # fmt: off
 PRESETS = presets(

@@ -2,8 +2,8 @@
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hf_keys import LAYERS, Settings, only
-from jaxtrain.models.hf_tensors import COMMON, POST_NORMS, QK_NORM
-from jaxtrain.models.hugging_face import GEMMA, KEYS, Format, Rope, Windows
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, POST_NORMS, QK_NORM
+from jaxtrain.models.hugging_face import BIASED, GEMMA, KEYS, Format, Rope, Windows
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
@@ -24,10 +24,9 @@ OWN_KEYS = {
 FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    COMMON | POST_NORMS | QK_NORM,
-    KEYS | GEMMA | OWN_KEYS,
+    COMMON | ATTENTION_BIAS | POST_NORMS | QK_NORM,
+    KEYS | BIASED | GEMMA | OWN_KEYS,
     model={"norm_placement": "sandwich", "qk_norm": True},
-    written={"attention_bias": False},
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}
 LARGE = {"attn_logit_scale": 256**-0.5, "sliding_window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}

@@ -2,15 +2,14 @@
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.hf_keys import ANY, Key, only, same
-from jaxtrain.models.hf_tensors import COMMON, QKV_BIAS, HfTensor
-from jaxtrain.models.hugging_face import BIASES, HEAD_DIM, KEYS, UNTIED, Format, Windows, quantized
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, HfTensor
+from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, Format, Windows, quantized
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(activation="clamped_swiglu")
 PATTERN = LOCAL + GLOBAL
 LAYER, OURS = "model.layers.{i}.", "layers.{i}."
 TENSORS = {
-    f"{OURS}attention.bo": HfTensor(f"{LAYER}self_attn.o_proj.bias", "D", "D"),
     f"{OURS}attention.sinks": HfTensor(f"{LAYER}self_attn.sinks", "N", "N"),
     f"{OURS}mlp.router": HfTensor(f"{LAYER}mlp.router.weight", "D E", "E D"),
     f"{OURS}mlp.router_logit_bias": HfTensor(f"{LAYER}mlp.router.bias", "E", "E"),
@@ -41,13 +40,13 @@ OWN_KEYS = {
     "initial_context_length": Key("", ANY, None),  # that of the rotary settings is original_max_position_embeddings
     "swiglu_limit": only(7.0, BUILT),
     "swiglu_alpha": only(1.702, BUILT),
-    "attention_bias": only(True, BIASES),
+    "attention_bias": only(True, "attention is built with biases"),
     "quantization_config": quantized("mxfp4"),
 }
 FORMAT = Format(
     "gpt_oss",
     "GptOssForCausalLM",
-    COMMON | QKV_BIAS | TENSORS,
+    COMMON | ATTENTION_BIAS | TENSORS,
     KEYS | HEAD_DIM | UNTIED | OWN_KEYS,
     model=MODEL,
     written={"output_router_logits": False},

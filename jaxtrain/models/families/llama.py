@@ -1,11 +1,11 @@
 """Llama 2, 3, 3.1, 3.2 and 3.3: their sizes, and the format of their checkpoints."""
 
-from jaxtrain.models.hf_tensors import COMMON
-from jaxtrain.models.hugging_face import KEYS, Format
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, MLP_BIAS
+from jaxtrain.models.hugging_face import BIASED, KEYS, MLP_BIASED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
-FORMAT = Format("llama", "LlamaForCausalLM", COMMON, KEYS, written={"attention_bias": False, "mlp_bias": False})
+FORMAT = Format("llama", "LlamaForCausalLM", COMMON | ATTENTION_BIAS | MLP_BIAS, KEYS | BIASED | MLP_BIASED)
 LLAMA31 = {
     "rope_base": 500_000.0,
     "rope_scaling": "llama3",

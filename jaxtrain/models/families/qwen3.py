@@ -1,17 +1,16 @@
 """Qwen3: Llama's layers with RMSNorm on queries and keys; head_dim is independent of d_model."""
 
-from jaxtrain.models.hf_tensors import COMMON, QK_NORM
-from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, QWEN_WINDOWS, Format
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, QK_NORM
+from jaxtrain.models.hugging_face import BIASED, HEAD_DIM, KEYS, QWEN_WINDOWS, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 FORMAT = Format(
     "qwen3",
     "Qwen3ForCausalLM",
-    COMMON | QK_NORM,
-    KEYS | HEAD_DIM | QWEN_WINDOWS,
+    COMMON | ATTENTION_BIAS | QK_NORM,
+    KEYS | HEAD_DIM | BIASED | QWEN_WINDOWS,
     model={"qk_norm": True},
-    written={"attention_bias": False},
 )
 # fmt: off
 PRESETS = presets(

@@ -1,8 +1,8 @@
 """Qwen3-MoE: Qwen3's layers, with many narrow experts in place of the feed-forward block."""
 
 from jaxtrain.models.hf_keys import ANY, FLAG, REQUIRED, WHOLE, Key, only, same
-from jaxtrain.models.hf_tensors import COMMON, QK_NORM, experts
-from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
+from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, QK_NORM, experts
+from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
@@ -28,10 +28,10 @@ OWN_KEYS = {
 FORMAT = Format(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    COMMON | QK_NORM | experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    KEYS | UNTIED | OWN_KEYS,
+    COMMON | ATTENTION_BIAS | QK_NORM | experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    KEYS | UNTIED | BIASED | OWN_KEYS,
     model={"qk_norm": True},
-    written={"attention_bias": False, "output_router_logits": False},
+    written={"output_router_logits": False},
 )
 # fmt: off
 PRESETS = presets(

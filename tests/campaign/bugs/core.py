@@ -76,8 +76,8 @@ BUGS = (
     Bug(
         "import: rotary pairs of DeepSeek stay neighbours",
         "jaxtrain/hf/names.py",
-        "np.arange(0, rotary, 2), before + np.arange(1, rotary, 2)",
-        "np.arange(0, rotary // 2), before + np.arange(rotary // 2, rotary)",
+        "np.arange(0, rotary, 2), np.arange(1, rotary, 2)",
+        "np.arange(0, rotary // 2), np.arange(rotary // 2, rotary)",
         "proofs/test_hf_models.py -k 'packed_documents and deepseek'",
     ),
     Bug(

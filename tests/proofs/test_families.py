@@ -1,0 +1,50 @@
+"""Families of models on several devices: each family's model of reference/golden takes the steps of one device."""
+
+import dataclasses
+import functools
+
+import helpers
+import hugging_face
+import pytest
+from hugging_face import FAMILIES
+
+from jaxtrain.config.schema import RunConfig
+from jaxtrain.hf.folder import model_of
+from jaxtrain.train import parity
+
+LAYOUTS = {
+    "fsdp2xtensor2": {"mesh.fsdp": 2, "mesh.tensor": 2},
+    "fsdp2xseq2": {"mesh.fsdp": 2, "mesh.seq": 2},
+    "stage2xtensor2": {"mesh.stage": 2, "mesh.tensor": 2, "train.grad_accum": 2},
+    "expert2xtensor2": {"mesh.expert": 2, "mesh.tensor": 2},
+}
+# Larger weights than usual make attention scores differ, so that a wrong mask or position changes the results. The routers'
+# losses are computed for each microbatch, so that they would differ between layouts.
+STEPS = {"data.max_segments": 6, "train.global_batch": 8, "moe.balance_loss": 0.0, "moe.z_loss": 0.0}
+
+
+def run_of(name: str, layout: str = "") -> RunConfig:
+    """Return a run of the model `name` of reference/golden on a layout; "": on one device."""
+    model = dataclasses.replace(model_of(hugging_face.settings(name)), vocab_size=264, init_std=0.1)
+    return helpers.tiny({f"model.{k}": v for k, v in dataclasses.asdict(model).items()} | STEPS | LAYOUTS.get(layout, {}))
+
+
+@functools.lru_cache(1)
+def one_device(name: str) -> parity.Trained:
+    return helpers.first_steps(run_of(name), 2)
+
+
+CASES = [
+    (name, layout)
+    for name in FAMILIES
+    for layout in LAYOUTS
+    if "expert" not in layout or model_of(hugging_face.settings(name)).num_experts
+]
+
+
+@pytest.mark.parametrize("case", helpers.few(CASES, ("olmo2", "fsdp2xtensor2")), ids="-".join)
+def test_layouts_take_the_steps_of_one_device(case):
+    """Losses, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
+    one = one_device(case[0])
+    comparison = parity.compare(helpers.first_steps(run_of(*case), 2), one, parity.bounds(one, None, 1, 1))
+    assert not comparison.wrong, comparison.wrong
