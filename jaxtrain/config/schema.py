@@ -102,6 +102,9 @@ class Model:
             "qwen2",
             "qwen3",
             "qwen3_moe",
+            "qwen3_next",
+            "qwen3_5",
+            "qwen3_5_moe",
             "gpt_oss",
             "deepseek_v3",
             "olmo2",
@@ -260,6 +263,11 @@ class Model:
         Layers with and without delta nets have different parameters, so only whole periods have one shape.
         """
         return len(self.attention_pattern) if DELTA in self.attention_pattern else 1
+
+    @property
+    def linear_group(self) -> int:
+        """Return the number of value heads that each key head of a gated delta net serves."""
+        return self.linear_value_heads // max(1, self.linear_key_heads)
 
     @property
     def delta_layers(self) -> int:

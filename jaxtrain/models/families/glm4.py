@@ -10,9 +10,7 @@ POST_NORMS = {
     "layers.{i}.attention_post_norm.scale": HfTensor("model.layers.{i}.post_self_attn_layernorm.weight", "D", "D"),
     "layers.{i}.mlp_post_norm.scale": HfTensor("model.layers.{i}.post_mlp_layernorm.weight", "D", "D"),
 }
-FORMAT = Format(
-    "glm4", "Glm4ForCausalLM", TENSORS | POST_NORMS, KEYS | UNTIED | OWN_KEYS, model={"norm_placement": "sandwich"}
-)
+FORMAT = Format("glm4", "Glm4ForCausalLM", TENSORS | POST_NORMS, KEYS | UNTIED | OWN_KEYS, model={"norm_placement": "sandwich"})
 # fmt: off
 PRESETS = presets(
     {
