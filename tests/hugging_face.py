@@ -24,8 +24,10 @@ sys.path.insert(0, str(HERE))
 from weights import DOCUMENTS, YARN, random_tokens, random_weight  # noqa: E402, F401
 
 GOLDEN = {name: x for file in sorted((HERE / "golden").glob("*.npz")) for name, x in np.load(file).items()}
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
-FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
+DENSE = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "gemma2", "gemma3", "gpt_oss")
+FAMILIES = (*DENSE, *EXPERTS, *DELTA_NETS)
 GRADIENTS = tuple(name for name in FAMILIES if f"{name}_gradients" in GOLDEN)
 TOKENS = random_tokens(128)
 

@@ -12,12 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo_text import RATES
 
 from jaxtrain.config.hardware import Devices
 from jaxtrain.kernels import delta_rule as kernel
+from jaxtrain.models import flops
 from jaxtrain.models.rules import OF_DELTA
+from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.step import validate
+from jaxtrain.step.state import abstract_tensors, layer_name, split_layer
 from jaxtrain.train import parity
+from jaxtrain.train.generation import Sampler
 
 SMALL = {
     "model.family": "qwen3",
@@ -170,6 +175,56 @@ def test_convolution_sees_the_tokens_before():
     x, taps = 100 * jnp.arange(1.0, 7.0)[None, :, None, None], jnp.asarray([[[1000.0, 100.0, 10.0, 1.0]]])
     y = convolution(x, taps, jnp.asarray([[1, 1, 1, 1, 1, 2]]))[0, :, 0, 0]
     np.testing.assert_allclose(y / 100, [1, 12, 123, 1234, 2345, 6], rtol=1e-6)  # where silu is the identity
+
+
+# ---- The model
+
+
+@pytest.mark.parametrize("layout", [{}, {"mesh.stage": 2, "train.grad_accum": 2}, {"mesh.tensor": 2, "mesh.fsdp": 2}], ids=str)
+def test_decoding_gives_the_logits_of_whole_sequences(layout):
+    """A cache has the state of each delta net and the last inputs of its convolutions."""
+    run = helpers.tiny(SMALL | {"data.seq_len": 64} | layout)
+    made = helpers.program(run)
+    params = helpers.start(made).params
+    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (1, 24)).astype(np.int32)
+    sampler = Sampler(run, made.placement)
+    decode, cache = jax.jit(sampler.decode), sampler.empty_cache(1, 64)
+
+    def logits(params, tokens):
+        model, at = sampler.definition.bind(params), jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return model.logits(model(tokens, jnp.ones_like(tokens), at))
+
+    alone = helpers.program(helpers.tiny(SMALL | {"data.seq_len": 64}))
+    sampler = Sampler(alone.run, alone.placement)
+    specs = sampler.definition.specs(sampler.placement), jax.P()
+    whole = jax.jit(sampler.placement.shard_map(logits, specs, jax.P()))(helpers.start(alone).params, tokens)
+    for first, last in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
+        got, cache = decode(params, cache, tokens[:, first:last])
+        assert np.abs(got - whole[:, last - 1]).max() < 2e-5 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.more), "full"])
+def test_the_program_computes_the_flops_of_the_formula(policy):
+    """They are the definition's, and those of the chunked form beyond it. Sequences have several chunks."""
+    run = helpers.tiny(SMALL | {"data.seq_len": 256, "loss.chunk": 128, "remat.policy": policy})
+    text, made = helpers.train_step(run).as_text() or "", helpers.program(run)
+    found = collectives.read(hlo.parse(text), dataclasses.asdict(run.mesh), gpus_per_node=4)
+    assert roofline.predict(hlo.parse(text), RATES, found).flops == pytest.approx(roofline.expected_flops(made), rel=1e-6)
+    assert made.parameters == flops.parameters(run.model)["total"]
+
+
+def test_checkpoints_number_the_layers_of_the_model():
+    """Tensors have the number of their layer, as if no layer had a delta net. Names without a layer are those of config keys."""
+    made = helpers.program(helpers.tiny(SMALL))
+    names = {name.removeprefix("params.") for name in abstract_tensors(made.state) if name.startswith("params.layers.")}
+    assert {int(name.split(".")[1]) for name in names} == {0, 1, 2, 3}
+    assert {name.split(".")[1] for name in names if ".delta." in name} == {"0", "2"}
+    assert {name.split(".")[1] for name in names if ".attention." in name} == {"1", "3"}
+    for name, stacked in (("params.layers.5.delta.wq", "params.layers.1_of_2.delta.wq"), ("params.head", "params.head")):
+        whole, element = split_layer(name, 2)
+        assert whole == stacked and (name if element is None else layer_name(whole, element)) == name
+    frozen = helpers.program(helpers.tiny(SMALL | {"train.freeze": "layers.delta.w?"})).trained["layers"]
+    assert not frozen["0_of_2"]["delta"]["wq"] and frozen["0_of_2"]["delta"]["shift"] and frozen["1_of_2"]["attention"]["wq"]
 
 
 # ---- Refusals

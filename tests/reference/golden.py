@@ -60,7 +60,14 @@ ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_siz
 # At the sixteenth position a sequence is twice as long as the original context.
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
 OPEN = {**STRETCHED, "truncate": False}
-S, F = "sliding_attention", "full_attention"
+S, F, L = "sliding_attention", "full_attention", "linear_attention"
+LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+LINEAR |= {"linear_conv_kernel_dim": 4, "head_dim": 16, "layer_types": [L, F, L, F], "tie_word_embeddings": False}
+# A delta net's norm divides its output by its length, which at a document's first token is |q . k| |v| and may be nearly 0: with
+# 1e-5 the norm would multiply the rounding of q, in transformers too.
+EPS = {"rms_norm_eps": 1e-2}
+SHARED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
+MROPE = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
     "llama2": t.LlamaConfig(**COMMON, tie_word_embeddings=False, **rope(777.0)),
@@ -86,10 +93,18 @@ MODELS = {
     "olmo2": t.Olmo2Config(**COMMON, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
+    "qwen3_next": t.Qwen3NextConfig(
+        **COMMON | EPS, **LINEAR, **SHARED, norm_topk_prob=False, partial_rotary_factor=0.25, **rope(3000.0)
+    ),
 }
+if V5:
+    narrow = {key: value for key, value in (COMMON | EPS).items() if key != "intermediate_size"}
+    MODELS["qwen3_5"] = t.Qwen3_5TextConfig(**COMMON | EPS, **LINEAR, **rope(3000.0, **MROPE))
+    MODELS["qwen3_5_moe"] = t.Qwen3_5MoeTextConfig(**narrow, **LINEAR, **SHARED, **rope(3000.0, **MROPE))
+NAMES = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
-GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3")
-ONE_BY_ONE = ("gpt_oss", "deepseek_v3")
+GRADIENTS = ("olmo2", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+ONE_BY_ONE = ("gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 def model_of(config, scale=1.0):
@@ -161,9 +176,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     chosen, logits = sys.argv[2:] or list(MODELS), {}
     for name, config in ((name, MODELS[name]) for name in chosen):
-        config.architectures = [
-            {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.replace("Config", "ForCausalLM"))
-        ]
+        config.architectures = [NAMES.get(name, type(config).__name__.replace("Config", "ForCausalLM"))]
         config.to_json_file(out / f"{name}.{5 if V5 else 4}.json", use_diff=True)
         if V5:
             with torch.no_grad():
