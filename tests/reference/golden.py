@@ -63,7 +63,7 @@ OPEN = {**STRETCHED, "truncate": False}
 S, F, L = "sliding_attention", "full_attention", "linear_attention"
 LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 LINEAR |= {"linear_conv_kernel_dim": 4, "head_dim": 16, "layer_types": [L, F, L, F], "tie_word_embeddings": False}
-# A delta net's norm divides its output by its length, which at a document's first token is |q . k| |v| and may be nearly 0: with
+# A delta net's norm divides its output by its length, at a document's first token |q . k| |v|, which may be nearly 0. With
 # 1e-5 the norm would multiply the rounding of q, in transformers too.
 EPS = {"rms_norm_eps": 1e-2}
 SHARED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
