@@ -213,6 +213,13 @@ def test_the_program_computes_the_flops_of_the_formula(policy):
     assert made.parameters == flops.parameters(run.model)["total"]
 
 
+def test_a_stack_is_as_long_as_its_array():
+    """Two layers are one period, so there is no loop over layers. With six layers the loop makes two trips before the last
+    period.
+    """
+    assert [helpers.program(helpers.tiny(SMALL | {"model.num_layers": n})).layer_trips for n in (2, 6)] == [0, 2]
+
+
 def test_checkpoints_number_the_layers_of_the_model():
     """Tensors have the number of their layer, as if no layer had a delta net. Patterns of names have no number."""
     made = helpers.program(helpers.tiny(SMALL))
