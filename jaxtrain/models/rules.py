@@ -149,7 +149,7 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
         # `resolve` fills head_dim with the quotient rounded down.
         if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
             rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            width = max(2, m.head_dim - m.head_dim % 2)
+            width = max(2, m.head_dim - 1) if m.head_dim % 2 else m.head_dim + 2  # another than the quotient
             yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim={width}.")
         elif m.head_dim % 2 or m.head_dim < 2:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
@@ -172,6 +172,7 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
         yield Problem("model.sliding_window", m.sliding_window, rule, "Set 0.")
     if (
         not bad & {"model.partial_rotary_factor", "model.head_dim"}
+        and m.partial_rotary_factor != 1
         and not m.kv_lora_rank
         and (m.rotary_dim < 2 or m.rotary_dim % 2)
     ):
