@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import DELTA, Model
 from jaxtrain.config.shapes import DENSE, MTP, STACK
 from jaxtrain.models.hf_tensors import AXES, EXPERTS_TOGETHER, SUM, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError, format_of
@@ -21,6 +21,7 @@ PREFIX = "params."  # prefix of parameters among the tensors of a train state
 # Buffers that old versions of transformers wrote; config.json determines their values.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+BEYOND = "mtp."  # prefix of Qwen's tensors of multi-token prediction
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "the head is the embedding"
 # Prefix of the text part's tensors in the folder of a model that also sees or hears -> their prefix in a folder of their own.
@@ -189,7 +190,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     out: dict[str, Entry] = {}
     for stack, layers in stacks.items():
         for layer, name in itertools.product(layers, in_stack[stack]):
-            if name.endswith(absent):
+            without = ".attention." if model.kinds[layer : layer + 1] == DELTA else ".delta."
+            if name.endswith(absent) or (stack == STACK and without in name):
                 continue
             how, ours = known[name], PREFIX + name.replace("{i}", str(layer - layers.start))
             theirs = how.name.replace("{i}", str(layer))
@@ -271,7 +273,7 @@ def match(
             unused[name] = "follows from config.json"
         elif name == HEAD and EMBEDDING in known:
             unused[name] = TIED
-        elif model and beyond and (layer := LAYER.match(name)) and int(layer[1]) >= model.num_layers:
+        elif beyond and (name.startswith(BEYOND) or (model and layer_of(name) >= model.num_layers)):
             unused[name] = beyond
         else:
             wrong.append(f"{name}: {list(shapes[name])}, not known in models of this family")
@@ -279,6 +281,12 @@ def match(
         more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise HuggingFaceError("\n  ".join([rule, *wrong[:SHOWN], *more]))
     return unused
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer of a tensor in a Hugging Face checkpoint; -1 for others."""
+    layer = LAYER.match(name)
+    return int(layer[1]) if layer else -1
 
 
 def copied(view: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import GLOBAL, LOCAL, Model
+from jaxtrain.config.schema import DELTA, GLOBAL, LOCAL, Model
 from jaxtrain.models import FAMILIES, family, windows
 from jaxtrain.models.hf_keys import (
     ABOVE_0,
@@ -44,7 +44,7 @@ from jaxtrain.models.hf_tensors import HfTensor
 from jaxtrain.models.not_supported import NOT_SUPPORTED, OTHER_TEXT, SAME
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
 TEXT = "text_config"  # key of the config.json of a model that also sees or hears: the config.json of its text part
 # Keys beside TEXT that count for the text part.
@@ -231,12 +231,28 @@ class QwenWindows(Windows):
         return super().write(model, key) | more
 
 
-def layer_letters(s: Settings) -> str:
-    """Return a letter for each layer (`LOCAL`, `GLOBAL`) from `layer_types`; "" without that key."""
+class DeltaLayers(Row):
+    """The layers with gated delta nets: those of `layer_types`, or without it all but each full_attention_interval-th one."""
+
+    def read(self, s: Settings, key: str) -> dict[str, Any]:
+        layers, every = s.given["num_hidden_layers"], s.take("full_attention_interval", WHOLE, 0)
+        by_number = "".join(DELTA if (i + 1) % (every or 4) else GLOBAL for i in range(layers))
+        letters = layer_letters(s, {LINEAR: DELTA, FULL: GLOBAL}) or by_number
+        if every and letters != by_number:
+            raise HuggingFaceError(f"{s.path}: {key} and full_attention_interval = {every} differ. Remove the wrong one.")
+        pattern = windows.pattern_of(letters)
+        return {"attention_pattern": "" if pattern == GLOBAL else pattern}
+
+    def write(self, model: Model, key: str) -> dict[str, Any]:
+        return {key: [LINEAR if kind == DELTA else FULL for kind in model.kinds]}
+
+
+def layer_letters(s: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FULL: GLOBAL}) -> str:
+    """Return a letter for each layer from `layer_types`; "" without that key. letters: by value of layer_types."""
     kinds = s.take("layer_types", default=None)
     if kinds is None:
         return ""
-    letters, layers = {SLIDING: LOCAL, FULL: GLOBAL}, s.given["num_hidden_layers"]
+    layers = s.given["num_hidden_layers"]
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
     unknown = [kind for kind in kinds if kind not in letters]

@@ -138,7 +138,7 @@ def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_and_names_of_files_lead_somewhere(page: Path):
     """The names are those in backticks that start with a folder of this repository."""
-    roots = ("jaxtrain/", "configs/", "recipes/", "tests/", "docs/", "benchmarks/", "requirements/")
+    roots = ("jaxtrain/", "configs/", "tests/", "docs/", "benchmarks/", "requirements/")
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         assert not name.startswith(roots) or (REPO / name).exists(), name
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
