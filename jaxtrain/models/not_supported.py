@@ -6,9 +6,11 @@ The sources are transformers' modeling files; types that transformers lacks are 
 # Model types that compute text as a family does, with its keys and tensors -> that family.
 SAME = {
     "emu3_text_model": "llama",
+    "helium": "ernie4_5",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "kimi_k2": "deepseek_v3",
+    "ministral": "cwm",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -54,8 +56,6 @@ GROUPS = (
      "(relu2)", "nanochat"),
     ("llama", "weights of three values, and norms within attention and the feed-forward block", "bitnet"),
     # Attention
-    ("ernie4_5", "biases of queries, keys and values without one of the output", "helium"),
-    ("mistral", "a sliding window in some of the layers (layer_types)", "ministral"),
     ("llama", "attention by hashes, and layers that are inverted in the backward pass", "reformer"),
     ("llama", "attention as the difference of two softmaxes", "diffllama"),
     ("qwen3", "attention with a mask that depends on the values, weights of the residual stream, and experts by product keys",
@@ -70,20 +70,18 @@ GROUPS = (
      "weighted, and a shared expert", "llama4_text"),
     ("llama", "layers that attend to an image", "mllama_text_model"),
     # Multipliers and norms
-    ("granite", "norms before and after each block", "hyperclovax"),
+    ("granite", "norms after each block beside those before", "hyperclovax"),
     ("granite", "sinks of attention, and rotary bases by layer", "granite_swa"),
     ("granitemoeshared", "sinks of attention, and rotary bases by layer", "granitemoe_swa"),
     # Experts
-    ("glm4_moe", "a table of its keys", "solar_open"),
+    ("glm4_moe", "a config.json without first_k_dense_replace and use_qk_norm", "solar_open"),
     ("deepseek_v3", "mlp_layer_types in place of first_k_dense_replace", "glm4_moe_lite"),
     ("deepseek_v3", "a dense feed-forward block in every layer", "youtu"),
     ("deepseek_v3", "a router of softmax", "deepseek_v2"),
     ("deepseek_v3", "a norm after the experts, and mlp_layer_types in place of first_k_dense_replace", "axk1"),
-    ("mixtral", "rotary embeddings of neighbouring pairs, a router with a bias, shared experts, and layers without experts",
-     "ernie4_5_moe"),
-    ("qwen3_moe", "sliding windows, layers without rotary embeddings, DeepSeek-V3's router, shared experts, and layers "
-     "without experts", "exaone_moe"),
-    ("qwen3_moe", "DeepSeek-V3's router, shared experts, and layers without experts (mlp_layer_types)", "hy_v3"),
+    ("ernie4_5", "experts, with a router of softmax and a bias, and shared experts", "ernie4_5_moe"),
+    ("dots1", "layers without rotary embeddings, and mlp_layer_types in place of first_k_dense_replace", "exaone_moe"),
+    ("dots1", "keys of its own for experts (mlp_layer_types, router_scaling_factor)", "hy_v3"),
     ("qwen3_moe", "sliding windows, rotary settings by type of layer, and layers without experts (mlp_layer_types)", "mellum"),
     ("qwen3_moe", "sinks of attention, layers without rotary embeddings, sliding windows, a router of sigmoid, and shared "
      "experts", "flint"),
@@ -117,17 +115,18 @@ GROUPS = (
      "token", "deepseek_v4"),
     ("deepseek_v3", "attention to chosen tokens alone (an indexer), a gate and sinks of attention, and several residual "
      "streams", "hy_v4"),
-    ("qwen3_moe", "attention to chosen blocks alone (an indexer), rotary embeddings on a part of each head, a router of "
-     "sigmoid, and shared experts", "minimax_m3_vl_text"),
+    ("minimax_m2", "attention to chosen blocks alone (an indexer), norms of each head, limits on the feed-forward block, and "
+     "shared experts", "minimax_m3_vl_text"),
     # Recurrent layers
     ("deepseek_v3", "layers of linear attention (KDA)", "kimi_linear bailing_hybrid"),
-    ("qwen3_5", "norms after each block of attention, and attention without a gate", "olmo_hybrid"),
-    ("qwen3_moe", "layers of a gated delta net, several residual streams, embeddings of n-grams, and attention to chosen "
-     "blocks alone", "qwen4_exp_text"),
+    ("qwen3_next", "norms after each block of attention, and one norm over all heads of queries and keys", "olmo_hybrid"),
+    ("qwen3_5_moe", "several residual streams, embeddings of n-grams, and attention to chosen blocks alone (an indexer)",
+     "qwen4_exp_text"),
     ("mixtral", "layers of linear attention (lightning attention), and multipliers of blocks", "minimax"),
     ("llama", "state-space layers (Mamba) in place of attention", "mamba falcon_mamba mamba2"),
     ("llama", "state-space layers (Mamba)", "bamba falcon_h1 zamba zamba2"),
-    ("mixtral", "state-space layers (Mamba)", "jamba granitemoehybrid"),
+    ("mixtral", "state-space layers (Mamba)", "jamba"),
+    ("granitemoeshared", "state-space layers (Mamba)", "granitemoehybrid"),
     ("llama", "state-space layers (Mamba), layers of one block each, and feed-forward blocks without a gate", "nemotron_h"),
     ("qwen3", "layers of short convolutions", "lfm2"),
     ("qwen3", "layers of short convolutions, norms after each block, and a gate on attention", "lfm3"),
@@ -147,10 +146,10 @@ GROUPS = (
     # Code that comes with the models
     ("llama", "a table of its keys and tensors, which have names of their own", "exaone"),
     ("llama", "a table of its keys and tensors, in which queries, keys and values are one", "internlm2 qwen"),
-    ("llama", "multipliers of the embedding, of blocks and of the head", "minicpm"),
-    ("llama", "rotary embeddings on a part of each head, and tensors of queries, keys and values in one", "chatglm"),
+    ("granite", "keys of its own for the multipliers (scale_emb, scale_depth, dim_model_base)", "minicpm"),
+    ("glm", "a table of its keys and tensors, in which queries, keys and values are one", "chatglm"),
     # Models of more than text
-    ("llama", "rope_type = 'longrope', and adapters for images and speech", "phi4_multimodal"),
+    ("phi3", "adapters for images and speech", "phi4_multimodal"),
     ("llama", "codes of sound beside text", "moshi"),
     ("qwen2", "the names of a folder without text_config: save it again with transformers 5", "qwen2_vl qwen2_5_vl"),
     ("qwen3_moe", "tensors of experts with other axes", "qwen3_vl_moe_text"),
