@@ -242,7 +242,7 @@ def test_special_tensors_of_routed_models(tmp_path, name):
     folder = hugging_face.write(tmp_path / "theirs", name, num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
+    tensors = {k: v if "correction" in k else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
     save_file(tensors | extra, folder / "model.safetensors")
     assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
@@ -259,6 +259,10 @@ PUBLISHED = {
     "mistral": {"sliding_window": None, "transformers.js_config": {}},
     "gpt_oss": {"experts_per_token": 2, "initial_context_length": 8, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
+    "dots1": {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None, "use_sliding_window": False},
+    "seed_oss": {"rope_scaling": {"rope_type": "default"}, "pretraining_tp": 1},
+    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True},
 }
 
