@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_configs_of_transformers_4_and_5_say_the_same():
     for name in FAMILIES:
-        assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
+        if "qwen3_5" not in name:  # transformers 4 does not have it
+            assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
 
 
 def test_the_rotated_part_of_a_head_has_the_default_of_its_class():
@@ -152,7 +153,6 @@ KEYS = {
 }
 # (family, changes of config.json, what the error names)
 NAMED = [
-    ("llama2", {"model_type": "gemma3", "text_config": {}}, "gemma3"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ("llama2", rotary("dynamic", factor=4.0), r"--set rope_scaling=null --set 'rope_parameters="),
     ("phi3", rotary("yarn", factor=4.0, original_max_position_embeddings=64), "rope_type = 'yarn'"),
@@ -396,6 +396,9 @@ PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_next_80b_a3b": 79_674_391_296,  # the multi-token prediction of published weights is left out
+    "qwen3_5_9b": 8_953_803_264,
+    "qwen3_5_35b_a3b": 34_660_610_688,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     "deepseek_v3": 671_026_419_200,  # without the multi-token prediction layer
