@@ -54,14 +54,8 @@ GROUPS = (
      "(relu2)", "nanochat"),
     ("llama", "weights of three values, and norms within attention and the feed-forward block", "bitnet"),
     # Attention
-    ("llama", "rotary embeddings of neighbouring pairs", "helium ernie4_5"),
-    ("llama", "layers without rotary embeddings", "smollm3"),
-    ("llama", "one tensor of queries, keys and values, and one of gate and up", "phi3"),
-    ("llama", "rotary embeddings on a part of each head, and one tensor of gate and up", "glm"),
-    ("gemma2", "rotary embeddings on a part of each head, and one tensor of gate and up", "glm4"),
-    ("deepseek_v3", "plain attention, with rotary embeddings on a part of each head", "glm4_moe"),
-    ("qwen2", "heads of another width than d_model / heads", "seed_oss"),
-    ("llama", "a sliding window in some of the layers (layer_types)", "cwm ministral"),
+    ("ernie4_5", "biases of queries, keys and values without one of the output", "helium"),
+    ("mistral", "a sliding window in some of the layers (layer_types)", "ministral"),
     ("llama", "attention by hashes, and layers that are inverted in the backward pass", "reformer"),
     ("llama", "attention as the difference of two softmaxes", "diffllama"),
     ("qwen3", "attention with a mask that depends on the values, weights of the residual stream, and experts by product keys",
@@ -76,21 +70,11 @@ GROUPS = (
      "weighted, and a shared expert", "llama4_text"),
     ("llama", "layers that attend to an image", "mllama_text_model"),
     # Multipliers and norms
-    ("llama", "Granite's multipliers, and norms before and after each block", "hyperclovax"),
-    ("llama", "Granite's multipliers, sinks of attention, and rotary bases by layer", "granite_swa"),
-    ("mixtral", "Granite's multipliers, sinks of attention, rotary bases by layer, and shared experts", "granitemoe_swa"),
-    ("mixtral", "Granite's multipliers, and shared experts", "granitemoeshared"),
-    ("gemma2", "blocks without norms after them", "gemma vaultgemma"),
-    ("llama", "Granite's multipliers", "granite"),
-    ("mixtral", "Granite's multipliers", "granitemoe"),
-    ("llama", "norms after each block alone, and one norm over all heads of queries and keys", "olmo2"),
-    ("gemma3", "norms after each block alone, and one norm over all heads of queries and keys", "olmo3"),
-    ("qwen3", "norms after each block alone, and layers without rotary embeddings", "exaone4"),
+    ("granite", "norms before and after each block", "hyperclovax"),
+    ("granite", "sinks of attention, and rotary bases by layer", "granite_swa"),
+    ("granitemoeshared", "sinks of attention, and rotary bases by layer", "granitemoe_swa"),
     # Experts
-    ("qwen3_moe", "one norm over all heads of queries and keys, and a limit on queries, keys and values (clip_qkv)", "olmoe"),
-    ("qwen3_moe", "one norm over all heads of queries and keys, and norms after each block alone", "flex_olmo"),
-    ("qwen3_moe", "DeepSeek-V3's router, shared experts, and layers without experts", "dots1"),
-    ("deepseek_v3", "plain attention in place of latent attention", "solar_open"),
+    ("glm4_moe", "a table of its keys", "solar_open"),
     ("deepseek_v3", "mlp_layer_types in place of first_k_dense_replace", "glm4_moe_lite"),
     ("deepseek_v3", "a dense feed-forward block in every layer", "youtu"),
     ("deepseek_v3", "a router of softmax", "deepseek_v2"),
@@ -100,8 +84,6 @@ GROUPS = (
     ("qwen3_moe", "sliding windows, layers without rotary embeddings, DeepSeek-V3's router, shared experts, and layers "
      "without experts", "exaone_moe"),
     ("qwen3_moe", "DeepSeek-V3's router, shared experts, and layers without experts (mlp_layer_types)", "hy_v3"),
-    ("qwen3_moe", "a router of sigmoid with a bias, one norm over all heads of queries and keys, and rotary embeddings on a "
-     "part of each head", "minimax_m2"),
     ("qwen3_moe", "sliding windows, rotary settings by type of layer, and layers without experts (mlp_layer_types)", "mellum"),
     ("qwen3_moe", "sinks of attention, layers without rotary embeddings, sliding windows, a router of sigmoid, and shared "
      "experts", "flint"),
@@ -117,7 +99,6 @@ GROUPS = (
      "scale of values", "mimo_v2_flash"),
     ("deepseek_v3", "two blocks of attention in a layer, experts beside the second, experts that pass tokens on, and scales "
      "of queries and keys", "longcat_flash"),
-    ("qwen3_moe", "biases of queries, keys and values, and a shared expert with a gate", "qwen2_moe"),
     ("mixtral", "experts of attention", "jetmoe"),
     ("mixtral", "shared experts", "aria_text"),
     ("mixtral", "a router before attention, experts of relu, and layers without rotary embeddings", "smallthinker"),
@@ -139,10 +120,8 @@ GROUPS = (
     ("qwen3_moe", "attention to chosen blocks alone (an indexer), rotary embeddings on a part of each head, a router of "
      "sigmoid, and shared experts", "minimax_m3_vl_text"),
     # Recurrent layers
-    ("qwen3", "layers of a gated delta net, and a gate on attention", "qwen3_5_text"),
-    ("qwen3_moe", "layers of a gated delta net, and a gate on attention", "qwen3_next qwen3_5_moe_text"),
     ("deepseek_v3", "layers of linear attention (KDA)", "kimi_linear bailing_hybrid"),
-    ("llama", "layers of a gated delta net, and norms after each block of attention", "olmo_hybrid"),
+    ("qwen3_5", "norms after each block of attention, and attention without a gate", "olmo_hybrid"),
     ("qwen3_moe", "layers of a gated delta net, several residual streams, embeddings of n-grams, and attention to chosen "
      "blocks alone", "qwen4_exp_text"),
     ("mixtral", "layers of linear attention (lightning attention), and multipliers of blocks", "minimax"),
