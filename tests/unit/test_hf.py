@@ -45,6 +45,12 @@ def test_configs_of_transformers_4_and_5_say_the_same():
             assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
 
 
+def test_the_rotated_part_of_a_head_has_the_default_of_its_class():
+    for name, part in {"phi3": 1.0, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}.items():
+        given = {k: v for k, v in hugging_face.settings(name, 4).items() if k not in ("partial_rotary_factor", "rotary_dim")}
+        assert model_of(given).partial_rotary_factor == part, name
+
+
 # ---- Tensors in other forms
 
 
@@ -228,14 +234,15 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
         open_folder(folder).read(gone.removesuffix("_scale_inv"))
 
 
-def test_deepseeks_special_tensors(tmp_path):
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_special_tensors_of_routed_models(tmp_path, name):
     """The layer of multi-token prediction is left out where config.json does not count it. The router's bias stays in float32
     beside bfloat16 weights, on import and export: rounding would choose other experts.
     """
-    folder = hugging_face.write(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=0)
+    folder = hugging_face.write(tmp_path / "theirs", name, num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
+    tensors = {k: v if "correction" in k else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
     save_file(tensors | extra, folder / "model.safetensors")
     assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
@@ -252,6 +259,10 @@ PUBLISHED = {
     "mistral": {"sliding_window": None, "transformers.js_config": {}},
     "gpt_oss": {"experts_per_token": 2, "initial_context_length": 8, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
+    "dots1": {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None, "use_sliding_window": False},
+    "seed_oss": {"rope_scaling": {"rope_type": "default"}, "pretraining_tp": 1},
+    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True},
 }
 
