@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "modules.md"
-FOLDERS = ("configs", "recipes", "jaxtrain", "benchmarks")
+FOLDERS = ("configs", "jaxtrain", "benchmarks")
 COLUMN = 30  # column at which descriptions begin
 LONGEST = 110  # characters; a longer sentence is cut at its colon or semicolon
 HEAD = """# Modules

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-SOURCES = ("jaxtrain", "configs", "recipes", "benchmarks", "tests")
+SOURCES = ("jaxtrain", "configs", "benchmarks", "tests")
 TESTS = ("unit", "proofs", "gpu")
 
 

@@ -213,7 +213,7 @@ LONG = (
     "test_hf_models",
     "test_plan_programs",
     "test_api",
-    "test_linear_hybrid",
+    "test_delta_net",
     "test_plan",
     "test_zero",
     "test_plan_memory",

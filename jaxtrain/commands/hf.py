@@ -227,13 +227,13 @@ def run_check(args: Args) -> int:
 
 def run_presets(args: Args) -> int:
     """Print all presets: the published sizes of models. Return the exit code."""
-    say("preset            family     parameters   active layers d_model   heads vocabulary")
+    say("preset              family      parameters   active layers d_model   heads vocabulary")
     for name, keys in presets().items():
         model = Model(**keys)
         total, active = (f"{n / 1e9:.2f} G" for n in (flops.parameters(model)["total"], flops.active_parameters(model)))
         heads = f"{model.num_heads}/{model.num_kv_heads}"
         shape = f"{model.num_layers:6} {model.d_model:7} {heads:>7} {model.vocab_size:10}"
-        say(f"{name:17} {model.family:10} {total:>10} {active:>8} {shape}")
+        say(f"{name:19} {model.family:11} {total:>10} {active:>8} {shape}")
     return 0
 
 

@@ -151,7 +151,7 @@ def resolve_layout(run: RunConfig, devices: int, node: int, what: str = "") -> L
         tuple(sizes.items()),
         tuple(rules.items()),
         make_context(run.parallel.context, ranks, *heads),
-        arrange(run.model.stacked_layers, run.pipeline, sizes["stage"]),
+        arrange(run.model.stack_length, run.pipeline, sizes["stage"]),
         run.pipeline.schedule,
         step_dtypes(run.compute, run.dtypes, run.lora.rank > 0),
         (run.train.grad_accum, run.train.global_batch // run.train.grad_accum, run.data.seq_len),

@@ -50,8 +50,9 @@ from jaxtrain.config.synonyms import nearest_key
 # mesh only if their size is above 1.
 MESH_AXES = ("data", "stage", "fsdp", "expert", "tensor", "seq")
 OPTIONAL_AXES = ("stage", "expert")
-# Kinds of layers: with a sliding window, with full attention, with full attention and no rotary embedding.
-LOCAL, GLOBAL, UNROTATED = "l", "g", "n"
+# Kinds of layers: with a sliding window, with full attention, with full attention and no rotary embedding, with a gated delta
+# net in place of attention.
+LOCAL, GLOBAL, UNROTATED, DELTA = "l", "g", "n", "d"
 EXPERT_AXIS = "expert"  # the mesh axis of the experts' all-to-all
 MOST_DOCUMENTS = 32  # in a sequence, if `data.max_segments` leaves the number open
 
@@ -101,6 +102,9 @@ class Model:
             "qwen2",
             "qwen3",
             "qwen3_moe",
+            "qwen3_next",
+            "qwen3_5",
+            "qwen3_5_moe",
             "gpt_oss",
             "deepseek_v3",
             "olmo2",
@@ -170,9 +174,14 @@ class Model:
     )
     attention_pattern: str = key(
         "",
-        "layers with sliding_window (l), full attention (g), or that without rotary (n), repeated as lllllg; '': all alike",
+        "layers with sliding_window (l), full attention (g), no rotary (n), gated delta nets (d), repeated; '': all alike",
         resume=FUNCTION,
     )
+    linear_key_heads: int = key(0, "with d in attention_pattern: heads of queries and keys of a gated delta net", at_least=0)
+    linear_value_heads: int = key(0, "heads of its values, a multiple of linear_key_heads", at_least=0)
+    linear_key_dim: int = key(0, "width of its query and key heads", at_least=0)
+    linear_value_dim: int = key(0, "width of its value heads", at_least=0)
+    linear_conv: int = key(0, "tokens in the window of its convolutions", at_least=0, at_most=1024)
     attn_logit_scale: float = key(0.0, "factor of queries times keys; 0: 1 / sqrt(head_dim)", at_least=0, resume=FUNCTION)
     attention_softcap: float = key(0.0, "attention scores become c tanh(s / c); 0: off", at_least=0, resume=FUNCTION)
     logit_softcap: float = key(0.0, "output logits become c tanh(l / c); 0: off", at_least=0, resume=FUNCTION)
@@ -267,6 +276,29 @@ class Model:
         """Return the number of layers that have one shape and run in a loop or on pipeline stages: all but `dense_layers`."""
         return self.num_layers - self.dense_layers
 
+    @property
+    def period(self) -> int:
+        """Return the number of layers in one element of the stack: those of `attention_pattern` if it has DELTA, else 1.
+
+        Layers with and without delta nets have different parameters, so only whole periods have one shape.
+        """
+        return len(self.attention_pattern) if DELTA in self.attention_pattern else 1
+
+    @property
+    def linear_group(self) -> int:
+        """Return the number of value heads that each key head of a gated delta net serves."""
+        return self.linear_value_heads // max(1, self.linear_key_heads)
+
+    @property
+    def delta_layers(self) -> int:
+        """Return the number of layers with gated delta nets."""
+        return self.kinds.count(DELTA)
+
+    @property
+    def stack_length(self) -> int:
+        """Return the number of elements of the stack, which are periods of layers."""
+        return self.stacked_layers // self.period
+
     def adaptable(self, experts: bool) -> tuple[str, ...]:
         """Return the names of the weights that can have an adapter. experts: whether those of experts can."""
         queries = ("wq_down", "wq_up") if self.kv_lora_rank and self.q_lora_rank else ("wq",)
@@ -276,7 +308,7 @@ class Model:
 
     @property
     def kinds(self) -> str:
-        """Return a letter for each layer: LOCAL (sliding window), GLOBAL (full attention) or UNROTATED (and no rotary).
+        """Return a letter for each layer: LOCAL (sliding window), GLOBAL (full attention), UNROTATED (and no rotary), or DELTA.
 
         The letters are `attention_pattern`, repeated and cut to `num_layers`. Without a pattern all layers are LOCAL, and
         without `sliding_window` all are GLOBAL.

@@ -29,12 +29,27 @@ Batches of a model with multi-token prediction have two more arrays for each mod
     weights_k    float32  weight of that token; 0 if it is in another document than the input token
 """
 
+import re
+
 # Sizes of the first round and of each further one in the dispatch of tokens to experts, over an even load. A round has a fixed
 # cost in addition to its rows: a smaller size needs more rounds, a larger one has more empty rows.
 FIRST_ROUND, FURTHER_ROUND = 1.25, 0.25
+DELTA_CHUNK = 64  # tokens of a gated delta net that are computed together
 
 DENSE = "dense_layers"  # the name of the first layers of a model with experts, which have no experts
 STACK = "layers"  # the name of a model's stack of layers, and the logical axis of its first dimension
+PLACE = re.compile(r"(?<=\.)(\d+)_of_(\d+)\.")  # in a parameter's name: a layer's place in an element of the stack, a period
+
+
+def place_name(place: int, period: int) -> str:
+    """Return the name of a layer in an element of the stack that has `period` layers: 0_of_4 for the first of four."""
+    return f"{place}_of_{period}"
+
+
+def without_place(name: str) -> str:
+    """Return a parameter's name as patterns in a config match it: layers.mlp.gate for layers.0_of_4.mlp.gate."""
+    return PLACE.sub("", name, 1)
+
 
 BATCH_KEYS = {
     "tokens": "int32",
@@ -73,10 +88,11 @@ EXPERT_METRICS = (
 # Names of parameters that are no matrices, for any axes.
 VECTORS = (
     *("scale", "bq", "bk", "bv", "bo", "sinks"),
+    *("log_rate", "shift", "taps_q", "taps_k", "taps_v"),
     *("router_bias", "router_logit_bias", "gate_bias", "up_bias", "down_bias"),
 )
 
 
 def is_vector(name: str) -> bool:
-    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias or a sink."""
+    """Return whether a parameter, by its dotted name, is the scale of a norm, a bias, a sink or a tap of a convolution."""
     return name.rpartition(".")[2] in VECTORS

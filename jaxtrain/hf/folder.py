@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from jaxtrain import checkpoint
 from jaxtrain.config import installed, schema
@@ -22,7 +23,7 @@ from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
 from jaxtrain.data.text_format import GENERATION, TextFormat
 from jaxtrain.data.tokenizer import TokenizerError, cached_hub_path, named_elsewhere, read_json, saved_again, special_tokens
 from jaxtrain.hf import mxfp4
-from jaxtrain.hf.names import EMBEDDING, TIED, Entry, as_stored, entries, match
+from jaxtrain.hf.names import EMBEDDING, HEAD, TIED, Entry, as_stored, entries, match, text_names
 from jaxtrain.hf.tensor_files import (
     ADAPTER,
     BF16,
@@ -40,7 +41,7 @@ from jaxtrain.hf.tensor_files import (
 )
 from jaxtrain.models import hf_keys, rules
 from jaxtrain.models.hf_keys import OWN, Key, Row, Settings
-from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of
+from jaxtrain.models.hugging_face import RAW, HuggingFaceError, family_of, format_of, is_whole, text_part
 
 CONFIG = "config.json"
 # Files of tokenizers of any family.
@@ -53,16 +54,34 @@ SHOWN = 6  # files named one by one
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder with a Hugging Face model, and the model as jaxtrain's config."""
+    """A folder with a Hugging Face model, and the model as jaxtrain's config.
+
+    Attributes:
+        path: the folder.
+        settings: config.json; of a model that also sees or hears, that of its text part.
+        model: the model.
+        whole: model_type of the model whose text part this is; "" for a model of text alone.
+    """
 
     path: Path
-    settings: Mapping[str, Any]  # config.json
+    settings: Mapping[str, Any]
     model: Model
+    whole: str = ""
+
+    @functools.cached_property
+    def listed(self) -> dict[str, Stored]:
+        """Return all of the folder's tensors by their names there. Raises HuggingFaceError: missing or damaged files."""
+        return list_tensors(self.path)
 
     @functools.cached_property
     def tensors(self) -> dict[str, Stored]:
-        """Return the tensors' descriptions by name. Raises HuggingFaceError for files that are missing or damaged."""
-        return with_scales(list_tensors(self.path))
+        """Return the tensors' descriptions by name, as a folder of text alone would have them.
+
+        Raises HuggingFaceError for files that are missing or damaged, and for a text part at an unknown place.
+        """
+        if not self.whole:
+            return with_scales(self.listed)
+        return with_scales({name: self.listed[there] for there, name in text_names(self.listed, self.path).items()})
 
     @functools.cached_property
     def matched(self) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -93,6 +112,12 @@ class Folder:
         """Return what of the folder is not used although it may count: other weights, adapters, settings for generation."""
         files, _, left = weight_files(self.path)
         out = []
+        if self.whole:
+            others = {name: a for name, a in self.listed.items() if name not in text_names(self.listed, self.path)}
+            parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others)
+            size = decimal(sum(a.file_bytes for a in others.values()))
+            shown = f"{len(others)} tensors, {size} ({', '.join(parts)})" if others else "no tensors"
+            out.append(f"{self.path}: the text part of {self.whole} is used; left out: {shown}")
         adapters = [name for name in left if name.startswith("adapter_model.")]
         if (self.path / ADAPTER).is_file() or adapters:
             where = shlex.quote(str(self.path))
@@ -245,14 +270,20 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
 
     Raises:
         HuggingFaceError: config.json is missing or damaged, or jaxtrain does not support the model.
+
+    Of a model that also sees or hears, the text part is opened, and `changes` are those of its config.json.
     """
     path = locate(os.fspath(name))
     settings = read_settings(path)
     if changes and settings.get("model_type") == RAW:
         rule = f"is a key of other programs' config.json, and {path} has the sections of jaxtrain's configs"
         raise HuggingFaceError(f"--set={next(iter(changes))}: {rule}. Fix: change `model` in {path / CONFIG}.")
-    settings |= dict(changes or {})
-    found = Folder(path, settings, model_of(settings, str(path / CONFIG)))
+    given, whole = dict(changes or {}), ""
+    if is_whole({**given, **settings}):
+        whole = str(settings.get("model_type"))
+        settings = text_part(settings, given, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path)))
+    settings |= given
+    found = Folder(path, settings, model_of(settings, str(path / CONFIG)), whole)
     if not found.raw and found.model.mtp_layers and any(path.glob("*.safetensors")):
         # transformers writes the number of modules of multi-token prediction, and none of their tensors.
         last = f"model.layers.{found.model.num_layers}."

@@ -71,7 +71,7 @@ def weights_of(wanted: Tensors, source: Origin, definition: Definition, placemen
     out: dict[str, Weight] = {}
     for name, a in wanted.items():
         weight = name.rpartition(".")[0]
-        whole, layer = split_layer(weight)
+        whole, layer = split_layer(weight, definition.period)
         stored = definition.stored.get(whole.removeprefix(PREFIX))
         if stored is None:
             out[name] = Weight(name, a, {name: a}, None)
@@ -93,7 +93,7 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
 
     wanted: the whole base. Raises CheckpointError or HuggingFaceError if the source has other tensors.
     """
-    form, digest = encoded.format_of(source.meta), Digest()
+    form, digest = encoded.format_of(source.meta), Digest(definition.period)
     tensors: Tensors = {}
     errors: dict[str, float] = {}
     todo = weights_of(wanted, source, definition, placement)
@@ -124,7 +124,7 @@ def base_digest(source: Origin, wanted: Tensors, definition: Definition, placeme
     """
     if known := encoded.digest_of(source.meta):
         return known
-    digest = Digest()
+    digest = Digest(definition.period)
     for batch in _batches(weights_of(wanted, source, definition, placement), every=True):
         for name, x in source.read({weight.name: weight.plain for weight in batch}).items():
             digest.add(name, x)

@@ -54,14 +54,16 @@ class Digest:
     It is the same on every mesh, and for weights that were added layer by layer or as stacks. It detects a mix-up of models.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, period: int = 1) -> None:
+        """Args: period: layers in each element of the stack; `add` needs it."""
+        self._period = period
         self._sums: dict[str, list[tuple[tuple[int, ...], int]]] = {}  # of each layer, or of all at once
 
     def add(self, name: str, x: jax.Array) -> None:
         """Add a tensor, with its name in checkpoints. Those of multi-token prediction do not count: adapters do without it."""
         if name.startswith(f"{PREFIX}{MTP}."):
             return
-        whole, layer = split_layer(name)
+        whole, layer = split_layer(name, self._period)
         before = np.uint32((layer or 0) * x.size % 2**32)
         lead = () if layer is None else (1,)
         self._sums.setdefault(whole.removeprefix(PREFIX), []).append(((*lead, *x.shape), int(_sum(x, before, np.uint32(1)))))

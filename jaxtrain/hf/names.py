@@ -6,11 +6,12 @@ import math
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import DELTA, Model
 from jaxtrain.config.shapes import DENSE, MTP, STACK
 from jaxtrain.models.hf_tensors import AXES, EXPERTS_TOGETHER, SUM, HfTensor
 from jaxtrain.models.hugging_face import HuggingFaceError, format_of
@@ -20,8 +21,14 @@ PREFIX = "params."  # prefix of parameters among the tensors of a train state
 # Buffers that old versions of transformers wrote; config.json determines their values.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|original_inv_freq)")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+BEYOND = "mtp."  # prefix of Qwen's tensors of multi-token prediction
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "the head is the embedding"
+# Prefix of the text part's tensors in the folder of a model that also sees or hears -> their prefix in a folder of their own.
+TEXT_PLACES = {
+    **{f"{part}.": "" for part in ("language_model", "text_model")},
+    **{f"model.{part}": "model." for part in ("language_model.", "text_model.", "")},
+}
 SHOWN = 12  # problems named one by one
 
 
@@ -185,7 +192,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     out: dict[str, Entry] = {}
     for stack, layers in stacks.items():
         for layer, name in itertools.product(layers, in_stack[stack]):
-            if name.endswith(absent):
+            without = ".attention." if model.kinds[layer : layer + 1] == DELTA else ".delta."
+            if name.endswith(absent) or (stack == STACK and without in name):
                 continue
             how, ours = known[name], PREFIX + name.replace("{i}", str(layer - layers.start))
             theirs = how.name.replace("{i}", str(layer))
@@ -194,6 +202,30 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             if stored is not None:  # a tensor that several places of the model share may be written once
                 copies = tuple(copy for copy in copies if copy in stored)
             out[ours] = Entry(ours, each, how, sizes, copies)
+    return out
+
+
+def text_names(stored: Collection[str], path: Path) -> dict[str, str]:
+    """Return name in the folder -> name in a folder of its own, of the tensors of the text part of a model.
+
+    Args:
+        stored: names of the tensors of a folder whose model also sees or hears.
+        path: the folder, for errors.
+
+    Raises:
+        HuggingFaceError: the folder has tensors of a text part at no known place, or at two.
+    """
+    layers = {place: place + "model.layers.".removeprefix(its) for place, its in TEXT_PLACES.items()}
+    places = [place for place, prefix in layers.items() if any(name.startswith(prefix) for name in stored)]
+    if len(places) != 1:
+        rule = f"layers of its text part must be at one of {', '.join(layers.values())}"
+        raise HuggingFaceError(f"{path}: {rule}; it has {' and '.join(layers[x] for x in places) or 'none'}. Fetch it again.")
+    (place,) = places
+    out = {name: TEXT_PLACES[place] + name.removeprefix(place) for name in stored if name.startswith(place)}
+    if HEAD in stored:
+        if HEAD in out.values():
+            raise HuggingFaceError(f"{path}: has two heads, {place}{HEAD} and {HEAD}. Remove the wrong one.")
+        out[HEAD] = HEAD
     return out
 
 
@@ -243,7 +275,7 @@ def match(
             unused[name] = "follows from config.json"
         elif name == HEAD and EMBEDDING in known:
             unused[name] = TIED
-        elif model and beyond and (layer := LAYER.match(name)) and int(layer[1]) >= model.num_layers:
+        elif beyond and (name.startswith(BEYOND) or (model and layer_of(name) >= model.num_layers)):
             unused[name] = beyond
         else:
             wrong.append(f"{name}: {list(shapes[name])}, not known in models of this family")
@@ -251,6 +283,12 @@ def match(
         more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         raise HuggingFaceError("\n  ".join([rule, *wrong[:SHOWN], *more]))
     return unused
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer of a tensor in a Hugging Face checkpoint; -1 for others."""
+    layer = LAYER.match(name)
+    return int(layer[1]) if layer else -1
 
 
 def copied(view: np.ndarray) -> np.ndarray:

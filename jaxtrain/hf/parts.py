@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.config.shapes import DENSE, STACK
+from jaxtrain.config.shapes import DENSE, STACK, place_name
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.model import in_precision, logits_program, placed, positions_of, read_params, sized
 from jaxtrain.hf.names import HEAD, PREFIX, Entry, entries
@@ -31,9 +31,10 @@ from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, filled, names, part
 from jaxtrain.models.moe import no_statistics
 from jaxtrain.models.remat import layer_at
-from jaxtrain.models.transformer import Block, Transformer
+from jaxtrain.models.transformer import Block, Period, Transformer
 from jaxtrain.sharding import Placement, all_reduce
 from jaxtrain.step.loss import LossSpec, cross_entropy
+from jaxtrain.step.state import layer_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Section:
     Attributes:
         name: as in `Difference`.
         weights: prefixes of its weights' names.
-        at: the index of its layer in the stack of layers; 0 outside of the stack.
-        compute: returns `Outputs` from (model, shared, input, tokens). The model's stack has this layer alone. Layers that are
-            computed alike have the same function, which is compiled once.
+        at: the element of the stack of layers with its layer; 0 outside of the stack.
+        compute: returns `Outputs` from (model, shared, input, tokens). The model's stack has this element alone. Layers that
+            are computed alike have the same function, which is compiled once.
     """
 
     name: str
@@ -188,7 +189,7 @@ def not_by_parts(run: RunConfig) -> str:
     built, name = jax.eval_shape(definition.bind, definition.abstract), f"model.family = {run.model.family}"
     if getattr(family(run.model.family), "FORMAT", None) is None:
         return f"{name} has no FORMAT, which has transformers' names of its weights"
-    if type(built) is not Transformer or type(built.layers) is not Block:
+    if type(built) is not Transformer or type(built.layers) not in (Block, Period):
         return f"{name} builds a {type(built).__name__}, which may compute in other parts"
     return ""
 
@@ -222,17 +223,22 @@ def sections(model: schema.Model, chunk: int) -> Iterator[Section]:
     yield Section("embedding", ("embed",), 0, embedding)
     for i, (stack, at) in enumerate(stacks(model)):
         dense, kind = (at, 0) if stack == DENSE else (None, kinds[at])
-        within, place = (stack, at) if dense is None else (f"{stack}.{at}", 0)
-        yield Section(f"layer {i}, attention", (f"{within}.attention",), place, once(attention, dense, kind))
-        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), place, once(feed_forward, dense))
+        element, place = divmod(at, model.period)
+        within, element = (STACK, element) if dense is None else (f"{stack}.{at}", 0)
+        within += f".{place_name(place, model.period)}" if model.period > 1 else ""
+        mixer = f"{within}.attention", f"{within}.delta"
+        yield Section(f"layer {i}, attention", mixer, element, once(attention, dense, place, kind))
+        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), element, once(feed_forward, dense, place))
     weights = "final_norm", "embed" if model.tied_head else "head"
     yield Section("final norm and head", weights, 0, once(head, chunk))
 
 
-def block_of(model: Transformer, dense: int | None) -> Block:
-    """Return a dense layer, or the stack's only layer, with its weights gathered."""
-    block = layer_at(model.layers, 0) if dense is None else model.dense_layers.blocks[dense]
-    return model.ctx.zero.gather_module(block)
+def block_of(model: Transformer, dense: int | None, place: int) -> Block:
+    """Return a dense layer, or the layer at a place of the stack's only element, with its weights gathered."""
+    if dense is not None:
+        return model.ctx.zero.gather_module(model.dense_layers.blocks[dense])
+    element: Block | Period = layer_at(model.layers, 0)
+    return model.ctx.zero.gather_module(element if isinstance(element, Block) else element.layers[place][0])
 
 
 def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
@@ -242,16 +248,18 @@ def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: j
 
 
 def attention(
-    dense: int | None, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+    dense: int | None, place: int, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
 ) -> Outputs:
     """Return the residual stream after attention, twice."""
-    y_BTD, _ = block_of(model, dense).attend(x_BTD, shared, kind, None)
+    y_BTD, _ = block_of(model, dense, place).attend(x_BTD, shared, kind, None)
     return y_BTD, y_BTD
 
 
-def feed_forward(dense: int | None, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
+def feed_forward(
+    dense: int | None, place: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+) -> Outputs:
     """Return the residual stream after the feed-forward block, twice."""
-    y_BTD, _ = block_of(model, dense).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
+    y_BTD, _ = block_of(model, dense, place).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
     return y_BTD, y_BTD
 
 
@@ -330,7 +338,7 @@ def differences(
         of_weights, idle = {}, 0
         for name, gradient in zip(jax.tree.leaves(names(own)), jax.tree.leaves(own), strict=True):
             stacked = name.startswith(f"{STACK}.")
-            full = name.replace(STACK, f"{STACK}.{section.at}", 1) if stacked else name
+            full = layer_name(PREFIX + name, section.at).removeprefix(PREFIX) if stacked else name
             entry = known[PREFIX + ("head" if last and name.startswith("embed") else full)]
             wanted = gradient_of(entry, files)
             off = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - wanted)

@@ -72,12 +72,12 @@ OFF = (None, False, "none", {}, [])  # the values of all other keys that are acc
 def adapter_entries(model: Model, rank: int, ranks: Mapping[str, int] = MappingProxyType({})) -> dict[str, Entry]:
     """Return jaxtrain's name -> entry of each adapter matrix but those of experts. `Entry.theirs` has the name in PEFT.
 
-    The weights of EQUATIONS have adapters (models/lora.py). ranks: those of modules with another one than `rank`. The rank of
-    jaxtrain's arrays is that of the module, too (`widened`).
+    The weights of EQUATIONS have adapters (models/lora.py), but none of a delta net. ranks: those of modules with another one
+    than `rank`. The rank of jaxtrain's arrays is that of the module, too (`widened`).
     """
     out: dict[str, Entry] = {}
     for weight in entries(model).values():
-        if weight.ours.rpartition(".")[2] not in EQUATIONS or is_of_experts(weight):
+        if weight.ours.rpartition(".")[2] not in EQUATIONS or ".delta." in weight.ours or is_of_experts(weight):
             continue
         outputs, inputs = weight.how.axes
         ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]

@@ -40,6 +40,7 @@ class Stored:
         offset: of the tensor's data in the file, in bytes.
         dtype, dims: dtype and shape in the file.
         scale: the scales by which its blocks are multiplied; None for a tensor that is not quantized.
+        unread: the dtype in the file if it is none of DTYPES. `dtype` and `dims` are then those of its bytes.
     """
 
     file: Path
@@ -47,6 +48,7 @@ class Stored:
     dtype: np.dtype[Any]
     dims: tuple[int, ...]
     scale: "Stored | None" = None
+    unread: str = ""
 
     @property
     def holds(self) -> np.dtype[Any]:
@@ -65,6 +67,11 @@ class Stored:
     def bytes(self) -> int:
         """Return the size of the tensor after `Folder.read`."""
         return math.prod(self.shape) * self.holds.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """Return the size of the tensor in the file."""
+        return math.prod(self.dims) * self.dtype.itemsize
 
     def read(self, name: str) -> np.ndarray:
         """Return the array in the file. name: of the tensor. Raises HuggingFaceError if the file ends early."""
@@ -128,8 +135,12 @@ def list_tensors(path: Path) -> dict[str, Stored]:
 def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return the tensors, each in FP8 or MXFP4 joined with its scales.
 
-    Raises HuggingFaceError for FP8 without scales, and for scales that do not fit.
+    Raises HuggingFaceError for a dtype that is not read, for FP8 without scales, and for scales that do not fit.
     """
+    for name, stored in tensors.items():
+        if stored.unread:
+            rule = f"{name} has dtype {stored.unread}; {', '.join(DTYPES)} are read"
+            raise HuggingFaceError(f"{stored.file}: {rule}. Save it as float32 first.")
     out = {name: stored for name, stored in tensors.items() if not name.endswith(SCALE)}
     for name, stored in out.items():
         scale = tensors.get(name + SCALE)
@@ -192,14 +203,13 @@ def list_file(file: Path) -> dict[str, Stored]:
             raise HuggingFaceError(f"{file}: {rule}. Fix: git lfs pull, in the folder.") from error
         raise HuggingFaceError(f"{file}: is no safetensors file, damaged or cut off ({error}). Fetch it again.") from error
     header.pop("__metadata__", None)
+    out = {}
     for name, about in header.items():
-        if about["dtype"] not in DTYPES:
-            rule = f"{name} has dtype {about['dtype']}; {', '.join(DTYPES)} are read"
-            raise HuggingFaceError(f"{file}: {rule}. Save it as float32 first.")
-    return {
-        name: Stored(file, start + about["data_offsets"][0], DTYPES[about["dtype"]], tuple(about["shape"]))
-        for name, about in header.items()
-    }
+        kind, (at, end) = about["dtype"], about["data_offsets"]
+        known = kind in DTYPES
+        dtype, dims = (DTYPES[kind], tuple(about["shape"])) if known else (np.dtype("uint8"), (end - at,))
+        out[name] = Stored(file, start + at, dtype, dims, unread="" if known else kind)
+    return out
 
 
 def read_object(path: Path) -> dict[str, Any]:

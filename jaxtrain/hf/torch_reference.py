@@ -11,6 +11,8 @@ in the order of the model. Their inputs must be the residual stream. The program
 The loss is the mean cross entropy of tokens.npy rolled by one: after the last token of a row comes its first. A tied head is
 untied, so that head and embedding have separate gradients. Without norms, logits alone are computed.
 
+Of a model that also sees or hears, text is computed, and the names are those of its text part by itself.
+
 This program is separate: it imports nothing from jaxtrain, and runs in any Python that has transformers and torch. Rows are
 computed one by one, and a weight's gradient is freed when it is written. So memory holds the weights, the largest gradient and
 the activations of one row; OUT holds one gradient of all weights.
@@ -24,14 +26,20 @@ from pathlib import Path
 def main():
     import numpy as np
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     folder, out = sys.argv[1], Path(sys.argv[2])
     norms = json.loads((out / "norms.json").read_text(encoding="utf-8"))
     torch.set_grad_enabled(bool(norms))
     # sdpa would be wrong for some models: its kernels have no soft cap, and transformers only warns about that.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    kind = transformers.AutoModelForCausalLM
+    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if described.get("text_config"):
+        kind = getattr(transformers, described["architectures"][0])
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
+    modules = {name for name, _ in model.named_modules()}
+    place = next((f"{name}." for name in ("model.language_model", "model.text_model") if name in modules), "model.")
     head = model.get_output_embeddings()
     if norms and head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -39,7 +47,9 @@ def main():
     inputs = {}
 
     def watch(name):
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args: inputs.update({name: args[0]}))
+        model.get_submodule(name.replace("model.", place, 1)).register_forward_pre_hook(
+            lambda _, args: inputs.update({name: args[0]})
+        )
 
     def keep(name, parameter):
         def write(_):
@@ -53,7 +63,7 @@ def main():
     for name in norms:
         watch(name)
     for name, parameter in model.named_parameters() if norms else ():
-        keep(name, parameter)
+        keep("model." + name.removeprefix(place) if name.startswith(place) else name, parameter)
     made = {"logits": [], "states": [], "cotangents": []}
     for row in rows:
         logits = model(row[None], use_cache=False).logits.float()

@@ -104,7 +104,7 @@ def _merged(source: Origin, base: str, wide: bool) -> Read:
 
     def value(name: str) -> np.ndarray | None:
         """Return a weight or a matrix of an adapter; None if there is none."""
-        stored = definition.stored.get(split_layer(name)[0].removeprefix(PREFIX))
+        stored = definition.stored.get(split_layer(name, definition.period)[0].removeprefix(PREFIX))
         if stored is None:
             return np.asarray(array(name)) if name in places() else None
         parts = {part: array(f"{name}.{part}") for part in stored.abstract}

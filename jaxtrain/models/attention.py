@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import LOCAL, UNROTATED, Model
+from jaxtrain.config.schema import DELTA, LOCAL, UNROTATED, Model
 from jaxtrain.kernels import context_parallel, rope
 from jaxtrain.kernels.attention import Rows, Spec
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.fp8 import Float8
+from jaxtrain.models import windows
 from jaxtrain.models.layers import Context, JointRMSNorm, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
@@ -37,10 +38,18 @@ def kind_shares(model: Model) -> tuple[float, ...]:
 
 
 def layer_kinds(model: Model) -> tuple[int, ...]:
-    """Return the kind of each layer of the stack, an index into `Kernel.specs`. Dense layers before the stack have kind 0."""
+    """Return the kind of each layer of the stack, an index into `Kernel.specs`; 0 for a delta net, which uses none.
+
+    Dense layers before the stack have kind 0.
+    """
     letters = model.kinds[model.dense_layers :]
-    known = list(dict.fromkeys(letters))
-    return tuple(known.index(letter) for letter in letters)
+    known = [kind for kind, _ in windows.layers_by_kind(model)]
+    return tuple(0 if letter == DELTA else known.index(letter) for letter in letters)
+
+
+def element_kinds(model: Model) -> tuple[int, ...]:
+    """Return the kind of each element of the stack: that of its layer; 0 for a period, whose layers have their own kinds."""
+    return layer_kinds(model) if model.period == 1 else (0,) * model.stack_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Shared(NamedTuple):
     rotary: tuple[tuple[jax.Array, jax.Array], ...]  # (cos, sin), f32 (B, T, H/2) each: one pair, or a pair by kind of layer
     write_at: jax.Array  # where new keys go in the cache: int32 (); unused without a cache
     real_BT: Any  # bool, False for padding; None if the model does not use it
+    segments_BT: Any = None  # of all tokens of a sequence, also those on other devices; None without delta nets
 
     def where(self, valid: jax.Array | bool) -> "Shared":
         """Return a copy. If `valid`, bool (), is False, its `real_BT` is False, so that no expert processes the tokens."""
@@ -236,7 +246,7 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
     if model.local_rope_base:
         local = rope.tables(positions_BT, rope.frequencies(model.rotary_dim, model.local_rope_base))
     unrotated = jnp.ones_like(scaled[0]), jnp.zeros_like(scaled[1])
-    return tuple({LOCAL: local, UNROTATED: unrotated}.get(kind, scaled) for kind in dict.fromkeys(model.kinds))
+    return tuple({LOCAL: local, UNROTATED: unrotated}.get(kind, scaled) for kind, _ in windows.layers_by_kind(model))
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:
@@ -253,4 +263,5 @@ def share(model: Model, kernel: Kernel, rows: Rows, write_at: jax.Array | None =
     """Return the arrays that all layers share. write_at: the cache index of the first new token; None without a cache."""
     at = jnp.zeros((), jnp.int32) if write_at is None else write_at
     real_BT = rows.q_segments > 0 if model.num_experts else None
-    return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT)
+    segments_BT = kernel.split.gather(rows.q_segments) if model.period > 1 else None
+    return Shared(kernel.prepare(rows), _rotary(model, rows.q_positions), at, real_BT, segments_BT)

@@ -34,6 +34,13 @@ queries and keys have width H = P + r, of which r are rotated. Heads of values h
 since training computes the keys and values of every head. If a kernel needs values as wide as keys, the padding is in neither
 MFU nor HFU.
 
+A layer with a gated delta net has M key heads of width P and N value heads of width W, and
+
+    projections    2 * (2 D M P  +  3 D N W  +  2 D N)   q and k; v, gate and output; decay and beta
+    delta rule     6 N P W                               by its definition: read at the key, write, read at the query
+
+The kernel computes the tokens of a chunk together, which takes more FLOPs. These are in HFU only (`chunked_rule`).
+
 A module of multi-token prediction (model.mtp_layers) is one more layer, one more matmul with the head, and
 
     projections    2 * 2 D D                             of the embedding, and of the previous hidden state
@@ -41,10 +48,11 @@ A module of multi-token prediction (model.mtp_layers) is one more layer, one mor
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
-from jaxtrain.config.shapes import FIRST_ROUND
+from jaxtrain.config.shapes import DELTA_CHUNK, FIRST_ROUND
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
 from jaxtrain.models.activations import kept
@@ -77,13 +85,21 @@ def value_dim(model: Model) -> int:
 # Weights of a layer's matmuls -> the activations that they compute. wkv_up computes both k and v.
 _ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wg": "attention_gate", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
+_DELTA = {"wq": "q", "wk": "k", "wv": "v", "wz": "attention_gate", "wa": "decay", "wb": "decay", "wo": "attention_proj"}
 _MADE = {
     **{f"layers.attention.{name}": made for name, made in _ATTENTION.items()},
+    **{f"layers.delta.{name}": made for name, made in _DELTA.items()},
     **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     "layers.mlp.router": "router",
 }
-_BELOW = ("embed.embedding", "layers.attention_norm.scale", "layers.mlp_norm.scale", *_MADE)  # everything below the last norm
+_OF_DELTA = tuple(f"layers.delta.{name}" for name in (*_DELTA, "taps_q", "taps_k", "taps_v", "log_rate", "shift", "norm.scale"))
+_BELOW = (
+    "embed.embedding",
+    "layers.attention_norm.scale",
+    "layers.mlp_norm.scale",
+    *(name for name in _MADE if name not in _OF_DELTA),
+)
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
 _OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
 
@@ -100,13 +116,53 @@ def projections(model: Model) -> dict[str, tuple[int, int]]:
     return queries | {"wkv_down": (d, r + model.qk_rope_head_dim), "wkv_up": (r, up), "wo": (n * w, d)}
 
 
+def linear_heads(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (heads, their width) of keys, and of values, of a gated delta net."""
+    return (model.linear_key_heads, model.linear_key_dim), (model.linear_value_heads, model.linear_value_dim)
+
+
+def delta_projections(model: Model) -> dict[str, tuple[int, int]]:
+    """Return `projections` of a layer with a gated delta net."""
+    d, n = model.d_model, model.linear_value_heads
+    keys, values = (heads * width for heads, width in linear_heads(model))
+    return {
+        "wq": (d, keys),
+        "wk": (d, keys),
+        "wv": (d, values),
+        "wz": (d, values),
+        "wa": (d, n),
+        "wb": (d, n),
+        "wo": (values, d),
+    }
+
+
+def delta_rule(model: Model) -> float:
+    """Return forward FLOPs per token of the delta rule in one layer, by its definition."""
+    return 6.0 * model.linear_value_heads * model.linear_key_dim * model.linear_value_dim
+
+
+def chunked_rule(model: Model, seq_len: int) -> tuple[float, float, float]:
+    """Return FLOPs per token of one layer's delta rule as kernels/delta_rule.py computes it.
+
+    The three numbers are those of the forward pass, of the part of it that only its output needs, and of the backward pass.
+    """
+    c, k, v = min(DELTA_CHUNK, seq_len), model.linear_key_dim, model.linear_value_dim
+    inverse, output = 4.0 * c * c * max(0, math.ceil(math.log2(c)) - 1), 2.0 * k * v + 2.0 * c * v
+    others = 2.0 * (2 * c * k + c * (k + v) + 2 * k * v) + output
+    padded = math.ceil(seq_len / c) * c / seq_len * model.linear_value_heads
+    return (inverse + others) * padded, output * padded, (4.0 * c * c * (c > 1) + 2 * others) * padded
+
+
 def matrices(model: Model) -> dict[str, tuple[int, int, int]]:
     """Return weight -> (number of such matrices, inputs, outputs) in all layers; each expert has its own.
 
-    Routers, and the modules of multi-token prediction, are left out.
+    Routers, the decay and beta of delta nets, and the modules of multi-token prediction, are left out.
     """
     m, d = model, model.d_model
-    found = {f"layers.attention.{name}": (m.num_layers, *pair) for name, pair in projections(m).items()}
+    found = {f"layers.attention.{name}": (m.num_layers - m.delta_layers, *pair) for name, pair in projections(m).items()}
+    if m.delta_layers:
+        found |= {f"layers.delta.{name}": (m.delta_layers, *pair) for name, pair in delta_projections(m).items()}
+        del found["layers.delta.wa"], found["layers.delta.wb"]
     blocks = [("layers.mlp", m.stacked_layers * max(1, m.num_experts), m.d_ff)]
     blocks += [("layers.mlp.shared", m.stacked_layers, m.shared_d_ff), ("dense_layers.mlp", m.dense_layers, m.dense_d_ff)]
     for block, count, width in blocks:
@@ -116,14 +172,16 @@ def matrices(model: Model) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
+def products(model: Model, rows: float = 0.0, dense: bool = False, delta: bool = False) -> dict[str, float]:
     """Return forward FLOPs per token of one layer's matmuls, by weight (names without layer numbers).
 
     rows: rows of experts' matmuls per token (`expert_rows`); 0: the number of experts per token.
     dense: whether the layer is one of model.dense_layers. Its weights have the same names as the weights of other layers.
+    delta: whether the layer has a gated delta net.
     """
-    d = model.d_model
-    found = {f"layers.attention.{name}": 2.0 * into * out for name, (into, out) in projections(model).items()}
+    d, block = model.d_model, "delta" if delta else "attention"
+    weights = delta_projections(model) if delta else projections(model)
+    found = {f"layers.{block}.{name}": 2.0 * into * out for name, (into, out) in weights.items()}
     if dense:
         return found | dict.fromkeys(_EXPERTS, 2.0 * d * model.dense_d_ff)
     each = (rows or model.experts_per_token) if model.num_experts else 1
@@ -135,10 +193,13 @@ def products(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, 
     return found
 
 
-def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, float]:
-    """Return forward FLOPs per token of one layer's matmuls, by result: a name of `activations.ACTIVATIONS`, or "router"."""
+def gemms(model: Model, rows: float = 0.0, dense: bool = False, delta: bool = False) -> dict[str, float]:
+    """Return forward FLOPs per token of one layer's matmuls, by result.
+
+    The results are names of `activations.ACTIVATIONS`, "router", and "decay" with beta.
+    """
     out: dict[str, float] = {}
-    for name, cost in products(model, rows, dense).items():
+    for name, cost in products(model, rows, dense, delta).items():
         out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
     if model.kv_lora_rank:
         out["v"] = out["k"] * value_dim(model) / (model.qk_nope_head_dim + value_dim(model))
@@ -148,14 +209,18 @@ def gemms(model: Model, rows: float = 0.0, dense: bool = False) -> dict[str, flo
 
 def layers(model: Model, rows: float = 0.0) -> float:
     """Return forward FLOPs per token of the matmuls of all layers, of multi-token prediction too, without output heads."""
-    linear = (model.stacked_layers + model.mtp_layers) * sum(gemms(model, rows).values())
+    linear = (model.stacked_layers - model.delta_layers + model.mtp_layers) * sum(gemms(model, rows).values())
+    linear += model.delta_layers * sum(gemms(model, rows, delta=True).values()) if model.delta_layers else 0.0
     linear += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2
     return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
 
 
 def by_weight(model: Model) -> dict[str, float]:
     """Return weight -> forward FLOPs per token of its matmuls, without the head. A stack of layers counts as one weight."""
-    found = {name: model.stacked_layers * cost for name, cost in products(model).items()}
+    found: dict[str, float] = {}
+    for delta, count in ((False, model.stacked_layers - model.delta_layers), (True, model.delta_layers)):
+        for name, cost in products(model, delta=delta).items() if count else ():
+            found[name] = found.get(name, 0.0) + count * cost
     for i in range(model.dense_layers):
         found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
     for i in range(model.mtp_layers):
@@ -168,20 +233,26 @@ def attention(model: Model, seq_len: int) -> Flops:
     """Return forward FLOPs per token of attention without its projections, for one layer: the mean of all layers.
 
     A sliding window of W limits the causal count to W - W^2 / 2T positions, which is T / 2 at W = T. The full convention
-    ignores masks: it counts T.
+    ignores masks: it counts T. Layers with delta nets have none.
     """
     causal = 0.0
     for kind, layers in windows.layers_by_kind(model):
         window = min(windows.window(model, kind) or seq_len, seq_len)
         causal += layers / model.num_layers * (window - window**2 / (2 * seq_len))
     per_position = 2 * model.num_heads * (head_dim(model) + value_dim(model))
-    return Flops(per_position * causal, per_position * seq_len)
+    return Flops(per_position * causal, per_position * seq_len * (1 - model.delta_layers / model.num_layers))
+
+
+def mixing(model: Model, seq_len: int) -> Flops:
+    """Return forward FLOPs per token of attention and delta rules in all layers, without multi-token prediction."""
+    rules = model.delta_layers * delta_rule(model)
+    return attention(model, seq_len) * model.num_layers + Flops(rules, rules)
 
 
 def forward(model: Model, seq_len: int) -> Flops:
     """Return FLOPs per token of the forward pass of a train step, with the modules of multi-token prediction."""
     linear = layers(model) + heads(model)
-    return Flops(linear, linear) + attention(model, seq_len) * model.step_layers
+    return Flops(linear, linear) + mixing(model, seq_len) + attention(model, seq_len) * model.mtp_layers
 
 
 def heads(model: Model) -> float:
@@ -210,9 +281,11 @@ def newton_schulz(model: Model) -> float:
         return 5.0 * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
 
     stacked = one([*attention_weights, *((d, n) for n in columns)])
+    of_delta = one([*delta_projections(model).values()]) - one(attention_weights) if model.delta_layers else 0.0
     of_dense, of_mtp = [*attention_weights, *[(d, model.dense_d_ff)] * 3], [(d, d)] * len(_OF_MTP)
     return (
         (model.stacked_layers + model.mtp_layers) * stacked
+        + model.delta_layers * of_delta
         + model.dense_layers * one(of_dense)
         + model.mtp_layers * one(of_mtp)
     )
@@ -223,15 +296,16 @@ def learns(lora: Lora, train: Train, name: str) -> bool:
     return not lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(train.freeze))
 
 
-def differentiates_layers(lora: Lora, train: Train) -> bool:
+def differentiates_layers(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
-    return lora.rank > 0 or any(learns(lora, train, name) for name in _BELOW)
+    below = (*_BELOW, *_OF_DELTA) if model.delta_layers else _BELOW
+    return lora.rank > 0 or any(learns(lora, train, name) for name in below)
 
 
 def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the modules of multi-token prediction."""
     names = [name for name in by_weight(model) if name.startswith("mtp.")]
-    return differentiates_layers(lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
+    return differentiates_layers(model, lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
 def _adapted(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple[str, float, float]]:
@@ -242,7 +316,8 @@ def _adapted(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple
     m, targets = model, parts_of(lora.targets)
     for name, (into, out) in projections(m).items():
         if name in targets:
-            yield _ATTENTION[name], 2.0 * lora.rank * m.num_layers * into, 2.0 * lora.rank * m.num_layers * out
+            times = 2.0 * lora.rank * (m.num_layers - m.delta_layers)
+            yield _ATTENTION[name], times * into, times * out
     blocks = [(m.d_ff, 2.0 * lora.rank * m.num_layers)]
     if m.num_experts:
         of_experts = 2.0 * (rank or lora.rank) * (rows or m.experts_per_token) * (lora.experts != "none")
@@ -276,7 +351,7 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     saved = sum(cost for name, cost in by_weight(m).items() if not learns(*who, name))
     saved += 0 if learns(*who, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(m, lora) - saved)
-    if differentiates_layers(*who):
+    if differentiates_layers(m, *who):
         return total
     main = dataclasses.replace(m, mtp_layers=0)
     if not passes_mtp(m, *who):
@@ -284,7 +359,7 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
         total += (of_mtp + attention(m, seq_len) * m.mtp_layers) * -1
     head = heads(main)
     within = forward(main, seq_len) + Flops(-head, -head)
-    through = within + attention(m, seq_len) * m.num_layers  # its backward pass has gradients of activations only
+    through = within + mixing(m, seq_len)  # its backward pass has gradients of activations only
     to_norm = 0 if learns(*who, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
@@ -295,7 +370,7 @@ def head(model: Model, lora: Lora, train: Train) -> float:
     These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
     one = heads(dataclasses.replace(model, mtp_layers=0))
-    wanted = differentiates_layers(lora, train) or learns(lora, train, "final_norm.scale")
+    wanted = differentiates_layers(model, lora, train) or learns(lora, train, "final_norm.scale")
     weight = learns(lora, train, "embed.embedding" if model.tied_head else "head")
     return one * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
 
@@ -303,11 +378,11 @@ def head(model: Model, lora: Lora, train: Train) -> float:
 def beyond(run: RunConfig) -> Flops:
     """Return the FLOPs per token that a run computes in addition to the model's, for HFU.
 
-    These FLOPs are recomputation by remat, the second forward matmul of the head for a loss of pairs, expert capacity beyond an
-    even load, and the padding of the rank of each expert's adapters. A capacity below 1 drops tokens, so the result may be
-    negative.
+    These FLOPs are recomputation by remat, the chunked form of delta rules, the second forward matmul of the head for a loss of
+    pairs, expert capacity beyond an even load, and the padding of the rank of each expert's adapters. A capacity below 1 drops
+    tokens, so the result may be negative.
     """
-    m, back = run.model, differentiates_layers(run.lora, run.train)
+    m, back = run.model, differentiates_layers(run.model, run.lora, run.train)
     rows = expert_rows(m, run.moe, run.mesh)
     even = (
         run.lora.experts == "shared" or run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, run.mesh.expert)
@@ -317,6 +392,8 @@ def beyond(run: RunConfig) -> Flops:
     passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
     linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *of_adapters) - adapters(m, run.lora))
     linear += 2.0 * m.d_model * m.vocab_size * run.loss.of_pairs
+    once, _, backward = chunked_rule(m, run.data.seq_len) if m.delta_layers else (0.0,) * 3
+    linear += m.delta_layers * (once + backward * back - delta_rule(m) * (1 + 2 * back))
     if not back:
         return Flops(linear, linear)
     linear += recomputed_adapters(m, run.lora, run.remat, *of_adapters)
@@ -344,13 +421,13 @@ def shared_rows(run: RunConfig, rows: float) -> float:
     return min(run.model.experts_per_token * FIRST_ROUND, run.model.num_experts) if whole else rows
 
 
-def _recomputed(model: Model, remat: Remat) -> list[str]:
-    """Return the results of matmuls that `recompute` counts in every layer."""
+def _recomputed(model: Model, remat: Remat, delta: bool = False) -> list[str]:
+    """Return the results of matmuls that `recompute` counts in every layer. delta: in layers with a gated delta net."""
     have = kept(remat)
-    made = have - {"q", "k"} if model.qk_norm and remat.policy != "dots" else have
+    made = have - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else have
     names = ("q", "k", "v", "q_latent", "kv_latent", "attention_gate", "mlp_gate", "mlp_up")
     again = [name for name in names if name not in made]
-    again += ["router"]
+    again += ["router"] if remat.policy == "dots" else ["router", "decay"]
     if not have & ({"attention_proj"} if model.norm_placement != "pre" else {"attention_proj", "residual"}):
         again += ["attention_proj"]
     return again
@@ -375,10 +452,12 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
 
     - q, k, v and attention's gate if they are not saved; with qk_norm, q and k also if they are saved, since the backward pass
       of the norm reads its input, which only "dots" saves;
+    - the delta rule, always; if its output is saved, without the matmuls that only the output needs;
     - the attention kernel unless both its output and its log-sum-exp are saved;
     - both latents of latent attention if they are not saved, since the backward pass of their norms reads them;
     - wo unless its output is saved, or the residual stream after it; with norms on outputs, unless its output is saved;
-    - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves;
+    - gate and up if they are not saved, also in experts; the router, whose scores only "none" saves; decay and beta of delta
+      nets, which "dots" saves too;
     - down, if it is not saved, in the layers whose output is the next layer's input under the same checkpoint. The last layer
       of each checkpoint (of `remat.every` layers) is not such a layer: the backward pass does not read its output, and XLA
       drops it. With norms on outputs, down in all layers;
@@ -391,12 +470,16 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
         return Flops(0.0, 0.0)
     have, again = kept(remat), _recomputed(model, remat)
 
-    def linear(cost: dict[str, float], count: int, every: int) -> float:
+    def linear(cost: dict[str, float], count: int, every: int, again: list[str] = again) -> float:
         of_all = count * sum(cost.get(name, 0.0) for name in again)
         inner = 0 if "mlp_down" in have else count - (0 if model.norm_placement != "pre" else -(-count // every))
         return of_all + inner * cost["mlp_down"]
 
-    found = linear(gemms(model, rows), model.stacked_layers, remat.every)
+    found = linear(gemms(model, rows), model.stacked_layers - model.delta_layers, remat.every)
+    if model.delta_layers:
+        found += linear(gemms(model, rows, delta=True), model.delta_layers, 1, _recomputed(model, remat, delta=True))
+        once, output, _ = chunked_rule(model, seq_len)
+        found += model.delta_layers * (once - output * ("attention_out" in have))
     if model.dense_layers:
         found += linear(gemms(model, dense=True), model.dense_layers, 1)
     if model.mtp_layers:
@@ -420,9 +503,10 @@ def mfu(flops_per_token: float, tokens_per_s: float, peak_tflops: float | None) 
 
 
 def parameters(model: Model) -> dict[str, int]:
-    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own. For a model with
-    experts, "mlp" is the shared expert and the feed-forward of layers without experts. The block of a module of multi-token
-    prediction counts as a layer; "mtp" has the module's two projections.
+    """Return the number of parameters by part, and their "total". A tied head has no parameters of its own.
+
+    "attention" includes gated delta nets. For a model with experts, "mlp" is the shared expert and the feed-forward of layers
+    without experts. The block of a module of multi-token prediction counts as a layer; "mtp" has the module's two projections.
     """
     d, h, mtp = model.d_model, head_dim(model), model.mtp_layers
     count, stacked = model.step_layers, model.stacked_layers + mtp
@@ -433,12 +517,15 @@ def parameters(model: Model) -> dict[str, int]:
         attention_params += (model.num_heads + model.num_kv_heads if model.qk_norm_joint else 2) * h
     attention_params += d * model.attention_out_bias + model.num_heads * model.attention_sinks
     attention_params += model.q_lora_rank + model.kv_lora_rank  # norms of the latents
+    keys, values = (n * width for n, width in linear_heads(model))
+    delta_params = sum(into * out for into, out in delta_projections(model).values())
+    delta_params += (2 * keys + values) * model.linear_conv + 2 * model.linear_value_heads + model.linear_value_dim
     experts = model.num_experts
     dense = model.dense_layers * 3 * d * model.dense_d_ff
     extra = d * model.shared_gate if experts else (2 * model.d_ff + d) * model.mlp_bias
     parts = {
         "embedding": model.vocab_size * d,
-        "attention": count * attention_params,
+        "attention": (count - model.delta_layers) * attention_params + model.delta_layers * delta_params,
         "mlp": stacked * (3 * d * (model.shared_d_ff if experts else model.d_ff) + extra) + dense,
         "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
         "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),

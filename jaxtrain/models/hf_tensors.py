@@ -21,6 +21,11 @@ AXES = {
     "C": ["kv_lora_rank", "qk_rope_head_dim"],
     "U": ["qk_nope_head_dim", "v_head_dim"],
     "W": ["v_head_dim"],
+    "M": ["linear_key_heads"],
+    "J": ["linear_group"],
+    "P": ["linear_key_dim"],
+    "X": ["linear_value_dim"],
+    "T": ["linear_conv"],
 }
 SUM = re.compile(r"\(([^()]*\+[^()]*)\)")  # the axes of a tensor's parts
 

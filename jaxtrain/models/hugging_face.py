@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import GLOBAL, LOCAL, Model
+from jaxtrain.config.schema import DELTA, GLOBAL, LOCAL, Model
 from jaxtrain.models import FAMILIES, family, windows
 from jaxtrain.models.hf_keys import (
     ABOVE_0,
@@ -41,10 +41,15 @@ from jaxtrain.models.hf_keys import (
     write_rows,
 )
 from jaxtrain.models.hf_tensors import HfTensor
+from jaxtrain.models.not_supported import NOT_SUPPORTED, OTHER_TEXT, SAME
 
 RAW = "jaxtrain"  # model_type of a folder with jaxtrain's own names and settings
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 PARTIAL = "partial_rotary_factor"  # the key of config.json and of config.Model
+TEXT = "text_config"  # key of the config.json of a model that also sees or hears: the config.json of its text part
+# Keys beside TEXT that count for the text part.
+OF_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
+GENERATES = ("ForConditionalGeneration", "ForCausalLM")  # suffixes of classes with a language model's head
 
 
 # ---- Rotary embeddings
@@ -158,6 +163,7 @@ def _rope(
 
     s = Settings(given, f"{path}, rotary settings")
     kind = s.take("rope_type", default="default")
+    kind = "default" if kind == "mrope" else kind  # the same with mrope_section
     if kind not in known:
         # A packed row has documents of several lengths, and a cache has keys that were rotated when the sequence was shorter.
         why = ", because its frequencies follow the length of each sequence" * (kind in ("dynamic", "longrope"))
@@ -171,8 +177,13 @@ def _rope(
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
         )
     scaling = "none" if kind == "default" else kind
-    part = Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated")
-    rows = {PARTIAL: part, "rope_theta": Key("rope_base", NUMBER)}
+    rows: dict[str, Row] = {
+        PARTIAL: Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated"),
+        "rope_theta": Key("rope_base", NUMBER),
+        # Which of a token's three positions rotates which pair. In text the three are equal.
+        "mrope_section": Key("", ANY, None),
+        "mrope_interleaved": Key("", ANY, None),
+    }
     out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
     if left := s.unread():
         shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
@@ -220,12 +231,28 @@ class QwenWindows(Windows):
         return super().write(model, key) | more
 
 
-def layer_letters(s: Settings) -> str:
-    """Return a letter for each layer (`LOCAL`, `GLOBAL`) from `layer_types`; "" without that key."""
+class DeltaLayers(Row):
+    """The layers with gated delta nets: those of `layer_types`, or without it all but each full_attention_interval-th one."""
+
+    def read(self, s: Settings, key: str) -> dict[str, Any]:
+        layers, every = s.given["num_hidden_layers"], s.take("full_attention_interval", WHOLE, 0)
+        by_number = "".join(DELTA if (i + 1) % (every or 4) else GLOBAL for i in range(layers))
+        letters = layer_letters(s, {LINEAR: DELTA, FULL: GLOBAL}) or by_number
+        if every and letters != by_number:
+            raise HuggingFaceError(f"{s.path}: {key} and full_attention_interval = {every} differ. Remove the wrong one.")
+        pattern = windows.pattern_of(letters)
+        return {"attention_pattern": "" if pattern == GLOBAL else pattern}
+
+    def write(self, model: Model, key: str) -> dict[str, Any]:
+        return {key: [LINEAR if kind == DELTA else FULL for kind in model.kinds]}
+
+
+def layer_letters(s: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FULL: GLOBAL}) -> str:
+    """Return a letter for each layer from `layer_types`; "" without that key. letters: by value of layer_types."""
     kinds = s.take("layer_types", default=None)
     if kinds is None:
         return ""
-    letters, layers = {SLIDING: LOCAL, FULL: GLOBAL}, s.given["num_hidden_layers"]
+    layers = s.given["num_hidden_layers"]
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
     unknown = [kind for kind in kinds if kind not in letters]
@@ -329,6 +356,7 @@ class Format:
         model: keys of config.Model with one value in all models of the family.
         written: further keys of config.json in an export, and their values.
         beyond: why tensors of layers after the last layer are not used; "": such tensors are an error.
+        nested: the values of keys that a config.json as TEXT may lack: transformers 4 wrote there what differs from them.
     """
 
     model_type: str
@@ -338,6 +366,7 @@ class Format:
     model: Mapping[str, Any] = types.MappingProxyType({})
     written: Mapping[str, Any] = types.MappingProxyType({})
     beyond: str = ""
+    nested: Mapping[str, Any] = types.MappingProxyType({})
 
     def read(self, s: Settings) -> dict[str, Any]:
         """Return keys of config.Model, from config.json. Raises HuggingFaceError for a value that jaxtrain does not support."""
@@ -350,6 +379,16 @@ class Format:
                 f"that {they} {do} not: {import_with(s.path, *(f'{key}=null' for key in left))}"
             )
         return out
+
+    def unread(self, given: Given) -> list[str]:
+        """Return the keys of a config.json that may change what the model computes, and that this format cannot read."""
+        s, refused = Settings(given), []
+        for key, row in self.keys.items():
+            try:
+                row.read(s, key)
+            except (HuggingFaceError, ArithmeticError, AttributeError, LookupError, TypeError):  # of another architecture
+                refused += [key] * (key in given)
+        return sorted({*refused, *s.unread()})
 
     def write(self, model: Model) -> dict[str, Any]:
         """Return keys of config.json. Settings of the model without a key in the format are lost.
@@ -392,9 +431,61 @@ def family_of(settings: Mapping[str, Any], path: str) -> str:
         return known[kind]
     if kind is None and isinstance(settings.get("model"), dict):
         raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
-    if "text_config" in settings:
-        rule = "models that see or hear are not supported, nor their text part alone"
-    else:
-        own_fix = import_with(path, f"{FAMILY}=package.module:name")
-        rule = f"no such architecture in jaxtrain. Known: {', '.join(known)}. Fix, for a family of your own: {own_fix}"
-    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {rule}.")
+    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {not_supported(settings, path)}")
+
+
+def is_whole(settings: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a model that also sees or hears, and of no family as a whole."""
+    kind, own = settings.get("model_type"), settings.get(FAMILY)
+    return isinstance(settings.get(TEXT), dict) and not (isinstance(own, str) and format_of(own).model_type == kind)
+
+
+def text_part(
+    whole: Mapping[str, Any], changes: Mapping[str, Any], path: str, has_head: Callable[[], bool] = lambda: True
+) -> dict[str, Any]:
+    """Return the config.json that the text part of a model would have by itself.
+
+    Args:
+        whole: config.json of a model that also sees or hears.
+        changes: keys of the result to add or replace.
+        path: of the config.json, for errors.
+        has_head: returns whether the folder has a head. Asked only if TEXT and `whole` differ on tie_word_embeddings:
+            versions of transformers read one or the other.
+
+    Raises:
+        HuggingFaceError: the text part belongs to no family, or the whole model computes text in another way.
+    """
+    kind, named = whole.get("model_type"), whole.get("architectures") or [*GENERATES]
+    if kind in OTHER_TEXT:
+        raise HuggingFaceError(
+            f"{path}: model_type = {kind!r}: {OTHER_TEXT[kind]}, which its text part alone does not compute."
+        )
+    if not (isinstance(named, list) and any(str(name).endswith(GENERATES) for name in named)):
+        raise HuggingFaceError(f"{path}: architectures = {named!r}: none of them is a language model.")
+    text, of_whole = dict(whole[TEXT]), {key: whole[key] for key in OF_WHOLE if whole.get(key) is not None}
+    tied = "tie_word_embeddings"
+    if {text.get(tied), of_whole.get(tied)} == {True, False}:
+        of_whole[tied] = not has_head()
+    text |= of_whole | {"architectures": None} | dict(changes)
+    nested = dict(format_of(family_of(text, f"{path}: {TEXT}")).nested)
+    if "rope_parameters" in text:
+        nested = {key: value for key, value in nested.items() if not key.startswith("rope_")}
+    return nested | text
+
+
+def not_supported(settings: Mapping[str, Any], path: str) -> str:
+    """Return the nearest family of a config.json whose model_type is that of none, what the family lacks, and a fix."""
+    kind = str(settings.get("model_type"))
+    own = f"Fix, for a family of your own: {import_with(path, f'{FAMILY}=package.module:name')}."
+    if kind in SAME:
+        same_type = import_with(path, f"model_type={format_of(SAME[kind]).model_type}", "architectures=null")
+        return f"its text is computed as that of the family {SAME[kind]}. Fix: {same_type}."
+    if kind in NOT_SUPPORTED:
+        nearest, lacks = NOT_SUPPORTED[kind]
+        return f"no family of jaxtrain. The nearest is {nearest}, which lacks {lacks}. {own}"
+    formats = {name: format_of(name) for name in FAMILIES}
+    unread = {name: layout.unread(settings) for name, layout in formats.items()}
+    # Of families that read as many of its keys, the one whose table has the fewest others.
+    nearest = min(unread, key=lambda name: (len(unread[name]), len(formats[name].keys.keys() - settings.keys())))
+    lacks = f"cannot read {', '.join(unread[nearest])}" if unread[nearest] else "reads all of them"
+    return f"no family of jaxtrain. By its keys (a guess), the nearest is {nearest}, which {lacks}. {own}"

@@ -29,7 +29,7 @@ QKV, IN = "BTD,DNH->BTNH", "BTD,DF->BTF"
 LATENT = "BTF,FNH->BTNH"
 SHARED = {"expert_embed": "embed"}  # logical axis of an expert's weight -> that of an adapter that all experts share
 EQUATIONS = {"wq": QKV, "wk": QKV, "wv": QKV, "wo": "BTNH,DNH->BTD", "gate": IN, "up": IN, "down": "BTF,DF->BTD"}
-EQUATIONS |= {"wg": QKV, "wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
+EQUATIONS |= {"wg": QKV, "wz": QKV, "wq_down": IN, "wkv_down": IN, "wq_up": LATENT, "wkv_up": LATENT}
 
 
 @dataclasses.dataclass(frozen=True)

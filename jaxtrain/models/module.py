@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config.shapes import PLACE
 from jaxtrain.models.stored import Encoded, Stored
 from jaxtrain.sharding import Axes, Placement
 
@@ -107,6 +108,12 @@ class Definition:
         self.axes: Params = tree(_axes, lambda how: how.part_axes(cast(Placement, placement)))
         self.dots: Params = tree(lambda p: p.get_metadata("dot", False), lambda how: dict.fromkeys(how.abstract, False))
         self.exact: Params = tree(lambda p: p.get_metadata("exact", False), lambda how: dict.fromkeys(how.abstract, True))
+
+    @property
+    def period(self) -> int:
+        """Return the number of layers in one element of the stack."""
+        places = (PLACE.search(name) for name in jax.tree.leaves(names(self.weights)))
+        return max((int(place[2]) for place in places if place), default=1)
 
     def specs(self, placement: Placement) -> Params:
         """Return the PartitionSpec of each parameter."""

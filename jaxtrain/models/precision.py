@@ -22,8 +22,11 @@ def uneven(model: Model, moe: Moe, mesh: Mesh) -> bool:
 
 
 def matmuls(model: Model) -> tuple[str, ...]:
-    """Return the names of a model's matmul weights without router and head, one name for all layers of a stack."""
-    return tuple(name for name in flops.by_weight(model) if not name.endswith(".mlp.router"))
+    """Return the names of a model's matmul weights, one name for all layers of a stack.
+
+    The head, the router, and wa and wb of delta nets are left out.
+    """
+    return tuple(name for name in flops.by_weight(model) if not name.endswith((".mlp.router", ".delta.wa", ".delta.wb")))
 
 
 def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[frozenset[str], list[Problem]]:

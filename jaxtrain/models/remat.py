@@ -60,6 +60,7 @@ class Plan:
     # A loop's backward pass loads saved activations only once the incoming gradient exists. False with a tensor axis, where XLA
     # would keep a second, transposed stack of each activation: then activations are copied out of the stack first.
     delays_load: bool = True
+    period: int = 1  # layers in one element of the stack; above 1, each has its own checkpoint, and an element has `layers`
 
     def checkpoint(self, body: Callable[..., Any], in_loop: bool = True) -> Callable[..., Any]:
         """Return `body` under `jax.checkpoint` with this policy. in_loop: the result will be the body of a loop.
@@ -88,9 +89,39 @@ class Plan:
         def checkpointed(*args: Any) -> Any:
             static = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
             # XLA compiles scan bodies separately, so it cannot merge the recomputation with the original. Elsewhere it would.
-            return jax.checkpoint(body, policy=policy, prevent_cse=not in_loop, static_argnums=static)(*args)
+            # It also recomputes a layer of a period only once the gradient of the layer's output exists.
+            apart = self._only_input(args, static) if self.period > 1 and in_loop else not in_loop
+            return jax.checkpoint(body, policy=policy, prevent_cse=apart, static_argnums=static)(*args)
 
         return checkpointed
+
+    @staticmethod
+    def _only_input(args: Sequence[Any], static: Sequence[int]) -> tuple[bool, ...]:
+        """Return, for each argument that is not static, whether recomputation waits for it: weights can be gathered early."""
+        return tuple(i == 0 for i in range(len(args)) if i not in static)
+
+    def through(self, body: Body) -> Body:
+        """Return `body` for an element of the stack: with `period`, it runs for each layer of the element, in order."""
+        if self.period == 1:
+            return body
+
+        def each(x: Any, element: Any, shared: Any, _: Kind) -> Any:
+            for layer, kind in element.layers:
+                x = body(x, layer, shared, kind)
+            return x
+
+        return each
+
+    def checkpoint_layers(self, body: Body, in_loop: bool = True) -> Callable[..., Any]:
+        """Return `body` for a list of elements of the stack, under one checkpoint; with `period`, under one for each layer."""
+        inner = self.through(self.checkpoint(body, in_loop)) if self.period > 1 else body
+
+        def several(x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
+            for layer, kind in zip(layers, kinds, strict=True):
+                x = inner(x, layer, shared, kind)
+            return x
+
+        return several if self.period > 1 else self.checkpoint(several, in_loop)
 
     @property
     def layers_each(self) -> int:
@@ -112,7 +143,7 @@ class Plan:
         stack, learnt, fixed, into = flatten(layers)
         if stack.gradients is None:
             # Autodiff gives gradients to the weights of a model whose stack does not come as StackWeight.
-            return loop(self.checkpoint(body), x, layers, shared, kinds)
+            return loop(self.through(self.checkpoint(body)), x, layers, shared, kinds)
         stack.gradients.use(into, len(kinds))
         return _run_stack(StackRun(self, body, stack, kinds), x, into, learnt, fixed, shared)
 
@@ -157,11 +188,11 @@ class StackRun:
         vjps, saved = None, []
         if trips:
             # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
-            run = self.plan.checkpoint(self._layers, in_loop=trips > 1)
+            run = self.plan.checkpoint_layers(self.body, in_loop=trips > 1)
             x, vjps = loop_saving(lambda x, i: self._differentiate(run, x, weights, i * each, each), x, trips)
         for group in rest:
             plan = self.plan.last if group is rest[-1] else self.plan
-            run = plan.checkpoint(self._layers, in_loop=False)
+            run = plan.checkpoint_layers(self.body, in_loop=False)
             x, vjp = self._differentiate(run, x, weights, group[0], len(group))
             saved.append(vjp)
         return x, (vjps, saved, into, weights)
@@ -191,16 +222,10 @@ class StackRun:
             (dx, sums, _), _ = jax.lax.scan(step, (dx, sums, jnp.int32(0)), None, length=trips)
         return dx, sums, None, None, None
 
-    def _layers(self, x: Any, layers: list[Any], shared: Any, *kinds: Kind) -> Any:
-        """Return x after these layers, in order."""
-        for layer, kind in zip(layers, kinds, strict=True):
-            x = self.body(x, layer, shared, kind)
-        return x
-
     def _differentiate(
         self, run: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
     ) -> tuple[Any, Any]:
-        """Return x after `count` layers from `first`, and the layers' vjp. run: `_layers`, checkpointed."""
+        """Return x after `count` layers from `first`, and the layers' vjp. run: of `Plan.checkpoint_layers`."""
         learnt, fixed, shared = weights
         return self.stack.differentiate(run, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
 
@@ -219,7 +244,7 @@ class StackRun:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_stack(run: StackRun, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> Any:
     # Without a backward pass nothing is saved, and a loop costs nothing.
-    return loop(run.body, x, run.stack.layers(learnt, fixed), shared, run.kinds)
+    return loop(run.plan.through(run.body), x, run.stack.layers(learnt, fixed), shared, run.kinds)
 
 
 _run_stack.defvjp(StackRun.forward, StackRun.backward)
@@ -368,12 +393,12 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
     return Stack(tree, which, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
 
 
-def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True) -> Plan:
+def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> Plan:
     """Return the plan for the config's `remat` section and `sharding.gather`, which `validate` has checked.
 
-    unroll, delays_load: see Plan.
+    unroll, delays_load, period: see Plan.
     """
-    more = (gather == "forward", unroll, delays_load)
+    more = (gather == "forward", unroll, delays_load, period)
     if remat.policy != "custom":
         return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
     places, _ = parse_tensors(remat.tensors)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtrain.config import schema, unread
 from jaxtrain.config.schema import (
+    DELTA,
     FEED_FORWARD,
     FIT,
     GLOBAL,
@@ -25,6 +26,7 @@ from jaxtrain.models import flops
 from jaxtrain.models.precision import EXPERTS
 
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_DELTA = {"linear_key_heads": 16, "linear_value_heads": 32, "linear_key_dim": 128, "linear_value_dim": 128, "linear_conv": 4}
 # For unread.problems.
 READ_WITH = (
     *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
@@ -45,6 +47,8 @@ WITHOUT += ("partial_rotary_factor",)
 def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a model's keys beside each other. bad: keys that have an invalid value by themselves."""
     yield from _attention(m, bad)
+    if not bad & {"model.attention_pattern", "model.num_layers", *(f"model.{name}" for name in OF_DELTA)}:
+        yield from _delta(m)
     if m.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
         yield from _latent(m)
     if m.dense_layers and not bad & {f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")}:
@@ -108,7 +112,8 @@ def wrong_base(base: str, m: Model, shards: Mapping[str, int]) -> list[Problem]:
         for name, (_, inputs, _) in in_base(m, base).items():
             axis = SPLIT.get(name.rpartition(".")[2], "")
             parts = shards.get(axis, 1)
-            if (m.num_heads if axis == "heads" else inputs) % parts:
+            heads = m.linear_value_heads if ".delta." in name else m.num_heads
+            if (heads if axis == "heads" else inputs) % parts:
                 continue  # the dimension itself is refused
             if inputs // parts % BLOCK.get(base, 1):
                 of = f"each of {parts} shards of {name}" if parts > 1 else name
@@ -144,14 +149,14 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
         # `resolve` fills head_dim with the quotient rounded down.
         if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
             rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            width = max(2, m.head_dim - m.head_dim % 2)
+            width = max(2, m.head_dim - 1) if m.head_dim % 2 else m.head_dim + 2  # another than the quotient
             yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim={width}.")
         elif m.head_dim % 2 or m.head_dim < 2:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
             yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
     letters = set(m.attention_pattern)
-    if letters - {LOCAL, GLOBAL, UNROTATED}:
-        rule = "must consist of l (a layer with model.sliding_window), g (full attention) and n (that without rotary)"
+    if letters - {LOCAL, GLOBAL, UNROTATED, DELTA}:
+        rule = "must consist of l (with model.sliding_window), g (full attention), n (that without rotary), d (gated delta net)"
         yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
     elif LOCAL in letters and not m.sliding_window:
         rule = "needs model.sliding_window, which is 0"
@@ -159,11 +164,15 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
     elif m.local_rope_base and not m.sliding_window:
         rule = "is for layers with model.sliding_window, which is 0"
         yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set 0, or model.sliding_window.")
+    elif letters == {DELTA}:
+        rule = "has no layer of softmax attention"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example dddg.")
     if letters and LOCAL not in letters and m.sliding_window:
         rule = f"no layer has it: model.attention_pattern = {m.attention_pattern} has no l"
         yield Problem("model.sliding_window", m.sliding_window, rule, "Set 0.")
     if (
         not bad & {"model.partial_rotary_factor", "model.head_dim"}
+        and m.partial_rotary_factor != 1
         and not m.kv_lora_rank
         and (m.rotary_dim < 2 or m.rotary_dim % 2)
     ):
@@ -178,6 +187,30 @@ def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
     if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
         rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
         yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
+
+
+def _delta(m: Model) -> Iterable[Problem]:
+    if DELTA not in m.attention_pattern:
+        for name in OF_DELTA:
+            if value := getattr(m, name):
+                rule = f"is read only with d in model.attention_pattern, which is {spelled_value(m.attention_pattern)}"
+                yield Problem(f"model.{name}", value, rule, "Set 0.")
+        return
+    missing = [name for name in OF_DELTA if not getattr(m, name)]
+    for name in missing:
+        rule = f"is needed with d in model.attention_pattern = {m.attention_pattern}"
+        yield Problem(f"model.{name}", 0, rule, f"Qwen3-Next has {OF_DELTA[name]}.")
+    if not missing and m.linear_value_heads % m.linear_key_heads:
+        rule = f"is no multiple of model.linear_key_heads = {m.linear_key_heads}"
+        yield Problem("model.linear_value_heads", m.linear_value_heads, rule, f"Set {m.linear_key_heads}, or a multiple.")
+    if m.num_layers % m.period:
+        rule = (
+            f"is no multiple of the {m.period} layers of model.attention_pattern = {m.attention_pattern}, which has delta nets"
+        )
+        yield Problem("model.num_layers", m.num_layers, rule, f"Set {-(-m.num_layers // m.period) * m.period}.")
+    if m.kv_lora_rank:
+        rule = "latent attention is built without delta nets, the d of this pattern"
+        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set ''.")
 
 
 def _latent(m: Model) -> Iterable[Problem]:

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.config.schema import Model
+from jaxtrain.config.schema import DELTA, Model
+from jaxtrain.config.shapes import place_name
 from jaxtrain.kernels.attention import Rows
 from jaxtrain.kernels.dot import dot
 from jaxtrain.kernels.embedding import TABLE
-from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, layer_kinds, share
+from jaxtrain.models import delta_net
+from jaxtrain.models.attention import Attention, Kernel, Shared, cached_arrays, element_kinds, layer_kinds, share
+from jaxtrain.models.delta_net import GatedDeltaNet
 from jaxtrain.models.latent_attention import LatentAttention
 from jaxtrain.models.layers import Context, Embed, GatedLinear, RMSNorm
 from jaxtrain.models.module import normal, param, stack
@@ -28,7 +31,9 @@ from jaxtrain.sharding import Placement, all_gather, to_block, to_residual
 class Cache:
     """Keys and values of the tokens so far, for sampling."""
 
-    kv: tuple[jax.Array, jax.Array]  # of the stack, (L, B, S, K, H) each; with latent attention, latents and rotated keys
+    # Of the stack: (L, B, S, K, H) each; with latent attention, latents and rotated keys. With delta nets, the arrays of each
+    # layer of a period (delta_net.cached_arrays).
+    kv: tuple[Any, ...]
     dense: tuple[tuple[jax.Array, jax.Array], ...]  # of each dense layer before the stack, (B, S, K, H)
     segments_BS: jax.Array  # 0 for tokens that are not written yet
     positions_BS: jax.Array
@@ -41,17 +46,25 @@ jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "position
 def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
     """Return an empty cache for `length` tokens in each of `batch` rows.
 
-    places: slots of the stack of layers, with a pipeline's empty ones; 0: the number of layers in the stack.
+    places: slots of the stack of layers, with a pipeline's empty ones; 0: the length of the stack.
     """
     arrays, _ = cached_arrays(model, placement)
 
     def empty(*layers: int) -> Any:
         return tuple(jnp.zeros((*layers, batch, length, *of_token), dtype) for of_token in arrays)
 
+    def of_delta_net(elements: int) -> Any:
+        state, *inputs = delta_net.cached_arrays(model)
+        convolved = (jnp.zeros((elements, batch, *shape), dtype) for shape in inputs)
+        return (jnp.zeros((elements, batch, *state), jnp.float32), *convolved)
+
+    elements = places or model.stack_length
+    letters = model.kinds[: model.period]
+    kv = tuple(of_delta_net(elements) if letter == DELTA else empty(elements) for letter in letters)
     # All arrays are separate, because the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
-    kv, dense = empty(places or model.stacked_layers), tuple(empty() for _ in range(model.dense_layers))
-    return Cache(kv, dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
+    dense = tuple(empty() for _ in range(model.dense_layers))
+    return Cache(kv if model.period > 1 else kv[0], dense, segments_BS, positions_BS, jnp.zeros((), jnp.int32))
 
 
 Carry = tuple[jax.Array, Statistics]  # of the loop over layers: the residual stream, and the routers' statistics
@@ -62,15 +75,19 @@ class Block(nnx.Module):
 
     With norm_placement=post it is x + norm(attention(x)), then x + norm(mlp(x)). With sandwich both are normalised.
 
-    dense: the feed-forward block has no experts, even in a model with experts.
+    dense: the feed-forward block has no experts, even in a model with experts. delta: a gated delta net, `self.delta`, is in
+    place of `self.attention`.
     """
 
-    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs, dense: bool = False):
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs, dense: bool = False, delta: bool = False):
         std, out_std = model.init_std, model.init_std / math.sqrt(2 * model.num_layers)
         if model.norm_placement != "post":
             self.attention_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
-        attention = LatentAttention if model.kv_lora_rank else Attention
-        self.attention = attention(model, kernel, std, out_std, ctx, rngs)
+        if delta:
+            self.delta = GatedDeltaNet(model, kernel, std, out_std, ctx, rngs)
+        else:
+            attention = LatentAttention if model.kv_lora_rank else Attention
+            self.attention = attention(model, kernel, std, out_std, ctx, rngs)
         if model.norm_placement != "post":
             self.mlp_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
         if model.num_experts and not dense:
@@ -103,10 +120,11 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BTD = x_BTD if self.norms == "post" else checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
             h_BTD = to_block(h_BTD, p)
-            y_BTD, cache = self.attention(h_BTD, shared, kind, cache)
+            attention = self.delta if hasattr(self, "delta") else self.attention
+            y_BTD, cache = attention(h_BTD, shared, kind, cache)
             y_BTD = to_residual(y_BTD, p.mesh_axes("heads"), p)
-            if isinstance(self.attention, Attention) and self.attention_out_bias:  # once, not in each term of the sum
-                y_BTD = (y_BTD.astype(jnp.float32) + self.attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
+            if isinstance(attention, Attention) and self.attention_out_bias:  # once, not in each term of the sum
+                y_BTD = (y_BTD.astype(jnp.float32) + attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
             y_BTD = checkpoint_name(y_BTD, "attention_proj")
             y_BTD = y_BTD if self.norms == "pre" else self.attention_post_norm(y_BTD)
             return checkpoint_name(x_BTD + times(y_BTD, self.residual_multiplier), "residual"), cache
@@ -130,6 +148,20 @@ class Block(nnx.Module):
 def times(x: jax.Array, factor: float) -> jax.Array:
     """Return x times a constant, which is rounded to the dtype of x first, as in the code that trained these models."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+class Period(nnx.Module):
+    """One element of a stack with delta nets: the layers of one repetition of model.attention_pattern."""
+
+    def __init__(self, model: Model, kernel: Kernel, ctx: Context, rngs: nnx.Rngs):
+        self.kinds, self.count = layer_kinds(model)[: model.period], model.period
+        for i, letter in enumerate(model.attention_pattern):
+            setattr(self, place_name(i, model.period), Block(model, kernel, ctx, rngs, delta=letter == DELTA))
+
+    @property
+    def layers(self) -> list[tuple[Block, int]]:
+        """Return the layers in order, each with its kind."""
+        return [(getattr(self, place_name(i, self.count)), kind) for i, kind in enumerate(self.kinds)]
 
 
 class DenseLayers(nnx.Module):
@@ -204,7 +236,8 @@ class Transformer(nnx.Module):
         self.embed = Embed(model.vocab_size, model.d_model, model.init_std, ctx, rngs)
         if model.dense_layers:
             self.dense_layers = DenseLayers(model, kernel, ctx, rngs)
-        self.layers = stack(lambda r: Block(model, kernel, ctx, r), model.stacked_layers, rngs)
+        element = Period if model.period > 1 else Block
+        self.layers = stack(lambda r: element(model, kernel, ctx, r), model.stack_length, rngs)
         self.final_norm = RMSNorm(model.d_model, "embed", model.norm_eps, ctx, rngs)
         if not model.tied_head:
             shape = (model.vocab_size, model.d_model)
@@ -247,7 +280,7 @@ class Transformer(nnx.Module):
         shared = self.share(segments_BT, positions_BT)
         carry = self.enter(tokens_BT, shared)
         with jax.named_scope("layers"):
-            carry = self.remat.run(self.layer, carry, self.layers, shared, layer_kinds(self.model))
+            carry = self.remat.run(self.layer, carry, self.layers, shared, element_kinds(self.model))
         return self.final_hidden(carry)
 
     def further_hidden(
@@ -314,6 +347,18 @@ class Transformer(nnx.Module):
         """Run one layer over cached keys and values."""
         return self.ctx.zero.gather_module(block)(carry, shared, kind, kv)
 
+    def element_with_cache(
+        self, carry: Carry, element: Block | Period, shared: Shared, kind: Kind, kv: Any
+    ) -> tuple[Carry, Any]:
+        """Run one element of the stack over its cached arrays."""
+        if isinstance(element, Block):
+            return self.layer_with_cache(carry, element, shared, kind, kv)
+        cached = []
+        for (block, of_layer), old in zip(element.layers, kv, strict=True):
+            carry, new = self.layer_with_cache(carry, block, shared, of_layer, old)
+            cached.append(new)
+        return carry, tuple(cached)
+
     def final_hidden(self, carry: Carry, norm: RMSNorm | None = None) -> tuple[jax.Array, Statistics]:
         """Return the last layer's output after `norm`, and the statistics of all layers. norm: None for the final norm.
 
@@ -326,12 +371,12 @@ class Transformer(nnx.Module):
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Append T tokens to the document in each row of the cache. Return the new tokens' hidden states, and the cache."""
         shared, cache = self.append(tokens_BT, cache)
-        kinds = layer_kinds(self.model)
+        kinds = element_kinds(self.model)
         alike = len(set(kinds)) == 1
 
-        def body(carry: Carry, layer: tuple[Block, Any, jax.Array]) -> tuple[Carry, Any]:
-            block, kv, kind = layer
-            return self.layer_with_cache(carry, block, shared, kinds[0] if alike else kind, kv)
+        def body(carry: Carry, layer: tuple[Block | Period, Any, jax.Array]) -> tuple[Carry, Any]:
+            element, kv, kind = layer
+            return self.element_with_cache(carry, element, shared, kinds[0] if alike else kind, kv)
 
         carry, cache = self.enter_with_cache(tokens_BT, shared, cache)
         carry, kv = jax.lax.scan(body, carry, (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))

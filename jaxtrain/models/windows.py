@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.config.schema import LOCAL, Model
+from jaxtrain.config.schema import DELTA, LOCAL, Model
 
 
 def window(model: Model, kind: str) -> int:
@@ -16,8 +16,8 @@ def pattern_of(kinds: str) -> str:
 
 
 def layers_by_kind(model: Model) -> list[tuple[str, int]]:
-    """Return (kind, number of layers) of each kind of layer that the model has."""
-    letters = model.kinds
+    """Return (kind, number of layers) of each kind of softmax attention that the model has."""
+    letters = model.kinds.replace(DELTA, "")
     return [(kind, letters.count(kind)) for kind in dict.fromkeys(letters)]
 
 

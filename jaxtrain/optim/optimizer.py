@@ -14,7 +14,7 @@ import optax
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.config.shapes import DENSE, STACK, is_vector
+from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_place
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
@@ -109,7 +109,7 @@ def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
 
 
 def _name(path: Any) -> str:
-    return ".".join(str(k.key) for k in path)
+    return without_place(".".join(str(k.key) for k in path))
 
 
 def _at(tree: Any, path: Any) -> Any:

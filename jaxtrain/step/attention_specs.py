@@ -27,7 +27,7 @@ def attention_specs(model: Model, data: Data, compute: str, deterministic: bool 
             sinks=m.attention_sinks,
             value_dim=m.v_head_dim if m.v_head_dim != m.head_dim else 0,
         )
-        for kind in dict.fromkeys(m.kinds)
+        for kind, _ in windows.layers_by_kind(m)
     )
 
 

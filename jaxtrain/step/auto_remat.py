@@ -28,10 +28,13 @@ OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next 
 GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
-def layers_kept(layout: Layout) -> int:
-    """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight."""
-    layers = layout.stages
-    return layers.per_group * schedule_of(layout).slots[2] if layout.pipelined else layers.places
+def layers_kept(layout: Layout, period: int) -> int:
+    """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight.
+
+    period: layers in each element of the stack.
+    """
+    stack = layout.stages
+    return period * (stack.per_group * schedule_of(layout).slots[2] if layout.pipelined else stack.places)
 
 
 def expert_room(model: Model, moe: Moe, ranks: int) -> float:
@@ -83,11 +86,16 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
     return _busiest(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
 
 
+def gated(model: Model) -> bool:
+    """Return whether some layers have a gate on the output of attention, as delta nets have."""
+    return model.attention_gate or model.delta_layers > 0
+
+
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
     found = []
-    known = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * model.attention_gate + GROUPS
+    known = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * gated(model) + GROUPS
     for size in range(len(known) + 1):
         for groups in itertools.combinations(known, size):
             names = tuple(name for group in groups for name in group)
@@ -114,38 +122,45 @@ class Activations:
 
     @functools.cached_property
     def bytes_per_token(self) -> dict[str, float]:
-        """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch."""
+        """Return name of a layer's activation -> its bytes on a device, per token of the device's shard of the batch.
+
+        In a model with delta nets, the bytes are the mean of all layers.
+        """
         m, axes = self.model, self.axes
         q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
         narrower = flops.value_dim(m) / flops.head_dim(m)
         compute = 4 if self.layout.dtypes.compute == "f32" else 2
         wide = m.d_ff * expert_room(m, self.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
-        return {
+        found = {
             "q_latent": m.q_lora_rank * compute,
             "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
             "q": q * compute,
             "k": k * compute,
             "v": k * narrower * compute,
             "attention_out": q * narrower * compute,
-            "attention_gate": q * compute,
+            "attention_gate": q * compute * m.attention_gate,
             "attention_lse": m.num_heads / axes["heads"] * (self.documents + 1) * 4,
             "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
             "mlp_gate": wide / axes["mlp"] * compute,
             "mlp_up": wide / axes["mlp"] * compute,
         }
+        share = m.delta_layers / m.num_layers
+        keys, values = (n * width / axes["heads"] * compute for n, width in flops.linear_heads(m))
+        of_delta = {"q": keys, "k": keys, "v": values, "attention_gate": values, "attention_out": values, "attention_lse": 0.0}
+        return found | {name: (1 - share) * found[name] + share * size for name, size in of_delta.items()}
 
     def bytes_kept(self, names: Iterable[str]) -> float:
         """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
         _, rows, length = self.layout.batch
         tokens = rows * length / self.axes["batch"] / self.axes["sequence"]
-        return layers_kept(self.layout) * tokens * sum(self.bytes_per_token[name] for name in names)
+        return layers_kept(self.layout, self.model.period) * tokens * sum(self.bytes_per_token[name] for name in names)
 
     def least_recompute(self, most_bytes: float) -> Remat | None:
         """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
 
         Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
         """
-        one = {name: self.bytes_kept((name,)) for group in GROUPS for name in group}
+        one = {name: self.bytes_kept((name,)) for name in self.bytes_per_token}
         every = choices(self.model, self.layout.batch[2])
         found = ((again, sum(one[n] for n in names), remat) for again, names, remat in every)
         return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]

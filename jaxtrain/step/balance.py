@@ -1,7 +1,7 @@
 """Statistics of experts in a step: load-balancing losses, metrics, and the router's bias.
 
-The statistics (kernels/experts/routing.py) have one row for each slot of the stack of layers. Rows are in the order in which a
-microbatch passes the slots (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
+The statistics (kernels/experts/routing.py) have one row for each layer in a slot of the stack. Rows are in the order in which a
+microbatch passes the layers (stages.py). A row has means over a microbatch's tokens without padding. A step sums the statistics
 of its microbatches. Like the loss, the statistics of a microbatch are weighted by the microbatch's fraction of the batch's loss
 weight.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.schema import Moe
-from jaxtrain.config.shapes import EXPERT_METRICS, MTP
+from jaxtrain.config.shapes import EXPERT_METRICS, MTP, PLACE
 from jaxtrain.kernels.experts.routing import COLUMNS
 from jaxtrain.models.module import Params, filled, part
 
@@ -31,9 +31,10 @@ class Balance:
 
     moe: Moe
     count: int  # of experts
-    places: tuple[int | None, ...]  # for each slot of the stack of layers, its layer; None for an empty slot
+    places: tuple[int | None, ...]  # for each slot of the stack of layers, its element; None for an empty slot
     moves: Params  # for each parameter, whether it is a router's bias that is updated
     mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
+    period: int = 1  # layers in each slot of the stack
 
     @property
     def zeros(self) -> jax.Array:
@@ -43,7 +44,7 @@ class Balance:
     @property
     def _stacked(self) -> int:
         """Return the number of layers in the stack. Row i of the statistics is that of layer i."""
-        return sum(layer is not None for layer in self.places)
+        return self.period * sum(element is not None for element in self.places)
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
         """Return the weighted sum of the experts' auxiliary losses of a microbatch, f32 (), each a mean over the layers."""
@@ -68,12 +69,23 @@ class Balance:
         loads_LE = statistics[:, len(COLUMNS) :]
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
-        step = jnp.where(taken, jnp.stack([empty if layer is None else step_LE[layer] for layer in self.places]), 0.0)
+
+        def stacked(place: int) -> jax.Array:
+            rows = [empty if i is None else step_LE[i * self.period + place] for i in self.places]
+            return jnp.where(taken, jnp.stack(rows), 0.0)
+
+        steps = [stacked(place) for place in range(self.period)]
 
         def moved(path: Any, bias: jax.Array) -> jax.Array:
             if path[0].key != MTP:
-                return bias + step.astype(bias.dtype)
+                within = PLACE.search(dotted(path))
+                return bias + steps[int(within[1]) if within else 0].astype(bias.dtype)
             row = self._stacked + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
         return filled(params, jax.tree_util.tree_map_with_path(moved, part(params, self.moves)))
+
+
+def dotted(path: Any) -> str:
+    """Return the dotted name of a parameter from its path."""
+    return ".".join(str(k.key) for k in path)

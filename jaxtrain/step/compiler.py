@@ -254,14 +254,15 @@ def _nested_loops(program: Program) -> bool:
 
     O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
     such a loop is inside the loop over microbatches and contains another loop. This happens in three cases: (1) The loop over
-    layers contains chunked attention or the rounds of expert dispatch. (2) Without a loop over layers, the loop over
-    microbatches contains the loop over chunks of the loss. O1 has little effect in case 2: collectives of unrolled layers
-    overlap without O1. (3) In a stage with several groups, the loop over ticks contains the loop over layers, and is inside the
-    loop over rounds (stages.Schedule.rounds).
+    layers contains chunked attention, the rounds of expert dispatch, or the chunks of delta nets. (2) Without a loop over
+    layers, the loop over microbatches contains the loop over chunks of the loss. O1 has little effect in case 2: collectives of
+    unrolled layers overlap without O1. (3) In a stage with several groups, the loop over ticks contains the loop over layers,
+    and is inside the loop over rounds (stages.Schedule.rounds).
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
-    return program.kernel.name in LOOPS or rounds or (program.rounds and looped) or (microbatches > 1 and not looped)
+    within = program.rounds or program.run.model.delta_layers > 0
+    return program.kernel.name in LOOPS or rounds or (within and looped) or (microbatches > 1 and not looped)
 
 
 def compile_train(

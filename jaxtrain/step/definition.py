@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, parts_of
-from jaxtrain.config.shapes import MTP
+from jaxtrain.config.shapes import MTP, without_place
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import EQUATIONS, Lora, is_adapter
@@ -33,7 +33,7 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
         rule = "has no function `build`, which returns the model"
         raise ConfigError([Problem("model.family", run.model.family, rule, "Give it one, as in docs/extending.md.")])
     delays_load = placement.size("tensor") == 1
-    plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load)
+    plan = make_plan(run.remat, run.sharding.gather, not run.parallel.scan_layers, delays_load, run.model.period)
     ctx = layers.Context(
         numerics,
         placement,
@@ -92,12 +92,12 @@ def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
-    paths = jax.tree_util.tree_flatten_with_path(definition.dots)[0]
-    names = [".".join(key.key for key in path) for path, dot in paths if dot]
-    chosen, problems = eight_bit(precision, exclude, names)
+    called = jax.tree.map(without_place, names(definition.dots))
+    multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (called, definition.dots)), strict=True) if dot]
+    chosen, problems = eight_bit(precision, exclude, [*dict.fromkeys(multiplied)])
     if problems:
         raise ConfigError(problems)
-    return jax.tree_util.tree_map_with_path(lambda path, _: ".".join(key.key for key in path) in chosen, definition.dots)
+    return jax.tree.map(lambda name: name in chosen, called)
 
 
 def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) -> Params:
@@ -107,8 +107,8 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """
-    called = names(definition.abstract)
-    known = jax.tree.leaves(called)
+    called = jax.tree.map(without_place, names(definition.abstract))
+    known = [*dict.fromkeys(jax.tree.leaves(called))]
     if lora.rank:
         adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
         if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in known)):

@@ -112,7 +112,7 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
         hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
     if run.remat.policy != "full":
         hints.append("remat.policy=full: save only each layer's input")
-    if run.remat.every == 1 and run.model.num_layers > 8:
+    if run.remat.every == 1 and run.model.period == 1 and run.model.num_layers > 8:
         hints.append("remat.every=2 or more: save only every second layer's input")
     if run.dtypes.m == "f32":
         both = run.optimizer.name != "muon"

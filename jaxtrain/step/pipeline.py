@@ -69,12 +69,15 @@ class StageLayers:
 
     def __init__(self, model: Transformer, kinds: Sequence[int | None], first: jax.Array, per_group: int):
         self._stack, self._learnt, self._fixed, self.sums = flatten(model.layers)
-        self._layers, self._body, self._plan = self._stack.layers(self._learnt, self._fixed), model.layer, model.remat
+        self._layers, self._plan = self._stack.layers(self._learnt, self._fixed), model.remat
         self._kinds, self._full = [kind or 0 for kind in kinds], [kind is not None for kind in kinds]
         self._first, self._per_group = first, per_group
         self._each = self._plan.layers_each
         self._checkpoints = per_group // self._each  # of a group
-        self._run = self._plan.checkpoint(self._several)
+        # With a period in each slot, its layers have their own checkpoints.
+        several = self._plan.period > 1
+        self._body = self._plan.through(self._plan.checkpoint(model.layer)) if several else model.layer
+        self._run = self._several if several else self._plan.checkpoint(self._several)
 
     def _several(self, carry: Any, layers: list[Any], shared: Shared, *slots: Any) -> Any:
         """Run the layers of one activation checkpoint. slots: the kind of each, then whether each is full."""
@@ -231,7 +234,8 @@ class Pipeline:
 
         def turn(x: Any, own: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
             of = shared.where(mine)
-            return layers.through(lambda x, layer, slot, _: slot.run(model.layer, x, layer, of), x, group), own
+            body = model.remat.through(model.layer)
+            return layers.through(lambda x, layer, slot, _: slot.run(body, x, layer, of), x, group), own
 
         x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), turn)
         return model.final_hidden(x)[0]
@@ -247,7 +251,7 @@ class Pipeline:
         def turn(x: Any, kv: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
             def body(carry: tuple[Any, Any], block: Any, shared: Shared, kind: Kind) -> tuple[Any, Any]:
                 x, kv = carry
-                return model.layer_with_cache(x, block, shared, kind, kv)
+                return model.element_with_cache(x, block, shared, kind, kv)
 
             def layer(carry: tuple[Any, Any], block: Any, slot: Slot, i: jax.Array) -> tuple[Any, Any]:
                 x, kv = carry

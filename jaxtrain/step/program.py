@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import ConfigError, Model, Moe, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
-from jaxtrain.config.shapes import EXPERT_METRICS, STACK
+from jaxtrain.config.shapes import EXPERT_METRICS, STACK, without_place
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
-from jaxtrain.models.attention import Kernel, layer_kinds
+from jaxtrain.models.attention import Kernel, element_kinds
 from jaxtrain.models.lora import is_adapter
 from jaxtrain.models.module import Definition, Params, names, part
 from jaxtrain.models.remat import make_plan
@@ -128,8 +128,9 @@ class Program:
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
-    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), names(definition.abstract))
-    return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers)
+    called = jax.tree.map(without_place, names(definition.abstract))
+    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), called)
+    return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers, model.period)
 
 
 def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bool:
@@ -159,7 +160,7 @@ def make_pipeline(model: Model, placement: Placement, definition: Definition) ->
         rule = f"the {model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
         raise ConfigError([Problem("mesh.stage", layout.stages.stages, rule, remedy)])
-    return Pipeline(placement, definition, layout.stages, schedule_of(layout), layer_kinds(model))
+    return Pipeline(placement, definition, layout.stages, schedule_of(layout), element_kinds(model))
 
 
 def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance | None) -> Objective:

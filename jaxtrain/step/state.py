@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.checkpoint import digests
 from jaxtrain.config.layout import Arrangement
 from jaxtrain.config.schema import ConfigError, Problem
+from jaxtrain.config.shapes import PLACE, place_name, without_place
 from jaxtrain.models.module import Definition, Params, filled, is_stacked, part
 from jaxtrain.optim.quantized import Blocks, is_blocks
 from jaxtrain.sharding import Placement, replicated
@@ -187,15 +188,24 @@ def is_moment(path: Any) -> bool:
     return getattr(path[0], "name", "") == "optimizer" and any(isinstance(k, jax.tree_util.DictKey) for k in path)
 
 
-def layer_name(name: str, layer: int) -> str:
-    """Return the name of one layer of a stacked array."""
-    return name.replace(".layers.", f".layers.{layer}.", 1)
+def layer_name(name: str, element: int) -> str:
+    """Return the name of a stacked array in one element of the stack. It has the number of the model's layer."""
+    within = PLACE.search(name)
+    layer = element * int(within[2]) + int(within[1]) if within else element
+    return without_place(name).replace(".layers.", f".layers.{layer}.", 1)
 
 
-def split_layer(name: str) -> tuple[str, int | None]:
-    """Invert `layer_name`: return (name of the stacked array, layer); layer: None for the name of an array without layers."""
+def split_layer(name: str, period: int) -> tuple[str, int | None]:
+    """Invert `layer_name`: return (name of the stacked array, element); element: None for an array without layers.
+
+    period: layers in each element of the stack.
+    """
     found = re.match(r"(.*?\.layers)\.(\d+)\.", name)
-    return (found[1] + name[found.end() - 1 :], int(found[2])) if found else (name, None)
+    if not found:
+        return name, None
+    element, place = divmod(int(found[2]), period)
+    within = f".{place_name(place, period)}" if period > 1 else ""
+    return found[1] + within + name[found.end() - 1 :], element
 
 
 class NamedLeaf(NamedTuple):

@@ -28,6 +28,7 @@ from jaxtrain.config.schema import (
     Init,
     Log,
     Loss,
+    Model,
     Optimizer,
     Problem,
     Profile,
@@ -166,7 +167,7 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
     problems = list(check_layout(run, devices, bad))
     problems += check_schedule(run.pipeline, bad)
     problems += rules.check_model(run.model, bad)
-    problems += _remat(run.remat, run.model.num_layers, bad)
+    problems += _remat(run.remat, run.model, bad)
     if "precision" not in bad:
         problems += unsupported(run.precision, devices)
         if run.model.family in FAMILIES:  # weights of other families have names only after the model is built
@@ -226,7 +227,7 @@ def _no_choice(name: str, value: str, key: declaration.Key) -> Problem:
     return Problem(name, value, "no such choice", remedy)
 
 
-def _remat(remat: Remat, num_layers: int, bad: set[str]) -> Iterable[Problem]:
+def _remat(remat: Remat, model: Model, bad: set[str]) -> Iterable[Problem]:
     if remat.policy == "custom" and not remat.tensors.strip():
         remedy = "For example q=keep,mlp_up=offload; or policy full."
         yield Problem("remat.tensors", "", "remat.policy = custom needs a list", remedy)
@@ -235,8 +236,11 @@ def _remat(remat: Remat, num_layers: int, bad: set[str]) -> Iterable[Problem]:
     if remat.policy == "auto" and remat.every > 1:
         rule = "layers share checkpoints, and remat.policy = auto decides for single layers"
         yield Problem("remat.every", remat.every, rule, "Set it to 1, or another remat.policy.")
-    if not bad & {"remat.every", "model.num_layers"} and remat.every > num_layers:
-        yield Problem("remat.every", remat.every, f"there are only model.num_layers = {num_layers} layers", FIT)
+    elif "remat.every" not in bad and model.period > 1 and remat.every > 1:
+        rule = f"each layer has its own checkpoint with d in model.attention_pattern = {model.attention_pattern}"
+        yield Problem("remat.every", remat.every, rule, "Set 1.")
+    elif not bad & {"remat.every", "model.num_layers"} and remat.every > model.num_layers:
+        yield Problem("remat.every", remat.every, f"there are only model.num_layers = {model.num_layers} layers", FIT)
 
 
 def _schedule(o: Optimizer, steps: int, bad: set[str]) -> Iterable[Problem]:

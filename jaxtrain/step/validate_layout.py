@@ -23,6 +23,7 @@ from jaxtrain.config.schema import (
 )
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import FAMILIES
+from jaxtrain.models.rules import OF_DELTA
 from jaxtrain.optim import moments
 from jaxtrain.step import attention_specs
 from jaxtrain.step.validate_experts import check_experts
@@ -31,6 +32,8 @@ from jaxtrain.step.validate_pipeline import check_kinds, check_pipeline
 DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dimension does not exist
     ("model.num_heads", "heads", ""),
     ("model.num_kv_heads", "kv_heads", ""),
+    ("model.linear_key_heads", "heads", "model.linear_key_heads"),
+    ("model.linear_value_heads", "heads", "model.linear_value_heads"),
     ("model.d_ff", "mlp", ""),
     ("model.vocab_size", "vocab", ""),
     ("model.d_model", "embed", ""),
@@ -42,6 +45,7 @@ DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dime
     ("model.d_model", "expert_embed", "model.num_experts"),
 )
 OF_SHAPES = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "d_model", "num_layers")}
+OF_SHAPES |= {f"model.{name}" for name in ("attention_pattern", *OF_DELTA)}
 
 
 def layer_matrices(m: Model) -> dict[str, dict[str, int]]:
@@ -50,6 +54,10 @@ def layer_matrices(m: Model) -> dict[str, dict[str, int]]:
         "attention.wq": {"embed": m.d_model, "heads": m.num_heads, "head_dim": m.head_dim},
         "attention.wk": {"embed": m.d_model, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim},
     }
+    if m.delta_layers:
+        found["delta.wq"] = {"embed": m.d_model, "heads": m.linear_key_heads, "head_dim": m.linear_key_dim}
+        found["delta.wv"] = {"embed": m.d_model, "heads": m.linear_value_heads, "head_dim": m.linear_value_dim}
+        found["delta.wa"] = {"embed": m.d_model, "heads": m.linear_value_heads}
     if width := m.shared_d_ff if m.num_experts else m.d_ff:
         found["mlp.gate"] = {"embed": m.d_model, "mlp": width}
     if m.num_experts:
@@ -149,10 +157,33 @@ def _context(run: RunConfig, layout: Layout, bad: set[str]) -> tuple[Context | N
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         rule += f" (mesh.seq = {ranks}, parallel.context = {run.parallel.context})"
         found.append(Problem("data.seq_len", run.data.seq_len, rule, f"{FIT}make mesh.seq smaller."))
+    if m.delta_layers and "model.linear_key_heads" not in bad and not m.linear_key_heads % tensor:
+        found += _delta_context(run, context, tensor, ranks)
     if layout.pipelined:
         whole = not ulysses_problem(ranks, m.num_heads // tensor, max(1, m.num_kv_heads // tensor))
         found += check_kinds(m, layout.stages, context, whole, bad)
     return context, found
+
+
+def _delta_context(run: RunConfig, context: Context, tensor: int, ranks: int) -> Iterable[Problem]:
+    """Yield a problem unless each rank of the seq axis computes some heads of a delta net for all tokens of a sequence."""
+    m = run.model
+    heads = m.num_heads // tensor, max(1, m.num_kv_heads // tensor)
+    keys = m.linear_key_heads // tensor
+
+    def fits(group: int) -> bool:
+        return keys % group == 0 and not ulysses_problem(group, *heads)
+
+    if context.ring == 1 and keys % context.ulysses == 0:
+        return
+    rule = f"a delta net needs all tokens of a sequence for some of its heads, and mesh.seq = {ranks} "
+    if fits(ranks):
+        yield Problem("parallel.context", run.parallel.context, f"{rule}is a ring of {context.ring}", "Set ulysses.")
+        return
+    most = max(group for group in range(1, ranks) if ranks % group == 0 and fits(group))
+    rule += f"does not divide {keys} key heads and {heads[0]} query heads"
+    other = "" if most == 1 or run.parallel.context == "ulysses" else " and parallel.context=ulysses"
+    yield Problem("mesh.seq", ranks, rule, f"Set {most}{other}.")
 
 
 def _divisions(values: Mapping[str, Any], layout: Layout, bad: set[str]) -> Iterable[Problem]:

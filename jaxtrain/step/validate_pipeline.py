@@ -52,7 +52,7 @@ def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool
     """
     own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(model.attention_pattern) - {LOCAL, GLOBAL, UNROTATED}
-    if bad & own or letters or context.ring == 1 or model.stacked_layers < layers.stages * layers.groups:
+    if bad & own or letters or context.ring == 1 or model.stack_length < layers.stages * layers.groups:
         return
     kinds = model.kinds.replace(UNROTATED, GLOBAL)
     first = kinds[0]
@@ -71,8 +71,9 @@ def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool
 def _layers(model: Model, remat: Remat, layers: Arrangement, bad: set[str]) -> Iterable[Problem]:
     count = layers.stages * layers.groups
     of = f"mesh.stage = {layers.stages}" + (f" x pipeline.groups = {layers.groups}" if layers.groups > 1 else "")
-    if model.stacked_layers < count:
+    if model.stack_length < count:
         rule = f"some of the {count} groups of layers ({of}) would be empty"
+        rule += f": a stage has whole periods of {model.attention_pattern}" if model.period > 1 else ""
         yield Problem("model.num_layers", model.num_layers, rule, f"{FIT}set a smaller mesh.stage.")
     elif "remat.every" not in bad and remat.policy != "none" and layers.per_group % remat.every:
         rule = f"does not divide the {layers.per_group} layers that a stage runs at a time ({of})"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig
+from jaxtrain.config.schema import DELTA, ConfigError, Problem, RunConfig
 from jaxtrain.data import text_format
 from jaxtrain.data.chat_template import ChatTemplate, Conversation, load_template
 from jaxtrain.data.prepare import encode
@@ -64,10 +64,15 @@ class Sampler:
     @property
     def cache_specs(self) -> Any:
         """Return the PartitionSpecs of a key/value cache."""
-        _, heads = cached_arrays(self.run.model, self.placement)
+        model = self.run.model
+        _, heads = cached_arrays(model, self.placement)
         kv, of_dense = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
+        state = self.placement.spec(("layers", None, "heads", None, None))
+        convolved = self.placement.spec(("layers", None, None, "heads", None))
+        of_layers = [(state, *(convolved,) * 3) if letter == DELTA else (kv, kv) for letter in model.kinds[: model.period]]
         made: Any = Cache
-        return made((kv, kv), ((of_dense, of_dense),) * self.run.model.dense_layers, P(), P(), P())
+        of_stack = tuple(of_layers) if model.period > 1 else of_layers[0]
+        return made(of_stack, ((of_dense, of_dense),) * model.dense_layers, P(), P(), P())
 
     def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
         """Return the logits of the token that follows `tokens_BT`, f32 (B, V), and the cache with `tokens_BT` added."""

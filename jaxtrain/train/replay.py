@@ -239,10 +239,12 @@ def _in_layers(program: Program, params: Any, micro: Any) -> str:
     low, high = first, run.model.num_layers
     if not spoiled(high):
         return ""
-    while high - low > 1:
-        middle = (low + high) // 2
+    period = run.model.period
+    while high - low > period:
+        middle = low + (high - low) // (2 * period) * period
         low, high = (low, middle) if spoiled(middle) else (middle, high)
-    return f"the forward pass of layer {high - 1}" + (" (or what is before it)" if high == first + 1 else "")
+    layers = f"layer {high - 1}" if period == 1 else f"layers {low} to {high - 1}"
+    return f"the forward pass of {layers}" + (" (or what is before it)" if low == first else "")
 
 
 def _in_loss(program: Program, params: Any, micro: Any) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 from bugs import Bug, all_bugs
 
 REPO = Path(__file__).resolve().parents[2]
-FOLDERS = ("jaxtrain", "tests", "configs", "recipes", "docs", "benchmarks", "requirements", "deploy", "notebooks")
+FOLDERS = ("jaxtrain", "tests", "configs", "docs", "benchmarks", "requirements", "deploy", "notebooks")
 FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "run.sh", ".python-version")
 LIMIT_S = 600
 SHUFFLED = 20261128  # the order of samples: neighbours in bugs/ name the same tests

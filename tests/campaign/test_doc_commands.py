@@ -26,7 +26,6 @@ QUICK = "not layout and not gradients"
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *--explain*) ;;
-  "-m jaxtrain.main"*recipes/linear_hybrid*) set -- "$@" {short} ;; # a model without samples
   "-m jaxtrain.main"*) set -- "$@" {short} {few_tokens} ;;
 esac
 exec {python} "$@"
@@ -64,7 +63,7 @@ LONG = dict.fromkeys(("README.md", "parallelism.md", "python.md", "recipes.md"),
 def test_commands_run(page: Path, home: Path, tmp_path: Path):
     clone, tools = tmp_path / "jaxtrain", tmp_path / "tools"
     clone.mkdir()
-    for name in ("jaxtrain", "configs", "recipes", "tests", "benchmarks"):
+    for name in ("jaxtrain", "configs", "tests", "benchmarks"):
         shutil.copytree(REPO / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "pyproject.toml", clone)
     tools.mkdir()

@@ -121,6 +121,9 @@ LATENT = {
 }
 DENSE = {**EXPERTS, "model.dense_layers": 1, "model.dense_d_ff": 48, "model.num_layers": 3}
 
+OF_DELTA = {"linear_key_heads": 2, "linear_value_heads": 4, "linear_key_dim": 8, "linear_value_dim": 8, "linear_conv": 4}
+DELTA = {"model.attention_pattern": "dg"} | {f"model.{name}": value for name, value in OF_DELTA.items()}
+
 # (settings that the keys need, key -> another value). Each key changes alone. Other tests check that the change is right.
 ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"model.num_layers": 1, "model.d_model": 32, "model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16}),
@@ -133,6 +136,7 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"model.sliding_window": 8}, {"model.attention_pattern": "lg"}),
     (LATENT, {f"model.{name}": 4 for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")}),
     (LATENT, {"model.v_head_dim": 8}),
+    (DELTA, {f"model.{name}": 2 * value for name, value in OF_DELTA.items()}),
     ({}, {"model.rope_scaling": "llama3"}),
     (YARN, {"model.rope_beta_fast": 4.0, "model.rope_beta_slow": 0.25, "model.rope_truncate": False}),
     (YARN, {"model.rope_attention_factor": 1.5}),

@@ -27,7 +27,8 @@ STEPS = {"data.seq_len": 32, "data.max_segments": 6, "train.global_batch": 4, "m
 def run_of(name: str, layout: str = "") -> RunConfig:
     """Return a run of the model `name` of reference/golden on a layout; "": on one device."""
     model = dataclasses.replace(model_of(hugging_face.settings(name)), vocab_size=264, init_std=0.1)
-    return helpers.tiny({f"model.{k}": v for k, v in dataclasses.asdict(model).items()} | STEPS | LAYOUTS.get(layout, {}))
+    how = STEPS | LAYOUTS.get(layout, {}) | ({"parallel.context": "ulysses"} if model.delta_layers else {})
+    return helpers.tiny({f"model.{k}": v for k, v in dataclasses.asdict(model).items()} | how)
 
 
 @functools.lru_cache(1)

@@ -63,10 +63,12 @@ def run_of(name, more=None, base=None):
 def decoded(run, tensors):
     """Return the tensors with each weight in fewer bits as one array."""
     stored = helpers.program(run).definition.stored
-    out = {name: x for name, x in tensors.items() if split_layer(name.rpartition(".")[0])[0].removeprefix(PREFIX) not in stored}
+    out = {
+        name: x for name, x in tensors.items() if split_layer(name.rpartition(".")[0], 1)[0].removeprefix(PREFIX) not in stored
+    }
     weights = {name.removesuffix(".bits"): name for name in tensors if name.endswith(".bits")}
     for weight in weights:
-        how = stored[split_layer(weight)[0].removeprefix(PREFIX)]
+        how = stored[split_layer(weight, 1)[0].removeprefix(PREFIX)]
         out[weight] = np.asarray(
             how.decode({part: jnp.asarray(tensors[f"{weight}.{part}"]) for part in how.abstract}, np.dtype("float32"))
         )
@@ -177,6 +179,6 @@ def test_shipped_mxfp4_keeps_every_value(tmp_path):
     assert base.errors == dict.fromkeys(weights, 0.0) and len(weights) == 3 * run.model.num_layers
     values = values_in(origin)
     for weight in weights:
-        how = definition.stored[split_layer(weight)[0].removeprefix(PREFIX)]
+        how = definition.stored[split_layer(weight, 1)[0].removeprefix(PREFIX)]
         made = how.decode({part: base.tensors[f"{weight}.{part}"] for part in how.abstract}, jnp.dtype("float32"))
         np.testing.assert_array_equal(np.asarray(made), np.asarray(values[weight], np.float32), err_msg=weight)

@@ -76,7 +76,14 @@ BIASED, NARROW = {"attention_bias": True}, {"intermediate_size": 32}
 FACTORS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0}
 HALF = {"partial_rotary_factor": 0.5}
 QK = {"head_dim": 16, "use_qk_norm": True}
-S, F = "sliding_attention", "full_attention"
+S, F, L = "sliding_attention", "full_attention", "linear_attention"
+LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+LINEAR |= {"linear_conv_kernel_dim": 4, "head_dim": 16, "layer_types": [L, F, L, F], "tie_word_embeddings": False}
+# A delta net's norm divides its output by its length, at a document's first token |q . k| |v|, which may be nearly 0. With
+# 1e-5 the norm would multiply the rounding of q, in transformers too.
+EPS = {"rms_norm_eps": 1e-2}
+SHARED = {**EIGHT, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40}
+MROPE = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 MODELS = {
     "llama": t.LlamaConfig(**COMMON, tie_word_embeddings=True, **rope(5000.0, "llama3", **LLAMA3)),
     "llama2": t.LlamaConfig(**COMMON, tie_word_embeddings=False, **rope(777.0)),
@@ -139,6 +146,9 @@ MODELS = {
     "dots1": t.Dots1Config(**COMMON, **WIDER, head_dim=16, sliding_window=None, tie_word_embeddings=False, **rope(3000.0)),
     "gemma2": t.Gemma2Config(**GEMMA, attn_logit_softcapping=4.0, final_logit_softcapping=3.0, **rope(4000.0)),
     "gemma3": t.Gemma3TextConfig(**GEMMA, layer_types=[S, S, F, S], **gemma3_rope()),
+    "qwen3_next": t.Qwen3NextConfig(
+        **COMMON | EPS, **LINEAR, **SHARED, norm_topk_prob=False, partial_rotary_factor=0.25, **rope(3000.0)
+    ),
 }
 if V5:  # transformers 4 has no such classes
     MODELS["cwm"] = t.CwmConfig(
@@ -148,10 +158,14 @@ if V5:  # transformers 4 has no such classes
     MODELS["minimax_m2"] = t.MiniMaxM2Config(
         **COMMON, **TOP3_OF_6, head_dim=16, tie_word_embeddings=False, **rope(3000.0, **HALF)
     )
+    narrow = {key: value for key, value in (COMMON | EPS).items() if key != "intermediate_size"}
+    MODELS["qwen3_5"] = t.Qwen3_5TextConfig(**COMMON | EPS, **LINEAR, **rope(3000.0, **MROPE))
+    MODELS["qwen3_5_moe"] = t.Qwen3_5MoeTextConfig(**narrow, **LINEAR, **SHARED, **rope(3000.0, **MROPE))
+NAMES = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
 OLD = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "mixtral", "qwen3_moe", "gemma2", "gemma3")
 GRADIENTS = tuple(name for name in MODELS if name not in OLD)
-ONE_BY_ONE = ("gpt_oss", "deepseek_v3")
+ONE_BY_ONE = ("gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 def model_of(config, scale=1.0):
@@ -223,9 +237,7 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     chosen, logits = sys.argv[2:] or list(MODELS), {}
     for name, config in ((name, MODELS[name]) for name in chosen):
-        config.architectures = [
-            {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.replace("Config", "ForCausalLM"))
-        ]
+        config.architectures = [NAMES.get(name, type(config).__name__.replace("Config", "ForCausalLM"))]
         config.to_json_file(out / f"{name}.{5 if V5 else 4}.json", use_diff=True)
         if V5:
             with torch.no_grad():

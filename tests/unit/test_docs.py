@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import command_reference, config_reference, file_tree, gpu_items
+from benchmarks import command_reference, config_reference, file_tree, gpu_items, model_types
 from jaxtrain import main
 from jaxtrain.checkpoint import arrays
 from jaxtrain.commands.api import load
@@ -138,7 +138,7 @@ def test_commands_of_a_page_can_be_parsed(page: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_and_names_of_files_lead_somewhere(page: Path):
     """The names are those in backticks that start with a folder of this repository."""
-    roots = ("jaxtrain/", "configs/", "recipes/", "tests/", "docs/", "benchmarks/", "requirements/")
+    roots = ("jaxtrain/", "configs/", "tests/", "docs/", "benchmarks/", "requirements/")
     for name in re.findall(r"`([\w./-]+)`", page.read_text()):
         assert not name.startswith(roots) or (REPO / name).exists(), name
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
@@ -159,8 +159,9 @@ def test_links_and_names_of_files_lead_somewhere(page: Path):
         (file_tree.PAGE, file_tree.page),  # written by: python -m benchmarks.file_tree --write
         (config_reference.PAGE, config_reference.page),  # python -m benchmarks.config_reference --write
         (command_reference.PAGE, command_reference.page),  # python -m benchmarks.command_reference --write
+        (model_types.PAGE, model_types.page),  # python -m benchmarks.model_types --write
     ],
-    ids=["list_of_modules", "list_of_keys", "list_of_commands"],
+    ids=["list_of_modules", "list_of_keys", "list_of_commands", "list_of_model_types"],
 )
 def test_generated_pages_are_up_to_date(page: Path, text: Any, monkeypatch: pytest.MonkeyPatch):
     """The pages do not depend on the width of the terminal."""

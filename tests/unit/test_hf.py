@@ -42,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_configs_of_transformers_4_and_5_say_the_same():
     for name in FAMILIES:
-        assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
+        if "qwen3_5" not in name:  # transformers 4 does not have it
+            assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
 
 
 def test_the_rotated_part_of_a_head_has_the_default_of_its_class():
@@ -165,7 +166,6 @@ KEYS = {
 }
 # (family, changes of config.json, what the error names)
 NAMED = [
-    ("llama2", {"model_type": "gemma3", "text_config": {}}, "gemma3"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
     ("llama2", rotary("dynamic", factor=4.0), r"--set rope_scaling=null --set 'rope_parameters="),
     ("phi3", rotary("yarn", factor=4.0, original_max_position_embeddings=64), "rope_type = 'yarn'"),
@@ -294,7 +294,7 @@ def test_special_tensors_of_routed_models(tmp_path, name):
     folder = hugging_face.write(tmp_path / "theirs", name, num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
+    tensors = {k: v if "correction" in k else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
     save_file(tensors | extra, folder / "model.safetensors")
     assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
@@ -311,6 +311,10 @@ PUBLISHED = {
     "mistral": {"sliding_window": None, "transformers.js_config": {}},
     "gpt_oss": {"experts_per_token": 2, "initial_context_length": 8, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
+    "dots1": {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None, "use_sliding_window": False},
+    "seed_oss": {"rope_scaling": {"rope_type": "default"}, "pretraining_tp": 1},
+    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True},
 }
 
@@ -444,6 +448,9 @@ PARAMETERS = {
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_next_80b_a3b": 79_674_391_296,  # the multi-token prediction of published weights is left out
+    "qwen3_5_9b": 8_953_803_264,
+    "qwen3_5_35b_a3b": 34_660_610_688,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
     "deepseek_v3": 671_026_419_200,  # without the multi-token prediction layer

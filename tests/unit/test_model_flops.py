@@ -6,16 +6,19 @@ import helpers
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.models import preset
 from jaxtrain.models.flops import Flops
-from jaxtrain.models.layers import GatedLinear
+from jaxtrain.models.layers import Embed, GatedLinear
 from jaxtrain.models.transformer import Transformer
+from jaxtrain.sharding import make_placement
 from jaxtrain.step import model_flops
 from jaxtrain.step.model_flops import Tally, count
+from jaxtrain.train.generation import Sampler
 
 PRESETS = ("llama3.1_8b", "qwen3_8b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3")
 
@@ -72,6 +75,36 @@ def test_a_family_of_the_users_own_is_counted_where_it_differs_from_the_formula(
     # A model that differs by less keeps the formula, which also knows what remat recomputes.
     known = model_flops.model_flops(dataclasses.replace(run, model=dataclasses.replace(m, family="llama"), own=()))
     assert known.by_formula and known.recomputed is not None and not known.note
+
+
+class Stating(Family):
+    @staticmethod
+    def flops(model, seq_len):
+        return Flops(7.0, 11.0 * seq_len)
+
+
+def test_a_family_states_its_flops():
+    run = helpers.tiny({"model.family": "test_model_flops:Stating", "own": {"extra": False}})
+    found = model_flops.model_flops(run)
+    assert found.training == Flops(21.0, 33.0 * run.data.seq_len)
+    assert found.recomputed is None and not found.by_formula and found.note
+
+
+class Mute(nnx.Module):
+    """A model without decode."""
+
+    def __init__(self, model, kernel, remat, ctx, rngs):
+        self.embed = Embed(model.vocab_size, model.d_model, 0.02, ctx, rngs)
+
+
+class MuteFamily:
+    build = staticmethod(Mute)
+
+
+def test_a_model_without_decode_writes_no_samples():
+    run = helpers.tiny({"model.family": "test_model_flops:MuteFamily"})
+    with pytest.raises(schema.ConfigError, match="sample.max_tokens"):
+        Sampler(run, make_placement(run, jax.devices()[:1]))
 
 
 def cost(f, *shapes, active=None) -> tuple[Flops, set[str]]:

@@ -21,12 +21,21 @@ OWN_KEYS = {
     "sliding_window": Windows(pattern),
     "rope_parameters": Rope(local="rope_local_base_freq"),
 }
+# fmt: off
+NESTED = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+}
+# fmt: on
 FORMAT = Format(
     "gemma3_text",
     "Gemma3ForCausalLM",
     COMMON | ATTENTION_BIAS | POST_NORMS | QK_NORM,
     KEYS | BIASED | GEMMA | GEMMA_SCORES | OWN_KEYS,
     model={"norm_placement": "sandwich", "qk_norm": True},
+    nested=NESTED,
 )
 SMALL = {"attn_logit_scale": 256**-0.5, "sliding_window": 512}
 LARGE = {"attn_logit_scale": 256**-0.5, "sliding_window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}

@@ -385,7 +385,7 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
     everything = known.training + known.recomputed
     one = flops.attention(run.model, run.data.seq_len)
     # `flops.training` counts the backward pass as twice the forward pass. Attention is counted below.
-    back = flops.differentiates_layers(run.lora, run.train)
+    back = flops.differentiates_layers(run.model, run.lora, run.train)
     again = _attention_repeats(run.remat)
     linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + again))
     backward, masked = _ATTENTION[attention]
@@ -396,7 +396,7 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
         passes = (layers + run.model.mtp_layers) * (1 + back * (backward + again))
         computed += (each.causal if masked else each.full) * passes * _blocks(run.data, alike, layout, masked)
     idle = schedule_of(layout).bubble
-    empty = layout.stages.places / run.model.stacked_layers
+    empty = layout.stages.places / run.model.stack_length
     head = flops.head(run.model, run.lora, run.train)
     layers = (linear - head + computed) * empty / (1 - idle)
     return (head + layers) * run.tokens_per_step / layout.devices
