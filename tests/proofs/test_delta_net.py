@@ -56,18 +56,19 @@ SEGMENTS = np.stack([np.repeat([1, 2, 3, 4, 5, 0], lengths) for lengths in LENGT
 one_device = functools.cache(lambda: helpers.first_steps(helpers.tiny(SMALL), 2))
 
 
+LAYOUTS = [
+    {"mesh.fsdp": 2, "mesh.tensor": 2},
+    {"mesh.fsdp": 2, "mesh.seq": 2, "parallel.context": "ulysses"},
+    {"mesh.stage": 2, "train.grad_accum": 2},
+    {"sharding.zero": 1, "mesh.fsdp": 2},
+    {"parallel.scan_layers": False},
+    {"train.grad_accum": 2, "train.accumulate": "layer", "mesh.fsdp": 2},
+    {"remat.policy": "full"},
+]
+
+
 @pytest.mark.parametrize(
-    "more",
-    [
-        {"mesh.fsdp": 2, "mesh.tensor": 2},
-        {"mesh.fsdp": 2, "mesh.seq": 2, "parallel.context": "ulysses"},
-        {"mesh.stage": 2, "train.grad_accum": 2},
-        {"sharding.zero": 1, "mesh.fsdp": 2},
-        {"parallel.scan_layers": False},
-        {"train.grad_accum": 2, "train.accumulate": "layer", "mesh.fsdp": 2},
-        {"remat.policy": "full"},
-    ],
-    ids=lambda more: "-".join(f"{k.rpartition('.')[2]}{v}" for k, v in more.items()),
+    "more", helpers.few(LAYOUTS, LAYOUTS[0]), ids=lambda more: "-".join(f"{k.rpartition('.')[2]}{v}" for k, v in more.items())
 )
 def test_layouts_take_the_steps_of_one_device(more):
     """Loss, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
@@ -180,7 +181,10 @@ def test_convolution_sees_the_tokens_before():
 # ---- The model
 
 
-@pytest.mark.parametrize("layout", [{}, {"mesh.stage": 2, "train.grad_accum": 2}, {"mesh.tensor": 2, "mesh.fsdp": 2}], ids=str)
+DECODED = [{}, {"mesh.stage": 2, "train.grad_accum": 2}, {"mesh.tensor": 2, "mesh.fsdp": 2}]
+
+
+@pytest.mark.parametrize("layout", helpers.few(DECODED, {}), ids=str)
 def test_decoding_gives_the_logits_of_whole_sequences(layout):
     """A cache has the state of each delta net and the last inputs of its convolutions."""
     run = helpers.tiny(SMALL | {"data.seq_len": 64} | layout)
@@ -201,6 +205,27 @@ def test_decoding_gives_the_logits_of_whole_sequences(layout):
     for first, last in ((0, 1), (1, 2), (2, 11), (11, 12), (12, 24)):
         got, cache = decode(params, cache, tokens[:, first:last])
         assert np.abs(np.asarray(got) - np.asarray(whole)[:, last - 1]).max() < 2e-5 * np.abs(whole).max()
+
+
+OTHER_TRAINING = {
+    "fp8": {"precision": "fp8"},
+    "muon": {"optimizer.name": "muon", "mesh.fsdp": 2},
+    "low bits": {"lora.rank": 2, "lora.base": "fp8"},
+    "average": {"train.ema_decay": 0.9},
+    "frozen": {"train.freeze": "layers.mlp.*,embed.*"},
+    "biases of routers": EXPERTS | {"model.router_bias": True},
+    "uneven stages": {"model.num_layers": 6, "mesh.stage": 2, "train.grad_accum": 2},
+    "groups of stages": {"model.num_layers": 8, "mesh.stage": 2, "train.grad_accum": 2, "pipeline.schedule": "interleaved"}
+    | {"pipeline.groups": 2},
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", OTHER_TRAINING)
+def test_other_ways_to_train_take_finite_steps(name):
+    wide = {"model.d_model": 64, "model.linear_key_dim": 16, "model.linear_value_dim": 16}
+    taken = helpers.first_steps(helpers.tiny(SMALL | wide | OTHER_TRAINING[name]), 2)
+    assert np.isfinite(taken.loss).all() and taken.loss[0] != taken.loss[1]
 
 
 @pytest.mark.parametrize("policy", [pytest.param("none", marks=pytest.mark.more), "full"])
