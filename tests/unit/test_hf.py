@@ -449,7 +449,9 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,  # the multi-token prediction of published weights is left out
+    "qwen3_5_0.8b": 752_393_024,
     "qwen3_5_9b": 8_953_803_264,
+    "qwen3_5_27b": 26_895_998_464,
     "qwen3_5_35b_a3b": 34_660_610_688,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
