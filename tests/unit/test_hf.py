@@ -145,7 +145,7 @@ KEYS = {
     "smollm3": [
         {"no_rope_layers": [1, 0, 1]},
         {"no_rope_layers": [1, 2, 1, 1]},
-        {"use_sliding_window": True, "sliding_window": 6},
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": None},
     ],
     "granite": [{"logits_scaling": 0}, {"attention_multiplier": None}, {"residual_multiplier": "1"}],
     "granitemoe": [{"position_embedding_type": "nope"}, {"mlp_bias": True}, {"num_local_experts": None}],
