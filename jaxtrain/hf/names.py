@@ -168,6 +168,8 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers))
         if gate in known and known[gate].each_expert and together in stored:
             known |= EXPERTS_TOGETHER
+        first = {name: how.parameter.replace("{i}", "0") for name, how in known.items() if how.parameter}
+        known |= {k: dataclasses.replace(known[k], name=known[k].parameter) for k, name in first.items() if name in stored}
         # safetensors' save_model writes a tied head and embedding once, under either name.
         if model.tied_head and EMBEDDING not in stored and HEAD in stored:
             known = {k: dataclasses.replace(how, name=HEAD) if how.name == EMBEDDING else how for k, how in known.items()}

@@ -201,9 +201,15 @@ def norms_of(run: RunConfig) -> list[str]:
     """
     if not_by_parts(run):
         return []
-    ours = [f"{stack}.{at}.{norm}_norm.scale" for stack, at in stacks(run.model) for norm in ("attention", "mlp")]
-    known = entries(run.model)
-    return [known[PREFIX + name].theirs[0].removesuffix(".weight") for name in (*ours, "final_norm.scale")]
+    known, out = entries(run.model), []
+    theirs = {name.removeprefix(PREFIX): entry.theirs[0].removesuffix(".weight") for name, entry in known.items()}
+    for layer in (f"{stack}.{at}." for stack, at in stacks(run.model)):
+        if run.model.norm_placement == "post":  # attention and feed-forward see the stream itself
+            first = theirs.get(f"{layer}mlp.router") or theirs[f"{layer}mlp.gate"]
+            out += [theirs[f"{layer}attention.wq"], first.rpartition(".")[0]]
+        else:
+            out += [theirs[f"{layer}{norm}_norm.scale"] for norm in ("attention", "mlp")]
+    return [*out, theirs["final_norm.scale"]]
 
 
 def stacks(model: schema.Model) -> list[tuple[str, int]]:

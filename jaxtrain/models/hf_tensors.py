@@ -51,7 +51,7 @@ class HfTensor:
         interleaved: the axis of `ours` whose rotated dimensions are interleaved pairs in the checkpoint: the last dimensions
             of latent attention's axes, and the first ones of others.
         exact: the tensor is imported and exported in float32, for any dtype of the other tensors.
-        parameter: the name of the parameter in transformers 5's model, if it is another: PEFT names adapters of experts by it.
+        parameter: the name in transformers 5's model and in what it saves with save_original_format=False, if it is another.
         copy: the name of the tensor's copy in each module of multi-token prediction, with {i} for the module's layer.
     """
 

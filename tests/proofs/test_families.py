@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", helpers.few(CASES, ("olmo2", "fsdp2xtensor2")), ids="-".join)
+@pytest.mark.parametrize("case", helpers.few(CASES, ("olmo2", "fsdp2xtensor2"), ("phi3", "fsdp2xseq2")), ids="-".join)
 def test_layouts_take_the_steps_of_one_device(case):
     """Losses, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
     one = one_device(case[0])

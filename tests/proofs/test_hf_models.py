@@ -46,7 +46,7 @@ def llama(tmp_path_factory) -> tuple[Path, Path]:
     return folder, ours
 
 
-@pytest.mark.parametrize("name", helpers.few(FAMILIES, "llama", "mixtral", "gemma2", "gemma3", "qwen3_5"))
+@pytest.mark.parametrize("name", helpers.few(FAMILIES, "llama", "mixtral", "gemma2", "gemma3", "phi3", "glm", "qwen3_5"))
 def test_logits_are_those_of_transformers(tmp_path, name):
     """They are those of all experts, whatever capacity a run had."""
     source = open_origin(str(hugging_face.write(tmp_path, name)))
@@ -90,7 +90,7 @@ def packed_documents() -> dict[str, np.ndarray]:
     return batch | {"positions": np.concatenate([np.arange(n, dtype=np.int32) for n in DOCUMENTS])[None]}
 
 
-@pytest.mark.parametrize("name", helpers.few(GRADIENTS, "deepseek_v3", "olmo2", "qwen3_next"))
+@pytest.mark.parametrize("name", helpers.few(GRADIENTS, "deepseek_v3", "olmo2", "qwen3_next", "glm4_moe"))
 def test_gradients_are_those_of_transformers(tmp_path, name):
     """Every parameter's gradient agrees with transformers' in norm and in a random projection. Two documents share a row;
     transformers computed each alone.
@@ -125,7 +125,7 @@ def test_logits_of_packed_documents_are_those_of_transformers(tmp_path, name):
     assert np.abs(logits(batch["tokens"], np.ones_like(batch["segments"]))[0] - GOLDEN[f"{name}_documents"]).max() > 100 * SAME
 
 
-@pytest.mark.parametrize("name", helpers.few(FAMILIES, "mixtral", "deepseek_v3"))
+@pytest.mark.parametrize("name", helpers.few(FAMILIES, "mixtral", "deepseek_v3", "phi3"))
 def test_round_trip(tmp_path, name):
     """After import and export, the tensors are equal bit for bit, and config.json gives the same model, except init_std."""
     folder, ours, _ = imported(tmp_path, name)

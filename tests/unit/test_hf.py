@@ -1,6 +1,7 @@
 """Hugging Face folders: reading config.json and tensors, refusals by name, presets, tokenizers."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -43,6 +44,12 @@ def test_configs_of_transformers_4_and_5_say_the_same():
     for name in FAMILIES:
         if "qwen3_5" not in name:  # transformers 4 does not have it
             assert model_of(hugging_face.settings(name, 4)) == model_of(hugging_face.settings(name, 5)), name
+
+
+def test_the_rotated_part_of_a_head_has_the_default_of_its_class():
+    for name, part in {"phi3": 1.0, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "minimax_m2": 1.0}.items():
+        given = {k: v for k, v in hugging_face.settings(name, 4).items() if k not in ("partial_rotary_factor", "rotary_dim")}
+        assert model_of(given).partial_rotary_factor == part, name
 
 
 # ---- Tensors in other forms
@@ -131,6 +138,18 @@ KEYS = {
         *({"rope_scaling": "linear"}, {"tie_word_embeddings": None}, {"hidden_size": "64"}, {"rope_theta": 5.0}),
     ],
     "mistral": [{"attention_bias": True}, {"mlp_bias": True}],
+    "gemma": [{"hidden_act": "relu"}, {"hidden_activation": "gelu"}, {"use_bidirectional_attention": True}],
+    "olmo3": [rotary("default"), {"sliding_window": None}, {"clip_qkv": 8.0}],
+    "olmoe": [{"clip_qkv": 8.0}, {"head_dim": 16}, {"num_local_experts": 4}, {"norm_topk_prob": None}],
+    "exaone4": [{"sliding_window_pattern": "LLG", "layer_types": None}, {"sliding_window": None}, {"attention_bias": True}],
+    "smollm3": [
+        {"no_rope_layers": [1, 0, 1]},
+        {"no_rope_layers": [1, 2, 1, 1]},
+        {"use_sliding_window": True, "sliding_window": 6},
+    ],
+    "granite": [{"logits_scaling": 0}, {"attention_multiplier": None}, {"residual_multiplier": "1"}],
+    "granitemoe": [{"position_embedding_type": "nope"}, {"mlp_bias": True}, {"num_local_experts": None}],
+    "cwm": [{"attention_bias": True}, {"head_dim": None}, {"sliding_window": None}],
     "mixtral": [{"router_jitter_noise": 0.01}, {"num_local_experts": None}, {"num_experts_per_tok": 7}],
     "gpt_oss": [{"swiglu_limit": 5.0}, {"experts_per_token": 3}, {"quantization_config": {"quant_method": "fp8"}}],
     "qwen2": [{"use_mrope": True}],
@@ -172,6 +191,45 @@ def test_what_is_not_understood_is_refused(tmp_path):
             open_origin(str(folder))
     assert command.main(["import", str(tmp_path / "llama2"), f"--out={tmp_path / 'ours'}"]) == 2
     assert not (tmp_path / "ours").exists()
+
+
+# (family, changes of config.json, the letters of its four layers)
+OF_LAYERS = [
+    ("exaone4", {"sliding_window_pattern": "LLG"}, "llnl"),  # not read beside layer_types
+    ("exaone4", {"sliding_window_pattern": 2, "layer_types": None}, "lnln"),
+    ("exaone4", {"layer_types": ["full_attention"] * 4}, "nnnn"),
+    ("exaone4", {"layer_types": ["full_attention"] * 4, "sliding_window": None}, "gggg"),
+    ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 0]}, "nggg"),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None}, "gngn"),
+    (
+        "smollm3",
+        {"layer_types": ["sliding_attention", *["full_attention"] * 3], "use_sliding_window": True, "sliding_window": 6},
+        "lgng",
+    ),
+    ("olmo3", {"layer_types": None}, "lllg"),
+    ("cwm", {"layer_types": None}, "glll"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "kinds"), OF_LAYERS)
+def test_kinds_of_layers_are_those_of_transformers(name, change, kinds):
+    """An export says the same, and Granite's and Gemma's other forms are read."""
+    model = model_of(hugging_face.settings(name) | change)
+    assert model.kinds == kinds
+    assert model_of(exporting.config_json(model, "f32", 64, {})) == dataclasses.replace(model, init_std=0.02)
+
+
+def test_other_forms_of_keys_and_tensors(tmp_path):
+    """Gemma's first checkpoints say gelu, and transformers 5 can save Granite's experts with the names of its model."""
+    assert model_of(hugging_face.settings("gemma") | {"hidden_act": "gelu"}) == model_of(hugging_face.settings("gemma"))
+    folder = hugging_face.write(tmp_path, "granitemoe")
+    before = open_origin(str(folder)).stored
+    names = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight": "experts.down_proj"}
+    names |= {"router.layer.weight": "router.weight"}
+    tensors = {functools.reduce(lambda n, x: n.replace(*x), names.items(), k): a for k, a in tensors_of(folder).items()}
+    assert "model.layers.3.block_sparse_moe.experts.gate_up_proj" in tensors
+    save_file(tensors, folder / "model.safetensors")
+    assert open_origin(str(folder)).stored == before
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -228,14 +286,15 @@ def test_weights_in_fp8_are_read_with_the_scales_of_their_blocks(tmp_path):
         open_folder(folder).read(gone.removesuffix("_scale_inv"))
 
 
-def test_deepseeks_special_tensors(tmp_path):
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_special_tensors_of_routed_models(tmp_path, name):
     """The layer of multi-token prediction is left out where config.json does not count it. The router's bias stays in float32
     beside bfloat16 weights, on import and export: rounding would choose other experts.
     """
-    folder = hugging_face.write(tmp_path / "theirs", "deepseek_v3", num_nextn_predict_layers=0)
+    folder = hugging_face.write(tmp_path / "theirs", name, num_nextn_predict_layers=0)
     extra = {"model.layers.4.enorm.weight": np.ones(64, np.float32)}
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    tensors = {k: v if k.endswith("bias") else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
+    tensors = {k: v if "correction" in k else v.astype(ml_dtypes.bfloat16) for k, v in tensors_of(folder).items()}
     save_file(tensors | extra, folder / "model.safetensors")
     assert open_folder(folder).matched[1].keys() == extra.keys()
     importing.import_folder(open_folder(folder), tmp_path / "ours", "auto", print)
@@ -252,6 +311,10 @@ PUBLISHED = {
     "mistral": {"sliding_window": None, "transformers.js_config": {}},
     "gpt_oss": {"experts_per_token": 2, "initial_context_length": 8, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3_moe": {"max_window_layers": 48, "norm_topk_prob": True},
+    "dots1": {"scoring_func": "noaux_tc", "n_group": None, "topk_group": None, "use_sliding_window": False},
+    "seed_oss": {"rope_scaling": {"rope_type": "default"}, "pretraining_tp": 1},
+    "qwen2_moe": {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1, "seq_aux": True},
 }
 

@@ -2,7 +2,7 @@
 
 from jaxtrain.config.schema import GLOBAL, LOCAL
 from jaxtrain.models.families.deepseek_v3 import ROUTED, ROUTED_KEYS, stacks
-from jaxtrain.models.hf_keys import COUNT, Settings
+from jaxtrain.models.hf_keys import COUNT, WHOLE, Key, Kind, Settings
 from jaxtrain.models.hf_tensors import ATTENTION_BIAS, COMMON, QK_NORM
 from jaxtrain.models.hugging_face import BIASED, KEYS, UNTIED, Format, Windows
 from jaxtrain.models.structure import Structure, presets
@@ -22,7 +22,13 @@ def windowed(s: Settings) -> str:
 
 
 MODEL = {"qk_norm": True, "router": "sigmoid", "router_bias": True}
-OWN_KEYS = {"sliding_window": Windows(windowed)}
+BY_SIGMOIDS = Kind("scores are built as sigmoids", lambda x, _: x in ("sigmoid", "noaux_tc"))  # as published
+OWN_KEYS = {
+    "sliding_window": Windows(windowed),
+    "n_group": Key("router_groups", WHOLE, 1),
+    "topk_group": Key("groups_per_token", WHOLE, 1),
+    "scoring_func": Key("", BY_SIGMOIDS, None),
+}
 FORMAT = Format("dots1", "Dots1ForCausalLM", TENSORS, KEYS | UNTIED | BIASED | ROUTED_KEYS | OWN_KEYS, model=MODEL)
 # fmt: off
 PRESETS = presets(

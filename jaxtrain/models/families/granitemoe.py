@@ -10,7 +10,7 @@ __all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
 MOE = "model.layers.{i}.block_sparse_moe."
 GATE_UP = MOE + "experts.gate_up_proj"
 EXPERTS = {
-    "layers.{i}.mlp.router": HfTensor(MOE + "router.layer.weight", "D E", "E D"),
+    "layers.{i}.mlp.router": HfTensor(MOE + "router.layer.weight", "D E", "E D", parameter=MOE + "router.weight"),
     "layers.{i}.mlp.gate": HfTensor(MOE + "input_linear.weight", "E D F", "E (F + F) D", 0, parameter=GATE_UP),
     "layers.{i}.mlp.up": HfTensor(MOE + "input_linear.weight", "E D F", "E (F + F) D", 1, parameter=GATE_UP),
     "layers.{i}.mlp.down": HfTensor(MOE + "output_linear.weight", "E D F", "E D F", parameter=MOE + "experts.down_proj"),

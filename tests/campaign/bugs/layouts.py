@@ -152,8 +152,8 @@ BUGS = (
     Bug(
         "norm: the offset of the scale is forgotten",
         "jaxtrain/kernels/norm.py",
-        "(normal * (offset + scale))",
-        "(normal * scale)",
+        "weight = offset + scale",
+        "weight = scale",
         "proofs/test_kernel_properties.py -k norm",
     ),
     Bug(

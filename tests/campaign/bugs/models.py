@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "attention: local and global layers swap their rotary bases",
         "jaxtrain/models/attention.py",
-        "local if kind == LOCAL else scaled",
-        "scaled if kind == LOCAL else local",
+        "{LOCAL: local, UNROTATED: unrotated}.get(kind, scaled)",
+        "{LOCAL: scaled, UNROTATED: unrotated}.get(kind, local)",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(
@@ -583,6 +583,27 @@ BUGS = (
         "return key in NEUTRAL and value == NEUTRAL[key] and isinstance",
         "return key in NEUTRAL and isinstance",
         "proofs/test_hf_folders.py -k refused_by_name",
+    ),
+    Bug(
+        "Hugging Face: the last dimensions of GLM's heads are its pairs",
+        "jaxtrain/hf/names.py",
+        'width - rotary if self.sizes["L"] else 0',
+        "width - rotary",
+        "unit/test_hf.py -k pairs_of_the_first",
+    ),
+    Bug(
+        "Hugging Face: without its key, whole heads are rotated",
+        "jaxtrain/models/hugging_face.py",
+        "Key(PARTIAL, NUMBER, partial)",
+        "Key(PARTIAL, NUMBER, 1.0)",
+        "unit/test_hf.py -k rotated_part",
+    ),
+    Bug(
+        "PEFT: all weights of a module have the ranks of the first",
+        "jaxtrain/hf/peft.py",
+        "start = names.index(weight_of(name)) * rank",
+        "start = 0",
+        "unit/test_lora.py -k one_module",
     ),
     Bug(
         "folders: an import takes models that no run may have",
