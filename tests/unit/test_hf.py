@@ -145,7 +145,7 @@ KEYS = {
     "smollm3": [
         {"no_rope_layers": [1, 0, 1]},
         {"no_rope_layers": [1, 2, 1, 1]},
-        {"use_sliding_window": True, "sliding_window": 6},
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": None},
     ],
     "granite": [{"logits_scaling": 0}, {"attention_multiplier": None}, {"residual_multiplier": "1"}],
     "granitemoe": [{"position_embedding_type": "nope"}, {"mlp_bias": True}, {"num_local_experts": None}],
@@ -449,7 +449,9 @@ PARAMETERS = {
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_next_80b_a3b": 79_674_391_296,  # the multi-token prediction of published weights is left out
+    "qwen3_5_0.8b": 752_393_024,
     "qwen3_5_9b": 8_953_803_264,
+    "qwen3_5_27b": 26_895_998_464,
     "qwen3_5_35b_a3b": 34_660_610_688,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,

@@ -31,7 +31,9 @@ FORMAT = Format(
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "qwen3_5_9b": (32, 4096, 16, 4, 256, 12288, 248320),
+        "qwen3_5_0.8b": (24, 1024,  8, 2, 256,  3584, 248320, {"tied_head": True, "linear_value_heads": 16}),
+        "qwen3_5_9b":   (32, 4096, 16, 4, 256, 12288, 248320),
+        "qwen3_5_27b":  (64, 5120, 24, 4, 256, 17408, 248320, {"linear_value_heads": 48}),
     },
     **MODEL, **SIZES,
 )
