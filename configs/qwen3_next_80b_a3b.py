@@ -30,7 +30,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.train.global_batch = 256
     config.train.grad_accum = 2
     config.train.steps = 50_000
-    # Weights, moments and gradients in float32 are 16 bytes a parameter, 1.3 TB, and are sharded over all nodes. The planned peak
+    # Weights, moments and gradients in float32 are 16 bytes a parameter, 1.3 TB, sharded over all nodes. The planned peak
     # is 88 GiB.
     config.mesh.data = 1
     config.train.accumulate = "layer"
