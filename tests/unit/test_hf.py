@@ -26,7 +26,7 @@ from jaxtrain.hf import exporting, importing
 from jaxtrain.hf import folder as folders
 from jaxtrain.hf.folder import model_of, open_folder
 from jaxtrain.hf.importing import open_origin
-from jaxtrain.hf.names import Entry, entries
+from jaxtrain.hf.names import Entry, entries, match
 from jaxtrain.hf.parts import Comparison, Difference, largest, ratio
 from jaxtrain.hf.tensor_files import same
 from jaxtrain.models import family, flops, presets
@@ -539,3 +539,22 @@ def test_presets_are_exported_and_read_back(name):
         placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(zero.placement)), params)
         ours = {k: a.shape for k, a in abstract_tensors(TrainState(None, placed, ())).items()}
         assert {k: e.shape for k, e in entries(run.model).items()} == ours
+
+
+def test_qwens_tensors_of_multi_token_prediction_are_left_out():
+    """Entries of a layer are those of its kind. Tensors mtp.* are unused, and said."""
+    model = model_of(hugging_face.settings("qwen3_next"))
+    wanted = entries(model)
+    shapes = {name: entry.their_shape for entry in wanted.values() for name in entry.theirs}
+    assert "model.layers.0.linear_attn.A_log" in shapes and "model.layers.0.self_attn.q_proj.weight" not in shapes
+    assert "model.layers.1.self_attn.q_proj.weight" in shapes and "model.layers.1.linear_attn.A_log" not in shapes
+    assert match(wanted, shapes, "", model) == {}
+    assert [*match(wanted, shapes | {"mtp.fc.weight": (8, 16)}, "", model)] == ["mtp.fc.weight"]
+
+
+def test_layers_with_delta_nets_are_counted_where_no_list_names_them():
+    given = {key: value for key, value in hugging_face.settings("qwen3_next").items() if key != "layer_types"}
+    assert model_of(given).attention_pattern == "dddg"
+    assert model_of(given | {"full_attention_interval": 2}).attention_pattern == "dg"
+    with pytest.raises(HuggingFaceError, match="full_attention_interval"):
+        model_of(hugging_face.settings("qwen3_next") | {"full_attention_interval": 4})
