@@ -16,8 +16,8 @@ from jaxtrain.models import preset
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """Return the config. It has no variants."""
-    parse_arg(arg)
+    """Return the config. Variant: `node` (one node of 8 GPUs, with moments in 8 bits and gradients in bfloat16)."""
+    variant = parse_arg(arg, node=False)
     config = default_config()
     config.model.update(preset("qwen3_next_80b_a3b"))
 
@@ -35,6 +35,12 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.mesh.data = 1
     config.train.accumulate = "layer"
     config.remat.policy = "auto"
+    if variant.node:
+        config.mesh.expert = 8
+        config.train.grad_accum = 16
+        config.dtypes.m = config.dtypes.v = "int8"
+        config.dtypes.grads = "bf16"
+        config.remat.policy = "full"
 
     config.optimizer.lr = 4e-4
     config.optimizer.lr_min = 4e-5
