@@ -4,7 +4,7 @@ python -m benchmarks.model_types          print the page
 python -m benchmarks.model_types --write  write docs/evidence/model_types.md
 
 model_types.json has transformers' types, each with its class and, of a model that also sees or hears, the type of its text
-part. tests/campaign/test_model_types.py compares it with transformers.
+part. tests/campaign/test_types_of_transformers.py compares it with transformers.
 """
 
 import argparse
