@@ -54,8 +54,6 @@ GROUPS = (
      "(relu2)", "nanochat"),
     ("llama", "weights of three values, and norms within attention and the feed-forward block", "bitnet"),
     # Attention
-    ("ernie4_5", "biases of queries, keys and values without one of the output", "helium"),
-    ("mistral", "a sliding window in some of the layers (layer_types)", "ministral"),
     ("llama", "attention by hashes, and layers that are inverted in the backward pass", "reformer"),
     ("llama", "attention as the difference of two softmaxes", "diffllama"),
     ("qwen3", "attention with a mask that depends on the values, weights of the residual stream, and experts by product keys",
@@ -70,13 +68,9 @@ GROUPS = (
      "weighted, and a shared expert", "llama4_text"),
     ("llama", "layers that attend to an image", "mllama_text_model"),
     # Multipliers and norms
-    ("granite", "norms before and after each block", "hyperclovax"),
     ("granite", "sinks of attention, and rotary bases by layer", "granite_swa"),
     ("granitemoeshared", "sinks of attention, and rotary bases by layer", "granitemoe_swa"),
     # Experts
-    ("glm4_moe", "a table of its keys", "solar_open"),
-    ("deepseek_v3", "mlp_layer_types in place of first_k_dense_replace", "glm4_moe_lite"),
-    ("deepseek_v3", "a dense feed-forward block in every layer", "youtu"),
     ("deepseek_v3", "a router of softmax", "deepseek_v2"),
     ("deepseek_v3", "a norm after the experts, and mlp_layer_types in place of first_k_dense_replace", "axk1"),
     ("mixtral", "rotary embeddings of neighbouring pairs, a router with a bias, shared experts, and layers without experts",

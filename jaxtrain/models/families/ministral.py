@@ -1,0 +1,20 @@
+"""Ministral: Mistral's layers, of which those of layer_types have the sliding window; without it, all have it."""
+
+from typing import Any
+
+from jaxtrain.config.schema import GLOBAL, LOCAL
+from jaxtrain.models.hf_keys import Settings
+from jaxtrain.models.hf_tensors import COMMON
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Windows
+from jaxtrain.models.structure import Structure
+
+STRUCTURE = Structure()
+
+
+def windowed(s: Settings) -> str:
+    """Return the letter of all layers: they have the sliding window, if there is one."""
+    return GLOBAL if s.given.get("sliding_window") is None else LOCAL
+
+
+FORMAT = Format("ministral", "MinistralForCausalLM", COMMON, KEYS | UNTIED | {"sliding_window": Windows(windowed)})
+PRESETS: dict[str, dict[str, Any]] = {}
