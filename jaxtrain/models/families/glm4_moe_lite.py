@@ -25,9 +25,7 @@ KNOWN = Kind("must be dense layers, then sparse ones", lambda x, given: x == typ
 OWN_KEYS = {
     TYPES: Key("dense_layers", KNOWN, [], REQUIRED, lambda _, g: dense(g), lambda m: types(m.num_layers, m.dense_layers)),
     "first_k_dense_replace": same(f"the number of dense layers of {TYPES}, 1 without it", dense),
-    "intermediate_size": Key(
-        "dense_d_ff", to_ours=lambda x, g: x if dense(g) else 0, to_theirs=lambda m: m.dense_d_ff or m.d_ff
-    ),
+    "intermediate_size": Key("dense_d_ff", to_ours=lambda x, g: dense(g) and x, to_theirs=lambda m: m.dense_d_ff or m.d_ff),
     "head_dim": same("qk_rope_head_dim", lambda given: given.get("qk_rope_head_dim")),
     NEXT: Key("", COUNT, None, to_theirs=lambda m: 0),
 }

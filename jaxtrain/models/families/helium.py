@@ -14,7 +14,7 @@ FORMAT = Format("helium", "HeliumForCausalLM", TENSORS, KEYS | UNTIED | MLP_BIAS
 PRESETS = presets(
     {
         # layers, d_model, heads, key/value heads, head_dim, d_ff, vocabulary
-        "helium1_2b": (24, 2560, 20, 20, 128, 7040, 48000),
+        "helium1_preview_2b": (24, 2560, 20, 20, 128, 7040, 48000),
     },
     norm_eps=1e-08, rope_base=100_000.0,
 )
