@@ -293,10 +293,16 @@ def test_missing_keys_mean_what_they_do_in_transformers(name, missing, wanted):
     assert model == model_of(hugging_face.settings(name) | format_of(name).write(model)), "an export says the same"
 
 
-def test_a_family_without_the_option_of_another_is_read():
+def test_families_are_read_and_written_without_an_option(tmp_path):
     given = hugging_face.settings
-    assert model_of(given("hyperclovax") | {"use_post_norm": False}).norm_placement == "pre"
-    assert model_of(given("ministral") | {"sliding_window": None, "layer_types": None}).kinds == "gggg"
+    folder = hugging_face.write(tmp_path, "hyperclovax", sizes={"use_post_norm": False})
+    assert open_folder(folder).model.norm_placement == "pre" and not any("post_norm" in name for name in tensors_of(folder))
+    assert read_all(open_origin(str(folder)))
+    model = model_of(given("ministral") | {"sliding_window": None, "layer_types": None})
+    assert model.kinds == "gggg"
+    written = format_of("ministral").write(model)
+    assert written["sliding_window"], "transformers computes nothing without it"
+    assert model_of(given("ministral") | written) == model
     sparse = model_of(given("glm4_moe_lite") | {"mlp_layer_types": 4 * ["sparse"]})
     assert (sparse.dense_layers, sparse.dense_d_ff) == (0, 0)
 
