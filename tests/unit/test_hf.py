@@ -297,7 +297,6 @@ def test_families_are_read_and_written_without_an_option(tmp_path):
     given = hugging_face.settings
     folder = hugging_face.write(tmp_path, "hyperclovax", sizes={"use_post_norm": False})
     assert open_folder(folder).model.norm_placement == "pre" and not any("post_norm" in name for name in tensors_of(folder))
-    assert read_all(open_origin(str(folder)))
     model = model_of(given("ministral") | {"sliding_window": None, "layer_types": None})
     assert model.kinds == "gggg"
     written = format_of("ministral").write(model)
@@ -452,8 +451,6 @@ PARAMETERS = {
     "exaone4_1.2b": 1_279_391_488,
     "exaone4_32b": 32_003_216_384,
     "smollm3_3b": 3_075_098_624,
-    "helium1_preview_2b": 2_172_643_840,
-    "glm4.7_flash_30b": 29_943_393_920,  # without the multi-token prediction layer
     "granite3.1_2b": 2_533_531_648,
     "granite3.1_8b": 8_170_848_256,
     "granite3.0_1b_a400m": 1_334_628_352,
@@ -471,6 +468,8 @@ PARAMETERS = {
     "gemma3_4b": 4_300_079_472 - VISION - 1152 * (2560 + 1),
     "gemma3_12b": 12_187_325_040 - VISION - 1152 * (3840 + 1),
     "gemma3_27b": 27_432_406_640 - VISION - 1152 * (5376 + 1),
+    "helium1_preview_2b": 2_172_643_840,
+    "glm4.7_flash_30b": 29_943_393_920,  # without the multi-token prediction layer
 }
 
 
