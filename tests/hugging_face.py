@@ -26,9 +26,11 @@ from weights import DOCUMENTS, YARN, random_tokens, random_weight  # noqa: E402,
 GOLDEN = {name: x for file in sorted((HERE / "golden").glob("*.npz")) for name, x in np.load(file).items()}
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe", "dots1", "minimax_m2", "olmoe", "flex_olmo")
+EXPERTS += ("solar_open", "glm4_moe_lite")
 FAMILIES = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "gemma2", "gemma3", "gpt_oss", *EXPERTS)
 FAMILIES += ("llama_biased", "qwen3_biased", "gemma", "olmo2", "olmo3", "exaone4", "smollm3", "cwm", "vaultgemma")
 FAMILIES += ("granite", "granitemoe", "granitemoeshared", "phi3", "glm", "glm4", "seed_oss", "ernie4_5", *DELTA_NETS)
+FAMILIES += ("ministral", "helium", "hyperclovax", "youtu")
 GRADIENTS = tuple(name for name in FAMILIES if f"{name}_gradients" in GOLDEN)
 TOKENS = random_tokens(128)
 

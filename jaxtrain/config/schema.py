@@ -130,6 +130,12 @@ class Model:
             "gemma2",
             "gemma3",
             "vaultgemma",
+            "ministral",
+            "helium",
+            "solar_open",
+            "hyperclovax",
+            "glm4_moe_lite",
+            "youtu",
         ),
         importable=True,
     )

@@ -177,6 +177,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     absent += (".bo",) * (not model.attention_out_bias)
     absent += (".gate_bias", ".up_bias", ".down_bias") * (not model.mlp_bias and not model.expert_bias)
     absent += (".shared.gate", ".shared.up", ".shared.down") * (not model.shared_d_ff)
+    absent += ("_post_norm.scale",) * (model.norm_placement == "pre")
     if model.kv_lora_rank:
         absent += (".wq",) if model.q_lora_rank else (".wq_down", ".wq_up", "attention.q_norm.scale")
     elif not model.qk_norm:

@@ -47,6 +47,12 @@ FAMILIES = {
     "gemma2": "jaxtrain.models.families.gemma2",
     "gemma3": "jaxtrain.models.families.gemma3",
     "vaultgemma": "jaxtrain.models.families.vaultgemma",
+    "ministral": "jaxtrain.models.families.ministral",
+    "helium": "jaxtrain.models.families.helium",
+    "solar_open": "jaxtrain.models.families.solar_open",
+    "hyperclovax": "jaxtrain.models.families.hyperclovax",
+    "glm4_moe_lite": "jaxtrain.models.families.glm4_moe_lite",
+    "youtu": "jaxtrain.models.families.youtu",
 }
 
 

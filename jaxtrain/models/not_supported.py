@@ -6,11 +6,9 @@ The sources are transformers' modeling files; types that transformers lacks are 
 # Model types that compute text as a family does, with its keys and tensors -> that family.
 SAME = {
     "emu3_text_model": "llama",
-    "helium": "ernie4_5",
     "internlm3": "llama",
     "iquestcoder": "llama",
     "kimi_k2": "deepseek_v3",
-    "ministral": "cwm",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -70,15 +68,11 @@ GROUPS = (
      "weighted, and a shared expert", "llama4_text"),
     ("llama", "layers that attend to an image", "mllama_text_model"),
     # Multipliers and norms
-    ("granite", "norms after each block beside those before", "hyperclovax"),
     ("granite", "sinks of attention, and rotary bases by layer", "granite_swa"),
     ("granitemoeshared", "sinks of attention, and rotary bases by layer", "granitemoe_swa"),
     # Experts
-    ("glm4_moe", "a config.json without first_k_dense_replace and use_qk_norm", "solar_open"),
-    ("deepseek_v3", "mlp_layer_types in place of first_k_dense_replace", "glm4_moe_lite"),
-    ("deepseek_v3", "a dense feed-forward block in every layer", "youtu"),
     ("deepseek_v3", "a router of softmax", "deepseek_v2"),
-    ("deepseek_v3", "a norm after the experts, and mlp_layer_types in place of first_k_dense_replace", "axk1"),
+    ("glm4_moe_lite", "a norm after the experts", "axk1"),
     ("ernie4_5", "experts, with a router of softmax and a bias, and shared experts", "ernie4_5_moe"),
     ("dots1", "layers without rotary embeddings, and mlp_layer_types in place of first_k_dense_replace", "exaone_moe"),
     ("dots1", "keys of its own for experts (mlp_layer_types, router_scaling_factor)", "hy_v3"),

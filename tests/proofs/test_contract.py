@@ -71,6 +71,9 @@ ROUTED = {
     "model.router_groups": 4,
     "model.groups_per_token": 2,
 }
+WITH_EXPERTS = {key: value for key, value in ROUTED.items() if "dense" not in key}
+LATENT = {"model.kv_lora_rank": 16, "model.q_lora_rank": 24, "model.num_kv_heads": 4}
+LATENT |= {"model.qk_nope_head_dim": 12, "model.qk_rope_head_dim": 8, "model.v_head_dim": 10}
 USUAL: dict[str, dict[str, Any]] = {
     "mistral": {"model.sliding_window": 12},
     "mixtral": {"model.num_experts": 4},
@@ -119,6 +122,12 @@ USUAL: dict[str, dict[str, Any]] = {
         "model.router": "sigmoid",
         "model.router_bias": True,
     },
+    "ministral": LOCAL,
+    "helium": {"model.qkv_bias": True},
+    "solar_open": {"model.qkv_bias": True, **WITH_EXPERTS},
+    "hyperclovax": {**GRANITE, "model.norm_placement": "sandwich"},
+    "glm4_moe_lite": {**LATENT, **ROUTED},
+    "youtu": LATENT,
     "gemma2": {"model.norm_placement": "sandwich", **LOCAL},
     "gemma3": {"model.norm_placement": "sandwich", "model.qk_norm": True, **LOCAL},
 }

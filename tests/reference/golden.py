@@ -161,6 +161,32 @@ if V5:  # transformers 4 has no such classes
     narrow = {key: value for key, value in (COMMON | EPS).items() if key != "intermediate_size"}
     MODELS["qwen3_5"] = t.Qwen3_5TextConfig(**COMMON | EPS, **LINEAR, **rope(3000.0, **MROPE))
     MODELS["qwen3_5_moe"] = t.Qwen3_5MoeTextConfig(**narrow, **LINEAR, **SHARED, **rope(3000.0, **MROPE))
+    MODELS["ministral"] = t.MinistralConfig(
+        **COMMON, head_dim=16, sliding_window=7, layer_types=[S, F, F, S], tie_word_embeddings=False, **rope(3000.0)
+    )
+    MODELS["helium"] = t.HeliumConfig(
+        **COMMON, **BIASED, head_dim=8, mlp_bias=True, tie_word_embeddings=False, **rope(3000.0, "linear", factor=2.0)
+    )
+    one_key_per_head = COMMON | {"num_key_value_heads": 8}
+    wider = {key: value for key, value in WIDER.items() if key != "first_k_dense_replace"}
+    no_width = {key: value for key, value in COMMON.items() if key != "intermediate_size"}
+    MODELS["solar_open"] = t.SolarOpenConfig(
+        **no_width, **wider, **BIASED, head_dim=16, tie_word_embeddings=False, **rope(3000.0, "yarn", **OPEN)
+    )
+    MODELS["hyperclovax"] = t.HyperCLOVAXConfig(
+        **COMMON, **BIASED, **FACTORS, mlp_bias=True, head_dim=16, tie_word_embeddings=False, **rope(3000.0)
+    )
+    MODELS["glm4_moe_lite"] = t.Glm4MoeLiteConfig(
+        **one_key_per_head,
+        **LATENT,
+        **wider,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        tie_word_embeddings=False,
+        **rope(3000.0, "yarn", **STRETCHED, mscale=1.0, mscale_all_dim=0.7),
+    )
+    MODELS["youtu"] = t.YoutuConfig(
+        **one_key_per_head, **LATENT | {"q_lora_rank": None}, tie_word_embeddings=True, **rope(3000.0)
+    )
 NAMES = {"gemma3": "Gemma3ForCausalLM", "qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 # Models whose gradients are stored, of two documents each by itself, and models whose logits of these documents are stored.
 OLD = ("llama", "llama2", "mistral", "qwen2", "qwen3", "qwen3_yarn", "mixtral", "qwen3_moe", "gemma2", "gemma3")

@@ -32,7 +32,7 @@ from jaxtrain.hf.tensor_files import same
 from jaxtrain.models import family, flops, presets
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.hf_tensors import HfTensor
-from jaxtrain.models.hugging_face import HuggingFaceError
+from jaxtrain.models.hugging_face import HuggingFaceError, format_of
 from jaxtrain.sharding import replicated
 from jaxtrain.step.definition import make_definition
 from jaxtrain.step.state import TrainState, abstract_tensors
@@ -162,6 +162,15 @@ KEYS = {
     "ernie4_5": [{"partial_rotary_factor": 0.5}, {"tie_word_embeddings": "yes"}],
     "dots1": [{"scoring_func": "softmax"}, {"use_sliding_window": True}],
     "minimax_m2": [{"attn_type_list": [1, 0, 1, 1]}, {"router_jitter_noise": 0.1}, {"use_qk_norm": False}],
+    "ministral": [{"sliding_window": None}, {"layer_types": ["full_attention"]}, {"attention_bias": True}],
+    "helium": [{"head_dim": 16}, {"mlp_bias": 1}],
+    "solar_open": [{"first_k_dense_replace": 1}, {"scoring_func": "softmax"}, {"head_dim": None}],
+    "hyperclovax": [{"use_post_norm": "yes"}, {"logits_scaling": 0}, {"attention_multiplier": 0.0}],
+    "glm4_moe_lite": [
+        *({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, {"mlp_layer_types": []}, {"mlp_layer_types": "dense"}),
+        *({"first_k_dense_replace": 1}, {"head_dim": 16}, {"rope_interleave": False}),
+    ],
+    "youtu": [{"rope_interleave": False}, {"attention_bias": True}, {"v_head_dim": None}],
     "deepseek_v3": [{"rope_interleave": False}, {"topk_method": "greedy"}, {"qk_head_dim": 64}, {"n_group": 3}],
 }
 # (family, changes of config.json, what the error names)
@@ -330,6 +339,34 @@ def test_published_configs_are_read():
         with pytest.raises(HuggingFaceError, match=key):
             model_of({k: v for k, v in hugging_face.settings(name, 4).items() if k != key})
     assert model_of(hugging_face.settings("gemma2", 4) | {"query_pre_attn_scalar": 25}).attn_logit_scale == 0.2
+
+
+# (family, its keys that are missing, keys of config.Model that stand for transformers' default)
+DEFAULTS = [
+    ("ministral", ["layer_types"], {"sliding_window": 7, "attention_pattern": ""}),
+    ("hyperclovax", ["attention_multiplier", "use_post_norm"], {"attn_logit_scale": 0.0, "norm_placement": "sandwich"}),
+    ("glm4_moe_lite", ["mlp_layer_types"], {"dense_layers": 1, "dense_d_ff": 96}),
+]
+
+
+@pytest.mark.parametrize(("name", "missing", "wanted"), DEFAULTS)
+def test_missing_keys_mean_what_they_do_in_transformers(name, missing, wanted):
+    model = model_of({k: v for k, v in hugging_face.settings(name).items() if k not in missing})
+    assert {key: getattr(model, key) for key in wanted} == wanted
+    assert model == model_of(hugging_face.settings(name) | format_of(name).write(model)), "an export says the same"
+
+
+def test_families_are_read_and_written_without_an_option(tmp_path):
+    given = hugging_face.settings
+    folder = hugging_face.write(tmp_path, "hyperclovax", sizes={"use_post_norm": False})
+    assert open_folder(folder).model.norm_placement == "pre" and not any("post_norm" in name for name in tensors_of(folder))
+    model = model_of(given("ministral") | {"sliding_window": None, "layer_types": None})
+    assert model.kinds == "gggg"
+    written = format_of("ministral").write(model)
+    assert written["sliding_window"], "transformers computes nothing without it"
+    assert model_of(given("ministral") | written) == model
+    sparse = model_of(given("glm4_moe_lite") | {"mlp_layer_types": 4 * ["sparse"]})
+    assert (sparse.dense_layers, sparse.dense_d_ff) == (0, 0)
 
 
 def test_files_that_are_damaged_are_refused(tmp_path):

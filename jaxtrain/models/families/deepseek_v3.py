@@ -95,7 +95,7 @@ ROUTED_KEYS: dict[str, Row] = {
     "scoring_func": only("sigmoid", "scores are built as sigmoids"),
     "topk_method": only("noaux_tc", "experts are chosen by score and bias, in groups"),
 }
-OWN_KEYS = {
+LATENT_KEYS: dict[str, Row] = {
     "kv_lora_rank": Key("kv_lora_rank"),
     "q_lora_rank": Key("q_lora_rank", COUNT, null=0),
     "qk_nope_head_dim": Key("qk_nope_head_dim"),
@@ -104,15 +104,17 @@ OWN_KEYS = {
     # In transformers' config, head_dim is the rotated part of a head.
     "head_dim": Key(default=None, to_theirs=lambda m: m.qk_rope_head_dim),
     "qk_head_dim": same("qk_nope_head_dim + qk_rope_head_dim", width),
-    NEXT: Key("mtp_layers", COUNT, 0),
     "rope_interleave": only(True, "rotary pairs are read as neighbours"),
+}
+OWN_KEYS = {
+    NEXT: Key("mtp_layers", COUNT, 0),
     "quantization_config": quantized("fp8"),
 }
 FORMAT = Format(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     TENSORS,
-    KEYS | UNTIED | ROUTED_KEYS | OWN_KEYS,
+    KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | OWN_KEYS,
     model={"router": "sigmoid", "router_bias": True},
     written={"attention_bias": False},
     beyond=f"of multi-token prediction, and {NEXT} is 0",

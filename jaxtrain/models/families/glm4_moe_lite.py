@@ -1,0 +1,37 @@
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention, router and experts, without its multi-token prediction."""
+
+from typing import Any
+
+from jaxtrain.models.families.deepseek_v3 import LATENT_KEYS, LAYER, NEXT, ROUTED_KEYS, STRUCTURE, stacks
+from jaxtrain.models.hf_keys import COUNT, REQUIRED, Given, Key, Kind, same
+from jaxtrain.models.hf_tensors import COMMON
+from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
+
+__all__ = ["FORMAT", "PRESETS", "STRUCTURE"]
+TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name} | stacks(LAYER)
+TYPES = "mlp_layer_types"
+
+
+def dense(given: Given) -> int:
+    """Return the number of dense layers."""
+    return given[TYPES].count("dense") if isinstance(given.get(TYPES), list) else 1
+
+
+def types(layers: int, first: int) -> list[str]:
+    """Return the value of mlp_layer_types for this number of dense layers."""
+    return ["dense"] * first + ["sparse"] * (layers - first)
+
+
+KNOWN = Kind("must be dense layers, then sparse ones", lambda x, given: x == types(given["num_hidden_layers"], dense(given)))
+OWN_KEYS = {
+    TYPES: Key("dense_layers", KNOWN, [], REQUIRED, lambda _, g: dense(g), lambda m: types(m.num_layers, m.dense_layers)),
+    "first_k_dense_replace": same(f"the number of dense layers of {TYPES}, 1 without it", dense),
+    "intermediate_size": Key("dense_d_ff", to_ours=lambda x, g: dense(g) and x, to_theirs=lambda m: m.dense_d_ff or m.d_ff),
+    "head_dim": same("qk_rope_head_dim", lambda given: given.get("qk_rope_head_dim")),
+    NEXT: Key("", COUNT, None, to_theirs=lambda m: 0),
+}
+MODEL = {"router": "sigmoid", "router_bias": True}
+KEYS_OF_ALL = KEYS | UNTIED | ROUTED_KEYS | LATENT_KEYS | OWN_KEYS
+BEYOND = "of multi-token prediction, which this family is built without, as in transformers"
+FORMAT = Format("glm4_moe_lite", "Glm4MoeLiteForCausalLM", TENSORS, KEYS_OF_ALL, model=MODEL, beyond=BEYOND)
+PRESETS: dict[str, dict[str, Any]] = {}
