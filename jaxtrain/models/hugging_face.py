@@ -255,7 +255,7 @@ def layer_letters(s: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FUL
     layers = s.given["num_hidden_layers"]
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
-    unknown = [kind for kind in kinds if kind not in letters]
+    unknown = [kind for kind in kinds if kind not in [*letters]]
     if unknown or len(kinds) != layers:
         rule = f"{unknown[0]!r} is not supported" if unknown else f"has {len(kinds)} items for {layers} layers"
         raise HuggingFaceError(f"{s.path}: layer_types: {rule}. Known: {', '.join(letters)}.")

@@ -145,11 +145,12 @@ KEYS = {
     "smollm3": [
         {"no_rope_layers": [1, 0, 1]},
         {"no_rope_layers": [1, 2, 1, 1]},
+        {"no_rope_layers": [[1], 1, 1, 1]},
         {"use_sliding_window": True, "sliding_window": 6, "layer_types": None},
     ],
     "granite": [{"logits_scaling": 0}, {"attention_multiplier": None}, {"residual_multiplier": "1"}],
     "granitemoe": [{"position_embedding_type": "nope"}, {"mlp_bias": True}, {"num_local_experts": None}],
-    "cwm": [{"attention_bias": True}, {"head_dim": None}, {"sliding_window": None}],
+    "cwm": [{"attention_bias": True}, {"head_dim": None}, {"sliding_window": None}, {"layer_types": [["full_attention"]]}],
     "mixtral": [{"router_jitter_noise": 0.01}, {"num_local_experts": None}, {"num_experts_per_tok": 7}],
     "gpt_oss": [{"swiglu_limit": 5.0}, {"experts_per_token": 3}, {"quantization_config": {"quant_method": "fp8"}}],
     "qwen2": [{"use_mrope": True}],
@@ -161,7 +162,12 @@ KEYS = {
     "qwen2_moe": [{"mlp_only_layers": [1]}, {"use_sliding_window": True}, {"shared_expert_intermediate_size": None}],
     "ernie4_5": [{"partial_rotary_factor": 0.5}, {"tie_word_embeddings": "yes"}],
     "dots1": [{"scoring_func": "softmax"}, {"use_sliding_window": True}],
-    "minimax_m2": [{"attn_type_list": [1, 0, 1, 1]}, {"router_jitter_noise": 0.1}, {"use_qk_norm": False}],
+    "minimax_m2": [
+        {"attn_type_list": [1, 0, 1, 1]},
+        {"attn_type_list": 1},
+        {"router_jitter_noise": 0.1},
+        {"use_qk_norm": False},
+    ],
     "deepseek_v3": [{"rope_interleave": False}, {"topk_method": "greedy"}, {"qk_head_dim": 64}, {"n_group": 3}],
 }
 # (family, changes of config.json, what the error names)

@@ -31,7 +31,9 @@ OWN_KEYS = {
     "use_qk_norm": only(True, BUILT),
     "qk_norm_type": only("per_layer", BUILT),
     "shared_intermediate_size": only(0, BUILT),
-    "attn_type_list": Key("", Kind("all layers have full attention, 1", lambda x, _: {*x} == {1}), None),
+    "attn_type_list": Key(
+        "", Kind("all layers have full attention, 1", lambda x, _: isinstance(x, list) and x == [1] * len(x)), None
+    ),
     **dict.fromkeys(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), TRAINING),
     "quantization_config": quantized("fp8"),
 }
