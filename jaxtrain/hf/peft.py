@@ -484,7 +484,9 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     run = source.run()
     settings, found, notes = read(folder, run.model)
     if not settings.targets:
-        raise HuggingFaceError(f"{folder}: adapts none of {', '.join(EQUATIONS)}, which are all that jaxtrain can.")
+        raise HuggingFaceError(
+            f"{folder}: adapts none of {', '.join(run.model.adaptable(experts=True))}, which are all that jaxtrain can."
+        )
     text = text_of(folder, source.text())
     path = source.path
     # Adapters are trained without the base's modules of multi-token prediction.

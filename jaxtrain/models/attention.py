@@ -245,8 +245,10 @@ def _rotary(model: Model, positions_BT: jax.Array) -> tuple[tuple[jax.Array, jax
     local = scaled
     if model.local_rope_base:
         local = rope.tables(positions_BT, rope.frequencies(model.rotary_dim, model.local_rope_base))
-    unrotated = jnp.ones_like(scaled[0]), jnp.zeros_like(scaled[1])
-    return tuple({LOCAL: local, UNROTATED: unrotated}.get(kind, scaled) for kind, _ in windows.layers_by_kind(model))
+    tables = {LOCAL: local}
+    if UNROTATED in model.kinds:
+        tables[UNROTATED] = jnp.ones_like(scaled[0]), jnp.zeros_like(scaled[1])
+    return tuple(tables.get(kind, scaled) for kind, _ in windows.layers_by_kind(model))
 
 
 def cached_arrays(model: Model, placement: Placement) -> tuple[tuple[tuple[int, int], ...], str | None]:

@@ -112,7 +112,8 @@ class Settings:
             HuggingFaceError: there is no value, or one of another kind.
         """
         value = self._left.get(key)
-        if value is None:
+        stands_for = value is None
+        if stands_for:
             value = default if key not in self._left or null is REQUIRED else null
             value = value(self.given) if callable(value) else value
         self._left.pop(key, None)
@@ -122,7 +123,7 @@ class Settings:
             part = not self.path.endswith("config.json")
             fix = "Add it, with what the model was trained with." if part else fix
             raise HuggingFaceError(f"{self.path}: no key {key!r}. {fix}")
-        if value is not default and value is not null and not kind.allows(value, self.given):
+        if not stands_for and not kind.allows(value, self.given):
             fix = "" if kind.fix is REQUIRED else f" Fix: {import_with(self.path, f'{key}={json.dumps(kind.fix)}')}."
             raise HuggingFaceError(f"{self.path}: {key} = {value!r:.200}: {kind.rule}.{fix}")
         return value

@@ -179,7 +179,7 @@ def _rope(
     scaling = "none" if kind == "default" else kind
     rows: dict[str, Row] = {
         PARTIAL: Key(PARTIAL, NUMBER, partial) if partial else only(1.0, "only whole heads are rotated"),
-        "rope_theta": Key("rope_base", NUMBER),
+        "rope_theta": Key("rope_base", ABOVE_0),
         # Which of a token's three positions rotates which pair. In text the three are equal.
         "mrope_section": Key("", ANY, None),
         "mrope_interleaved": Key("", ANY, None),
@@ -255,7 +255,7 @@ def layer_letters(s: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FUL
     layers = s.given["num_hidden_layers"]
     if not isinstance(kinds, list):
         raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
-    unknown = [kind for kind in kinds if kind not in letters]
+    unknown = [kind for kind in kinds if kind not in [*letters]]
     if unknown or len(kinds) != layers:
         rule = f"{unknown[0]!r} is not supported" if unknown else f"has {len(kinds)} items for {layers} layers"
         raise HuggingFaceError(f"{s.path}: layer_types: {rule}. Known: {', '.join(letters)}.")

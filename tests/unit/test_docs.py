@@ -309,6 +309,7 @@ SOURCES: dict[str, Callable[[], float] | str] = {
     "gpt_oss_20b.py: 123.7 GiB": recorded("deepseek_v3.md"),
     "gpt_oss_20b.py: 129.3 GiB": recorded("deepseek_v3.md"),
     "gpt_oss_20b.py: 105 GiB": peak("gpt_oss_20b"),
+    "qwen3_next_80b_a3b.py: 88 GiB": peak("qwen3_next_80b_a3b"),
     "llama2_7b.py: 42 GiB": peak("llama2_7b"),
     "llama3_1b.py: 40 GiB": peak("llama3_1b"),
     "llama3_405b.py: 142 GiB": a_parameter("llama3_405b", 12, 32),

@@ -31,8 +31,15 @@ OWN_KEYS = {
     "use_qk_norm": only(True, BUILT),
     "qk_norm_type": only("per_layer", BUILT),
     "shared_intermediate_size": only(0, BUILT),
-    "attn_type_list": Key("", Kind("all layers have full attention, 1", lambda x, _: {*x} == {1}), None),
+    "attn_type_list": Key(
+        "", Kind("all layers have full attention, 1", lambda x, _: isinstance(x, list) and x == [1] * len(x)), None
+    ),
     **dict.fromkeys(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), TRAINING),
+    # Keys of the layers of another model, which this one does not have.
+    **dict.fromkeys(
+        (f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")), only(1.0, BUILT, False)
+    ),
+    **dict.fromkeys(("max_model_len", "mlp_intermediate_size", "shared_moe_mode"), Key("", ANY, None)),
     "quantization_config": quantized("fp8"),
 }
 MODEL = {"qk_norm": True, "qk_norm_joint": True, "router": "sigmoid", "router_bias": True, "renormalize": True}

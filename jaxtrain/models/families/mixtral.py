@@ -1,6 +1,6 @@
 """Mixtral: Mistral's layers, with experts in place of the feed-forward block."""
 
-from jaxtrain.models.hf_keys import COUNT, Key, only
+from jaxtrain.models.hf_keys import WHOLE, Key, only
 from jaxtrain.models.hf_tensors import COMMON, experts
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets
@@ -10,7 +10,7 @@ STRUCTURE = Structure()
 
 OWN_KEYS = {
     # transformers, too, reads a missing sliding_window as none.
-    "sliding_window": Key("sliding_window", COUNT, 0, null=0),
+    "sliding_window": Key("sliding_window", WHOLE, 0, null=0),
     "num_local_experts": Key("num_experts"),
     "num_experts_per_tok": Key("experts_per_token"),
     "router_jitter_noise": only(0.0, "jaxtrain adds no noise before the router; set it to 0.0 to go on without"),

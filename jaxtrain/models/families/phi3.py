@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4: Llama's layers, queries, keys and values in one tensor, in some versions with a sliding window."""
 
-from jaxtrain.models.hf_keys import ANY, COUNT, Key
+from jaxtrain.models.hf_keys import ANY, WHOLE, Key
 from jaxtrain.models.hf_tensors import COMMON, GATE_UP, HfTensor
 from jaxtrain.models.hugging_face import KEYS, UNTIED, Format, Rope
 from jaxtrain.models.structure import Structure, presets
@@ -13,7 +13,7 @@ QKV = {
     for part, (name, heads) in enumerate((("wq", "N"), ("wk", "K"), ("wv", "K")))
 }
 OWN_KEYS = {
-    "sliding_window": Key("sliding_window", COUNT, 0, null=0),  # of all layers
+    "sliding_window": Key("sliding_window", WHOLE, 0, null=0),  # of all layers
     "original_max_position_embeddings": Key("", ANY, None),  # for longrope alone
     # transformers reads yarn and su as longrope, and refuses all other types.
     "rope_parameters": Rope(known=("default",), partial=1.0),

@@ -10,7 +10,9 @@ from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 RULE = "must be a list with a 0 (no rotary embeddings) or 1 for each layer"
-ROTATED = Kind(RULE, lambda x, given: isinstance(x, list) and len(x) >= given["num_hidden_layers"] and {*x} <= {0, 1})
+ROTATED = Kind(
+    RULE, lambda x, given: isinstance(x, list) and len(x) >= given["num_hidden_layers"] and all(y in (0, 1) for y in x)
+)
 
 
 class SmolWindows(Windows):

@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "attention: local and global layers swap their rotary bases",
         "jaxtrain/models/attention.py",
-        "{LOCAL: local, UNROTATED: unrotated}.get(kind, scaled)",
-        "{LOCAL: scaled, UNROTATED: unrotated}.get(kind, local)",
+        "tables.get(kind, scaled)",
+        "{**tables, LOCAL: scaled}.get(kind, local)",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma3'",
     ),
     Bug(
