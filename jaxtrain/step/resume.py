@@ -64,6 +64,8 @@ def compare(
         rule = resume_of(name)
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             rule = Resume("never", "parameters that change their optimizer store other tensors")
+        if name == "model.attention_pattern" and _delta_nets(was) != _delta_nets(schema.resolve(new)[0]):
+            rule = Resume("never", "delta nets and softmax attention have other weights")
         if name in ("dtypes.m", "dtypes.v") and "int8" in (before[name], after[name]):
             rule = Resume("never", "8-bit blocks are other tensors, and moments are not converted to them or from them")
         if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
@@ -115,6 +117,11 @@ def check_trained(meta: Mapping[str, Any], folder: str) -> list[Problem]:
         return []
     rule = f"holds an {'averaged' if 'averaged' in meta else 'imported'} model, which is no run to resume"
     return [Problem("--workdir", folder, rule, f"Name another folder, with --config.init.from={folder}")]
+
+
+def _delta_nets(run: schema.RunConfig) -> list[int]:
+    """Return the layers that have gated delta nets."""
+    return [i for i, kind in enumerate(run.model.kinds) if kind == schema.DELTA]
 
 
 def _width_of_heads(values: Mapping[str, Any]) -> float:

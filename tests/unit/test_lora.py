@@ -457,3 +457,13 @@ def test_one_half_of_gate_up_proj_comes_back_alone(of_experts, half, tmp_path):
     peft.write(tmp_path, alone, model, dataclasses.replace(how, targets=half), "")
     back, found, notes = peft.read(tmp_path, model)
     assert back.targets == half and found.keys() == alone.keys() and len(notes) == 1
+
+
+def test_a_digest_of_layers_is_that_of_their_periods():
+    """Layers of the model, as files have them, have the digest of the stack of periods that has them in its elements."""
+    rng = np.random.default_rng(0)
+    stack = {f"{place}_of_2": {"mlp": {"up": rng.normal(size=(3, 4, 5)).astype(np.float32)}} for place in range(2)}
+    by_layer = lora.Digest(2)
+    for layer in (3, 0, 5, 1, 2, 4):
+        by_layer.add(f"{PREFIX}layers.{layer}.mlp.up", jnp.asarray(stack[f"{layer % 2}_of_2"]["mlp"]["up"][layer // 2]))
+    assert by_layer.hex() == lora.digest(jax.tree.map(jnp.asarray, {"layers": stack}))

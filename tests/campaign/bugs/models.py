@@ -403,6 +403,27 @@ BUGS = (
         "proofs/test_delta_net.py -k stay_in_their_document",
     ),
     Bug(
+        "delta net: taps of convolutions have weight decay",
+        "jaxtrain/config/shapes.py",
+        '*("log_rate", "shift", "taps_q", "taps_k", "taps_v"),',
+        '*("log_rate", "shift"),',
+        "unit/test_optimizer.py -k matrices_only",
+    ),
+    Bug(
+        "delta net: the digest of a base's layers is another than that of its stack",
+        "jaxtrain/hf/lora.py",
+        "split_layer(name, self._period)",
+        "split_layer(name, 1)",
+        "unit/test_lora.py -k of_their_periods",
+    ),
+    Bug(
+        "delta net: a resumed run may have it in another layer",
+        "jaxtrain/step/resume.py",
+        "_delta_nets(was) != _delta_nets(",
+        "_delta_nets(was) is _delta_nets(",
+        "unit/test_resume_rules.py -k delta_nets",
+    ),
+    Bug(
         "FLOPs: those that a family states are not counted",
         "jaxtrain/step/model_flops.py",
         'if stated := getattr(family(name), "flops", None):',
