@@ -277,6 +277,8 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
         notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
     if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
         raise HuggingFaceError(f"{folder / TENSORS}: {wrong} has values that are NaN or infinite. Fetch it again.")
+    if wrong := next((name for name in sorted(tensors) if ".linear_attn." in name), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {wrong}: gated delta nets have no adapters in jaxtrain. {MERGE}")
     multiples = {module: _multiple(folder, how, found, module, names) for module, names in fused.items()}
     known = adapter_entries(model, rank, {module: n * rank for module, n in multiples.items()})
     adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}

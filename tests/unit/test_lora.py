@@ -331,6 +331,8 @@ def test_what_does_not_fit_is_named(tensors, tmp_path):
     refused({k: v for k, v in theirs.items() if k != one}, re.escape(one))
     refused(theirs | {"base_model.model.lm_head.lora_A.weight": theirs[one]}, "lm_head.lora_A.weight")
     refused(theirs | {one: np.zeros((2, 2), np.float32)}, r"\[2, 2\]")
+    delta_net = "base_model.model.model.layers.0.linear_attn.out_proj.lora_A.weight"
+    refused(theirs | {delta_net: theirs[one]}, f"{delta_net}.*merge_and_unload")
 
 
 def test_settings_of_peft_that_change_the_model_are_refused(tensors, tmp_path):
