@@ -8,7 +8,8 @@ from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 MLP = "model.layers.{i}.mlp."
-SHARED = {
+EXPERTS = {
+    **experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     "layers.{i}.mlp.shared.gate": HfTensor(MLP + "shared_expert.gate_proj.weight", "D S", "S D"),
     "layers.{i}.mlp.shared.up": HfTensor(MLP + "shared_expert.up_proj.weight", "D S", "S D"),
     "layers.{i}.mlp.shared.down": HfTensor(MLP + "shared_expert.down_proj.weight", "D S", "D S"),
@@ -22,7 +23,7 @@ OWN_KEYS = {
 FORMAT = Format(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    COMMON | QKV_BIAS | SHARED | experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    COMMON | QKV_BIAS | EXPERTS,
     KEYS | UNTIED | OWN_KEYS,
     model={"shared_gate": True},
     written={"output_router_logits": False},

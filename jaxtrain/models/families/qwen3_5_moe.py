@@ -1,7 +1,8 @@
 """Qwen3.5's text models with experts."""
 
+from jaxtrain.models.families.qwen2_moe import EXPERTS
 from jaxtrain.models.families.qwen3_5 import PROJECTIONS, ROPE
-from jaxtrain.models.families.qwen3_next import DELTA, DELTA_KEYS, EXPERT_KEYS, EXPERTS, GATED, MODEL, NOT_USED, SIZES
+from jaxtrain.models.families.qwen3_next import DELTA, DELTA_KEYS, EXPERT_KEYS, GATED, MODEL, NOT_USED, SIZES
 from jaxtrain.models.hf_tensors import COMMON
 from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, Format
 from jaxtrain.models.structure import Structure, presets

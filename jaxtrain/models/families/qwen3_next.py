@@ -1,13 +1,13 @@
 """Qwen3-Next: three layers with gated delta nets, then one of gated softmax attention; all with many narrow experts."""
 
+from jaxtrain.models.families.qwen2_moe import EXPERTS
 from jaxtrain.models.families.qwen3_moe import DENSE
 from jaxtrain.models.hf_keys import ANY, FLAG, Key, only
-from jaxtrain.models.hf_tensors import COMMON, QK_NORM, HfTensor, experts
+from jaxtrain.models.hf_tensors import COMMON, QK_NORM, HfTensor
 from jaxtrain.models.hugging_face import HEAD_DIM, KEYS, UNTIED, DeltaLayers, Format, Rope
 from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure(norm_offset=True)
-
 OURS, LINEAR = "layers.{i}.delta.", "model.layers.{i}.linear_attn."
 Q_PROJ, QUERY_AND_GATE = "model.layers.{i}.self_attn.q_proj.weight", "(N (H + H)) D"
 CHANNELS = "(M P + M P + M J X) 1 T"  # of the convolution: queries, keys, values
@@ -26,8 +26,7 @@ DELTA = {
     f"{OURS}norm.scale": HfTensor(f"{LINEAR}norm.weight", "X", "X"),
     f"{OURS}wo": HfTensor(f"{LINEAR}out_proj.weight", "D (M J) X", "D (M J X)"),
 }
-# Projections, in the rows of each key head.
-QKVZ, BA = "(M (P + P + J X + J X)) D", "(M (J + J)) D"
+QKVZ, BA = "(M (P + P + J X + J X)) D", "(M (J + J)) D"  # rows of each key head
 PROJECTIONS = {
     f"{OURS}wq": HfTensor(f"{LINEAR}in_proj_qkvz.weight", "D M P", QKVZ, 0),
     f"{OURS}wk": HfTensor(f"{LINEAR}in_proj_qkvz.weight", "D M P", QKVZ, 1),
@@ -35,14 +34,6 @@ PROJECTIONS = {
     f"{OURS}wz": HfTensor(f"{LINEAR}in_proj_qkvz.weight", "D (M J) X", QKVZ, 3),
     f"{OURS}wb": HfTensor(f"{LINEAR}in_proj_ba.weight", "D (M J)", BA, 0),
     f"{OURS}wa": HfTensor(f"{LINEAR}in_proj_ba.weight", "D (M J)", BA, 1),
-}
-BLOCK = "model.layers.{i}.mlp."
-EXPERTS = {
-    **experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    "layers.{i}.mlp.shared.gate": HfTensor(f"{BLOCK}shared_expert.gate_proj.weight", "D S", "S D"),
-    "layers.{i}.mlp.shared.up": HfTensor(f"{BLOCK}shared_expert.up_proj.weight", "D S", "S D"),
-    "layers.{i}.mlp.shared.down": HfTensor(f"{BLOCK}shared_expert.down_proj.weight", "D S", "D S"),
-    "layers.{i}.mlp.shared_gate": HfTensor(f"{BLOCK}shared_expert_gate.weight", "D", "1 D"),
 }
 DELTA_KEYS = {
     "linear_num_key_heads": Key("linear_key_heads"),
