@@ -255,6 +255,9 @@ DESERVED = {
     # The wait for the experts' tokens is exposed, and routers are gathered in float32, in which they are stored.
     "deepseek_v3": ("exposed communication", "float32 all-gather"),
     "lora_gpt_oss_120b_mxfp4_on_h200_8": ("float32 all-gather",),  # of routers, too
+    # Of routers, too. The gathers of 512 experts, or the wait for their tokens, are exposed.
+    "qwen3_next_80b_a3b": ("exposed communication", "float32 all-gather"),
+    "qwen3_next_80b_a3b_on_8": ("exposed communication", "float32 all-gather"),
 }
 
 

@@ -44,7 +44,7 @@ def changed_by(line: str, above: int, monkeypatch) -> tuple[Diff, int]:
 
 
 def test_an_extra_matmul_is_found_with_its_line(monkeypatch):
-    more = 'h_BTF = GATED[activation](gate_BTF, up_BTF) + dot("BTD,DF->BTF", 2 * x_BTD, self.up.get_value(), n)'
+    more = 'h_BTF = GATED[activation](gate_BTF, up_BTF) + dot("BTD,DF->BTF", 2 * x_BTD, self.up.get_value(), self.ctx.numerics)'
     found, line = changed_by(more, 0, monkeypatch)
     came = {row.key.scope: row for row in found.rows if row.change == "came" and row.key.name == "gemm"}
     assert {"forward mlp/swiglu/BTD,DF->BTF", "backward mlp/swiglu/BTD,DF->BTF"} < came.keys()
