@@ -20,13 +20,18 @@ LAYOUTS = {
 }
 # Larger weights than usual make attention scores differ, so that a wrong mask or position changes the results. The routers'
 # losses are computed for each microbatch, so that they would differ between layouts. Tokens are few: of many, one may be so
-# near to two experts that rounding chooses.
+# near to two experts that rounding chooses. AdamW divides an element of a gradient by its size: with the usual eps of 1e-8, the
+# sign of an element that is rounding alone would decide a whole update.
 STEPS = {"data.seq_len": 32, "data.max_segments": 6, "train.global_batch": 4, "moe.balance_loss": 0.0, "moe.z_loss": 0.0}
+STEPS |= {"optimizer.eps": 1e-6}
 
 
 def run_of(name: str, layout: str = "") -> RunConfig:
-    """Return a run of the model `name` of reference/golden on a layout; "": on one device."""
-    model = dataclasses.replace(model_of(hugging_face.settings(name)), vocab_size=264, init_std=0.1)
+    """Return a run of the model `name` of reference/golden on a layout; "": on one device.
+
+    Without multi-token prediction, which no stage of a pipeline has.
+    """
+    model = dataclasses.replace(model_of(hugging_face.settings(name)), vocab_size=264, init_std=0.1, mtp_layers=0)
     how = STEPS | LAYOUTS.get(layout, {}) | ({"parallel.context": "ulysses"} if model.delta_layers else {})
     return helpers.tiny({f"model.{k}": v for k, v in dataclasses.asdict(model).items()} | how)
 
