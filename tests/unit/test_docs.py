@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_imports
 
 from benchmarks import command_reference, config_reference, file_tree, gpu_items, model_types
 from jaxtrain import main
@@ -62,6 +63,10 @@ def commands(text: str) -> list[str]:
 def all_commands() -> list[tuple[str, str, str]]:
     """Return (page or config file, language of the block, command) for every command."""
     found = [(p.name, kind, c) for p in PAGES for kind in ("text", "bash") for b in blocks(p, kind) for c in commands(b)]
+    found += [
+        ("README.md", "text", c)
+        for c in re.findall(r"^\|.*`(\./run\.sh [^`]+[^`.])` \|", (REPO / "README.md").read_text(), re.M)
+    ]
     for path in sorted((REPO / "configs").glob("*.py")):
         found += [(path.name, "text", c) for c in commands(path.read_text().split('"""')[1])]
     return found
@@ -153,6 +158,33 @@ def test_links_and_names_of_files_lead_somewhere(page: Path):
             assert heading in anchors, target
 
 
+def names_in(files: list[Path]) -> set[str]:
+    """Return the functions and classes that files, or the modules of folders, define."""
+    modules = [module for file in files for module in ([file] if file.suffix else sorted(file.rglob("*.py")))]
+    nodes = [node for module in modules for node in ast.walk(ast.parse(module.read_text()))]
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_the_architecture_lists_every_folder_and_names_functions_that_exist():
+    """A row of the paths has functions or classes, and the files or folders that define them."""
+    page = (REPO / "docs" / "architecture.md").read_text()
+    assert len(page.splitlines()) <= 110, "two screens"
+    listing, *paths = page.split("\n## The path")
+    rows = re.findall(r"^\| (`.*`) \| .* \| (`.*`) \|$", listing, re.MULTILINE)
+    entries = [name.strip("`/").removesuffix(".py") for cell, _ in rows for name in cell.split(", ")]
+    assert entries == test_imports.ROOMS.split()
+    for cell, start in rows[:-1]:
+        room = REPO / "jaxtrain" / cell.strip("`")
+        for name in start.replace("`", "").split(", "):
+            assert (room / name).exists() if room.is_dir() else name in names_in([room]), (cell, name)
+    steps = re.findall(r"^\| (`.*`) \| (\S.*) \| .* \|$", "".join(paths), re.MULTILINE)
+    assert len(steps) >= 20
+    for cell, places in steps:
+        wanted = {part for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}
+        missing = wanted - names_in([REPO / "jaxtrain" / place for place in places.split(", ")])
+        assert not missing, (cell, missing)
+
+
 @pytest.mark.parametrize(
     ("page", "text"),
     [
@@ -171,7 +203,7 @@ def test_generated_pages_are_up_to_date(page: Path, text: Any, monkeypatch: pyte
 
 # Pages that are made from the code, and those for contributors
 REFERENCE = {"config.md", "commands.md", "modules.md", "coming_from.md", "presets.md", "migration.md"}
-NOT_OF_USERS = REFERENCE | {"architecture.md", "testing.md"}
+NOT_OF_USERS = REFERENCE | {"architecture.md", "step.md", "testing.md"}
 
 
 def test_the_pages_of_users_are_short():
