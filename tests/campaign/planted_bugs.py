@@ -13,6 +13,7 @@ bug leaves anything behind. --workers (default 2) processes do so, each with a c
 
 import argparse
 import ast
+import builtins
 import contextlib
 import importlib
 import multiprocessing
@@ -22,6 +23,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import symtable
 import sys
 import tempfile
 import time
@@ -41,7 +43,9 @@ NOTICED, SURVIVED, SKIPPED = "noticed", "SURVIVED", "skipped"  # verdicts
 
 
 def stale() -> list[str]:
-    """Return a line for each entry of bugs/ that no longer fits: its text does not occur once, or its tests do not exist."""
+    """Return a line for each entry of bugs/ that no longer fits: its text does not occur once, it leaves a name undefined, or
+    its tests do not exist.
+    """
     bugs = all_bugs()
     names = [bug.name for bug in bugs]
     problems = [f"{name}: a second bug of this name" for name in {*names} if names.count(name) > 1]
@@ -55,7 +59,21 @@ def stale() -> list[str]:
         missing = [file for file in files if not (REPO / "tests" / file.partition("::")[0]).exists()]
         if missing or not files:
             problems.append(f"{bug.name}: no file {' '.join(missing) or 'of tests/unit, proofs or gpu'} ({bug.tests})")
+        if bug.file.endswith(".py") and (names := undefined_names(sources[bug.file].replace(bug.text, bug.instead))):
+            problems.append(f"{bug.name}: leaves {', '.join(names)} undefined: tests would notice that, not the bug")
     return problems
+
+
+def undefined_names(text: str) -> set[str]:
+    """Return the global names that a module reads and does not define."""
+    module = symtable.symtable(text, "module", "exec")
+    defined = {symbol.get_name() for symbol in module.get_symbols() if symbol.is_local()} | {*dir(builtins), "__file__"}
+
+    def read(table: symtable.SymbolTable) -> set[str]:
+        names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+        return names.union(*map(read, table.get_children()))
+
+    return read(module) - defined
 
 
 def copy_repository(root: Path) -> None:

@@ -238,7 +238,7 @@ BUGS = (
         "resume: any max_segments may become 0",
         "jaxtrain/step/resume.py",
         "== {0, schema.MOST_DOCUMENTS}",
-        "& {0, config.MOST_DOCUMENTS}",
+        "& {0, schema.MOST_DOCUMENTS}",
         "unit/test_resume_rules.py -k documents",
     ),
     Bug(

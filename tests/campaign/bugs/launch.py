@@ -549,7 +549,7 @@ BUGS = (
         "signals: one request by two ways leaves at once",
         "jaxtrain/runtime/signals.py",
         "elif time.monotonic() - self._first > SAME_REQUEST_S:",
-        "elif now - self._first < SAME_REQUEST_S:",
+        "elif time.monotonic() - self._first < SAME_REQUEST_S:",
         "unit/test_signals.py",
     ),
     Bug(

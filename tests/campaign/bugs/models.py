@@ -609,7 +609,7 @@ BUGS = (
         "folders: the longest sequence is that of the last stage",
         "jaxtrain/train/setup.py",
         "return max(before, seq_len)",
-        "return run.data.seq_len",
+        "return seq_len",
         "proofs/test_hf_folders.py -k all_stages --campaign",
     ),
     Bug(

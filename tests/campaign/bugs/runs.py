@@ -231,7 +231,7 @@ BUGS = (
         "start: weights alone bring their optimizer's state",
         "jaxtrain/train/initial_state.py",
         'if program.run.init.what == "weights+optimizer" else',
-        'if run.init.what != "weights+optimizer" else',
+        'if program.run.init.what != "weights+optimizer" else',
         "proofs/test_resume.py -k weights_and_optimizer",
     ),
     Bug(
