@@ -26,7 +26,7 @@ AGAIN = 75  # exit code: start again
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    command = Parser(
         "main",
         "Train a language model, or resume its training: a workdir that holds checkpoints is resumed.",
         config=True,
@@ -36,11 +36,11 @@ def parser() -> Parser:
         "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
         "else. SIGUSR2 takes a trace of the next profile.steps steps.",
     )
-    p.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=place)
-    p.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
-    add_process_options(p)
-    p.option("explain", "print every key, its value and who set it, check the config, and stop")
-    return p
+    command.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=place)
+    command.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
+    add_process_options(command)
+    command.option("explain", "print every key, its value and who set it, check the config, and stop")
+    return command
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> int:
@@ -51,8 +51,8 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         return 0
     args = read_line(command, argv)
     loaded, problems, bundle = args.loaded, args.problems, args.replay
-    cluster, wrong = distributed.detect(process_options(args), os.environ)
-    problems += wrong
+    cluster, new_problems = distributed.detect(process_options(args), os.environ)
+    problems += new_problems
     if bundle:
         loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
@@ -60,25 +60,25 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     problems += remote("--workdir", args.workdir)
     certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
     devices = distributed.all_devices(hardware.probe(), cluster)
-    other_size = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""
-    if other_size:
-        notes = (*loaded.launch.notes, other_size)
+    size_note = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""
+    if size_note:
+        notes = (*loaded.launch.notes, size_note)
         loaded = dataclasses.replace(loaded, launch=dataclasses.replace(loaded.launch, notes=notes))
     if loaded.file_read:
         problems += validate(loaded.run, devices, workdir)
     if loaded.file_read and not bundle:
         reported = {p.key for p in problems}
-        wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)
-        problems += [p for p in wrong if p.key not in reported]
+        new_problems = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)
+        problems += [p for p in new_problems if p.key not in reported]
         if not args.explain and (cluster is None or cluster.process_id == 0):
             problems += check_lock(workdir)
     if args.explain and not problems and not bundle:
         problems += check_start(loaded.run, workdir, devices)
 
-    def refuse(found: Sequence[launch.Problem]) -> int:
-        if other_size:
-            print(other_size, file=sys.stderr)
-        return launch.report(found, loaded.launch)
+    def refuse(refusals: Sequence[launch.Problem]) -> int:
+        if size_note:
+            print(size_note, file=sys.stderr)
+        return launch.report(refusals, loaded.launch)
 
     if problems and (args.explain or cluster is None or not own_process):
         return refuse(problems)
@@ -109,10 +109,10 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         code = REFUSED if certain else refuse(error.problems)
         return code if alone else distributed.leave(code)
     except Exception as error:
-        own = own_parts.report(error, sys.stderr)  # log.txt has the traceback
-        if alone and not own:
+        is_users_error = own_parts.report(error, sys.stderr)  # log.txt has the traceback
+        if alone and not is_users_error:
             raise
-        if not own:
+        if not is_users_error:
             traceback.print_exc()
         return FAILED if alone else distributed.leave(FAILED)
     except KeyboardInterrupt:  # Ctrl-C in a Python program that calls `main`, before or after the run handles signals
@@ -131,10 +131,10 @@ def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> lis
     init.from. A run without any of these needs no check. Otherwise another process builds the program, abstractly and on as
     many CPUs as there are devices. It writes nothing, and takes some seconds. This process imports no jax.
     """
-    parts = (run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source)
-    modules = [name for name in parts if ":" in name]
-    named = run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
-    if not (modules or named or run.compiler.options):
+    part_names = (run.model.family, run.loss.name, run.optimizer.name, run.data.source, run.data.eval_source)
+    modules = [name for name in part_names if ":" in name]
+    named_parameters = run.optimizer.groups or run.train.freeze or run.lora.rank or run.init.from_
+    if not (modules or named_parameters or run.compiler.options):
         return []
     from jaxtrain.train import child
 
@@ -160,8 +160,8 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
         return dataclasses.replace(loaded, problems=[problem], file_read=False)
     config = ml_collections.ConfigDict(tree)
     problems = [p for key, text in loaded.launch.overrides for p in launch.apply(config, key, text)]
-    run, wrong = launch.resolved(config)
-    return dataclasses.replace(loaded, run=run, problems=[*problems, *wrong], file_read=True)
+    run, new_problems = launch.resolved(config)
+    return dataclasses.replace(loaded, run=run, problems=[*problems, *new_problems], file_read=True)
 
 
 def start(argv: Sequence[str]) -> int:

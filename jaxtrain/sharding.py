@@ -33,8 +33,8 @@ def node_of(device: Any) -> int:
     """Return the number of a device's node, as XLA numbers the nodes of a run; in one process, `process_index`."""
     if jax.process_count() > 1:
         for number in ("partition_index", "slice_index"):  # the present name, and the name in older versions of JAX
-            if (found := getattr(device, number, None)) is not None:
-                return found
+            if (node := getattr(device, number, None)) is not None:
+                return node
     # In a topology without hardware, each node has one process.
     return device.process_index
 
@@ -122,23 +122,23 @@ class Placement:
 
     def spec(self, axes: Axes, name: str = "array") -> P:
         """Return the PartitionSpec of an array with these logical axes. `name` is for the error."""
-        parts = [self.mesh_axes(axis) for axis in axes]
-        used = [a for part in parts for a in part]
+        entries = [self.mesh_axes(axis) for axis in axes]
+        used = [a for entry in entries for a in entry]
         for a in used:
             if used.count(a) > 1:
-                who = [str(axis) for axis, part in zip(axes, parts, strict=True) if a in part]
-                rule = f"mesh axis {a!r} also shards sharding.rules.{rule_of(who[1])}, and {name} has both"
-                key, value = f"sharding.rules.{rule_of(who[0])}", "+".join(self.mesh_axes(who[0]))
+                sharing = [str(axis) for axis, entry in zip(axes, entries, strict=True) if a in entry]
+                rule = f"mesh axis {a!r} also shards sharding.rules.{rule_of(sharing[1])}, and {name} has both"
+                key, value = f"sharding.rules.{rule_of(sharing[0])}", "+".join(self.mesh_axes(sharing[0]))
                 raise ConfigError([Problem(key, value, rule, "Name it in one of them only.")])
-        return P(*(part if len(part) > 1 else (part[0] if part else None) for part in parts))
+        return P(*(entry if len(entry) > 1 else (entry[0] if entry else None) for entry in entries))
 
     def sharding(self, axes: Axes, name: str = "array", shape: tuple[int, ...] | None = None) -> NamedSharding:
         """Return the NamedSharding for these logical axes. With a shape, check that each dimension divides evenly."""
         spec = self.spec(axes, name)
         for dim, axis in enumerate(axes if shape is not None else ()):
-            parts = self.size(self.mesh_axes(axis))
-            if shape is not None and shape[dim] % parts:
-                rule = f"axis {axis!r} of {name} has size {shape[dim]}, which does not divide over {parts} devices"
+            shards = self.size(self.mesh_axes(axis))
+            if shape is not None and shape[dim] % shards:
+                rule = f"axis {axis!r} of {name} has size {shape[dim]}, which does not divide over {shards} devices"
                 value, remedy = "+".join(self.mesh_axes(axis)), "Set mesh sizes that divide it, or another rule."
                 raise ConfigError([Problem(f"sharding.rules.{rule_of(str(axis))}", value, rule, remedy)])
         return NamedSharding(self.mesh, spec)
@@ -180,7 +180,7 @@ def index(over: Sequence[str]) -> Any:
 # ---- Tokens between blocks and inside them (sequence parallelism as in Megatron)
 
 
-def to_residual(x: jax.Array, partial: tuple[str, ...], p: Placement, dim: int = 1) -> jax.Array:
+def to_residual(x: jax.Array, partial: tuple[str, ...], placement: Placement, dim: int = 1) -> jax.Array:
     """Return a block's output, which has all tokens of the tensor-parallel devices, in the layout of the residual stream.
 
     Args:
@@ -188,22 +188,22 @@ def to_residual(x: jax.Array, partial: tuple[str, ...], p: Placement, dim: int =
       partial: mesh axes over which `x` is a partial sum. The sum over a sequence-parallel axis is a reduce-scatter, over any
           other axis an all-reduce. Along sequence-parallel axes that are not in `partial`, each device slices out its tokens.
     """
-    for axis in p.sequence_parallel_axes:
+    for axis in placement.sequence_parallel_axes:
         if axis in partial:
             x = reduce_scatter(x, (axis,), dim)
         else:
-            size = x.shape[dim] // p.size(axis)
+            size = x.shape[dim] // placement.size(axis)
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, axis=dim)
     # All-reduces come last, on the smaller arrays: pipeline stages may be on different nodes.
-    return all_reduce(x, tuple(a for a in partial if a not in p.sequence_parallel_axes))
+    return all_reduce(x, tuple(a for a in partial if a not in placement.sequence_parallel_axes))
 
 
-def to_block(x_BTD: jax.Array, p: Placement) -> jax.Array:
+def to_block(x_BTD: jax.Array, placement: Placement) -> jax.Array:
     """Return the residual stream with all tokens of the tensor-parallel devices, for a block.
 
     The gradient is reduce-scattered.
     """
-    return all_gather(x_BTD, p.sequence_parallel_axes, 1)
+    return all_gather(x_BTD, placement.sequence_parallel_axes, 1)
 
 
 # ---- Weights
@@ -251,22 +251,22 @@ def _no_gradient(*_: Any) -> Any:
 all_gather_weight.defvjp(_no_gradient, _no_gradient)
 
 
-def _gather_bwd(spec: GatherSpec, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (reduce_gradient(g, spec).astype(like.dtype),)
+def _gather_bwd(spec: GatherSpec, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    return (reduce_gradient(grad, spec).astype(like.dtype),)
 
 
 gather_weight.defvjp(_gather_fwd, _gather_bwd)
 
 
-def reduce_gradient(g: jax.Array, spec: GatherSpec) -> jax.Array:
+def reduce_gradient(grad: jax.Array, spec: GatherSpec) -> jax.Array:
     """Return this device's shard of a weight's gradient, in the reduce dtype.
 
-    `g`: the device's partial gradient, of the gathered shape.
+    `grad`: the device's partial gradient, of the gathered shape.
     """
-    g = g.astype(spec.reduce)
+    grad = grad.astype(spec.reduce)
     for dim, over in reversed(spec.dims):
-        g = reduce_scatter(g, over, dim)
-    return all_reduce(g, spec.summed)
+        grad = reduce_scatter(grad, over, dim)
+    return all_reduce(grad, spec.summed)
 
 
 @jax.custom_vjp
@@ -279,8 +279,8 @@ def _redirect_fwd(value: jax.Array, into: jax.Array) -> tuple[jax.Array, jax.Arr
     return value, jnp.zeros((0,), into.dtype)
 
 
-def _redirect_bwd(like: jax.Array, g: jax.Array) -> tuple[None, jax.Array]:
-    return None, g.astype(like.dtype)
+def _redirect_bwd(like: jax.Array, grad: jax.Array) -> tuple[None, jax.Array]:
+    return None, grad.astype(like.dtype)
 
 
 redirect.defvjp(_redirect_fwd, _redirect_bwd)
@@ -296,11 +296,11 @@ def make_placement(run: RunConfig, devices: Sequence[Any]) -> Placement:
     """
     counts = collections.Counter(map(node_of, devices))
     if len({*counts.values()}) > 1:
-        held = ", ".join(str(count) for count in counts.values())
-        raise ConfigError([Problem("devices", held, "the nodes hold different numbers of devices", "Start as many on each.")])
+        sizes = ", ".join(str(count) for count in counts.values())
+        raise ConfigError([Problem("devices", sizes, "the nodes hold different numbers of devices", "Start as many on each.")])
     layout = resolve_layout(run, len(devices), counts[node_of(devices[0])])
-    if wrong := rule_problems(layout, run.sharding):
-        raise ConfigError(wrong)
+    if problems := rule_problems(layout, run.sharding):
+        raise ConfigError(problems)
     return Placement(make_mesh(layout, devices), layout)
 
 
@@ -311,13 +311,13 @@ def replicated(placement: Placement) -> NamedSharding:
 
 def large_replicated_arrays(abstract: dict[str, jax.ShapeDtypeStruct], limit_bytes: int = 16 << 20) -> list[str]:
     """Return name and size of each fully replicated array above the limit, if a mesh axis other than `data` could shard it."""
-    found = []
-    for name, a in abstract.items():
-        sharding = a.sharding
+    large_arrays = []
+    for name, array in abstract.items():
+        sharding = array.sharding
         if not isinstance(sharding, NamedSharding):
             continue
         splits = math.prod(size for axis, size in sharding.mesh.shape.items() if axis != "data")
-        size = math.prod(a.shape) * a.dtype.itemsize
+        size = math.prod(array.shape) * array.dtype.itemsize
         if splits > 1 and size > limit_bytes and sharding.is_fully_replicated:
-            found.append(f"{name} ({size / 2**20:,.0f} MiB on each of {sharding.mesh.size} devices)")
-    return found
+            large_arrays.append(f"{name} ({size / 2**20:,.0f} MiB on each of {sharding.mesh.size} devices)")
+    return large_arrays

@@ -184,42 +184,42 @@ class Parser(argparse.ArgumentParser):
             args.line = launch.split(argv)
             words = args.line.words
         self.problems = []
-        given, texts, args.rest = self._tokens(words)
-        self.parse_args([item for items in given.values() for item in items], args)
-        args.given = {key.removeprefix("--") for key in given}
-        positional = [o for o in self.options if o.positional]
-        for o in positional:
-            own, texts = (texts, []) if o.several else (texts[:1], texts[1:])
-            values = [self._value(o, text) for text in own]
+        option_items, texts, args.rest = self._tokens(words)
+        self.parse_args([item for items in option_items.values() for item in items], args)
+        args.given = {key.removeprefix("--") for key in option_items}
+        positional = [option for option in self.options if option.positional]
+        for option in positional:
+            argument_texts, texts = (texts, []) if option.several else (texts[:1], texts[1:])
+            values = [self._value(option, text) for text in argument_texts]
             if values:
-                args.given.add(o.name)
-                setattr(args, o.dest, values if o.several else values[0])
+                args.given.add(option.name)
+                setattr(args, option.dest, values if option.several else values[0])
         args.strays = [] if self.passes_on else strays(args.rest, self._names, self.config)
-        args.strays += [_left_over(text, positional) for text in texts]
-        for o in self.options:
-            if o.needed and o.name not in args.given and not args.strays:
-                self.problems.append(Problem(o.key, None, "is missing", o.fix))
-            setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))
+        args.strays += [_unexpected_argument(text, positional) for text in texts]
+        for option in self.options:
+            if option.needed and option.name not in args.given and not args.strays:
+                self.problems.append(Problem(option.key, None, "is missing", option.fix))
+            setattr(args, option.dest, getattr(args, option.dest, option.default if option.metavar else False))
         modes = [name for name in self.modes if name in args.given]
         args.mode = modes[0] if modes else ""
-        args.problems = [*args.strays, *self.problems, *self._wrong_modes(modes, args)]
+        args.problems = [*args.strays, *self.problems, *self._mode_problems(modes, args)]
         return args
 
     def _parse_subcommand(self, argv: Sequence[str]) -> "Args":
         """Read the command line of a subcommand, whose options may stand before its name."""
         word = next((word for word in argv if word in self.commands), None)
         if word is not None:
-            at = argv.index(word)
-            args = self.commands[word].parse([*argv[:at], *argv[at + 1 :]])
+            index = argv.index(word)
+            args = self.commands[word].parse([*argv[:index], *argv[index + 1 :]])
             args.command = word
             return args
         names = " | ".join(self.commands)
-        wrong = next((word for word in argv if not word.startswith("-")), "")
-        if not wrong:
+        unknown = next((word for word in argv if not word.startswith("-")), "")
+        if not unknown:
             return Args(problems=[Problem("command", None, "is missing", f"Write {self.typed} {names}.")])
-        close = difflib.get_close_matches(wrong, self.commands, 1)
+        close = difflib.get_close_matches(unknown, self.commands, 1)
         fix = f"Did you mean {self.typed} {close[0]}?" if close else f"Write {self.typed} {names}."
-        return Args(problems=[Problem("command", wrong, "is unknown", fix)])
+        return Args(problems=[Problem("command", unknown, "is unknown", fix)])
 
     @property
     def _names(self) -> list[str]:
@@ -231,49 +231,49 @@ class Parser(argparse.ArgumentParser):
         argparse would end at the first missing value, take `-x` for an option, and reads some lines in another way in each
         version of Python. Of an option that is given twice, the last value counts, as of a key of the config.
         """
-        known = {o.key: o for o in self.options if not o.positional}
-        given: dict[str, list[str]] = {}
-        arguments, unknown, left = [], [], list(words)
-        while left:
-            word = left.pop(0)
+        options = {o.key: o for o in self.options if not o.positional}
+        option_items: dict[str, list[str]] = {}
+        arguments, unknown, remaining = [], [], list(words)
+        while remaining:
+            word = remaining.pop(0)
             key, has_value, value = word.partition("=")
-            option = known.get(key)
+            option = options.get(key)
             if option is None:
-                to = arguments if not word.startswith("-") and not self.passes_on else unknown
-                to.append(word)
-                if word.startswith("--") and word != "--" and not has_value and left and not _is_option(left[0]):
-                    to.append(left.pop(0))
+                target = arguments if not word.startswith("-") and not self.passes_on else unknown
+                target.append(word)
+                if word.startswith("--") and word != "--" and not has_value and remaining and not _is_option(remaining[0]):
+                    target.append(remaining.pop(0))
             elif not option.metavar:
-                given[key] = [key]
+                option_items[key] = [key]
                 if has_value:
                     self.problems.append(Problem(key, value, "takes no value", f"Write {key}."))
             else:
-                if not has_value and not option.const and left and not _is_option(left[0]):
-                    value, has_value = left.pop(0), "="
+                if not has_value and not option.const and remaining and not _is_option(remaining[0]):
+                    value, has_value = remaining.pop(0), "="
                 if not has_value and not option.const:
                     self.problems.append(Problem(key, None, "needs a value", option.fix))
-                    given.setdefault(key, [])
+                    option_items.setdefault(key, [])
                     continue
                 item = f"{key}={value if has_value else option.const}"
-                given[key] = [*given.get(key, ()), item] if option.repeat else [item]
-        return given, arguments, unknown
+                option_items[key] = [*option_items.get(key, ()), item] if option.repeat else [item]
+        return option_items, arguments, unknown
 
     def error(self, message: str) -> NoReturn:
         raise AssertionError(message)  # `_tokens` leaves argparse nothing to refuse
 
-    def _wrong_modes(self, given: Sequence[str], args: "Args") -> list[Problem]:
+    def _mode_problems(self, modes: Sequence[str], args: "Args") -> list[Problem]:
         """Return the problems of modes that exclude each other, and of options that the given mode does not use."""
-        if len(given) > 1:
-            both = " ".join(f"--{name}" for name in given)
-            return [Problem(both, None, "each of these is an action of its own", f"Leave out --{given[1]}.")]
+        if len(modes) > 1:
+            both = " ".join(f"--{name}" for name in modes)
+            return [Problem(both, None, "each of these is an action of its own", f"Leave out --{modes[1]}.")]
         action = f"--{args.mode}" if args.mode else "this action"
-        out = []
-        for o in self.options:
-            if o.name in args.given and o.modes and args.mode not in o.modes:
-                named = [f"--{m}" for m in o.modes if m]
-                fix = "Leave it out." if args.mode or not named else f"Leave it out, or add {' or '.join(named)}."
-                out.append(Problem(o.key, None, f"{action} does not use it", fix))
-        return out
+        problems = []
+        for option in self.options:
+            if option.name in args.given and option.modes and args.mode not in option.modes:
+                mode_flags = [f"--{m}" for m in option.modes if m]
+                fix = "Leave it out." if args.mode or not mode_flags else f"Leave it out, or add {' or '.join(mode_flags)}."
+                problems.append(Problem(option.key, None, f"{action} does not use it", fix))
+        return problems
 
     @property
     def typed(self) -> str:
@@ -290,8 +290,8 @@ class Parser(argparse.ArgumentParser):
         words += [o.usage for o in self.options if o.required]
         if self.config:
             words.append("[--config=FILE[:variant]] [--config.KEY=VALUE ...]")
-        others = self.config or any(not o.positional and not o.required for o in self.options)
-        return " ".join([*words, *(["[options]"] if others else [])])
+        has_options = self.config or any(not o.positional and not o.required for o in self.options)
+        return " ".join([*words, *(["[options]"] if has_options else [])])
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -348,8 +348,7 @@ def _is_option(word: str) -> bool:
     return re.match(r"--[^=\s]*(=|$)", word) is not None
 
 
-def _left_over(text: str, arguments: Sequence[Option]) -> Problem:
-    """Return the problem of an argument that a command does not take."""
+def _unexpected_argument(text: str, arguments: Sequence[Option]) -> Problem:
     if arguments:
         return Problem(f"argument {text!r}", None, "is one too many", "Leave it out.")
     fix = f"Write --{text}." if re.match(r"config\.[\w.]+=", text) else "Options start with --; see --help."
@@ -364,52 +363,52 @@ def strays(words: Sequence[str], names: Sequence[str], config: bool) -> list[Pro
         names: the command's options, without dashes.
         config: whether the command takes a config too.
     """
-    names, known = [*(["config"] if config else []), *names], list(declared()) if config else []
-    left, problems = list(words), []
-    while left:
-        word = left.pop(0)
+    names, config_keys = [*(["config"] if config else []), *names], list(declared()) if config else []
+    remaining, problems = list(words), []
+    while remaining:
+        word = remaining.pop(0)
         if not word.startswith("--"):
-            problems.append(_left_over(word, ()))
+            problems.append(_unexpected_argument(word, ()))
             continue
         name, has_value, value = word[2:].partition("=")
-        if not has_value and left and not left[0].startswith("--"):
-            value, has_value = left.pop(0), "="
-        fix = _nearest_option(name, names, has_value + value, known)
+        if not has_value and remaining and not remaining[0].startswith("--"):
+            value, has_value = remaining.pop(0), "="
+        fix = _nearest_option(name, names, has_value + value, config_keys)
         problems.append(launch.explain_refusal(Problem(f"--{name}", None, launch.NO_OPTION, fix)))
     return problems
 
 
-def _nearest_option(name: str, names: Sequence[str], given: str, known: Sequence[str]) -> str:
+def _nearest_option(name: str, names: Sequence[str], value_text: str, config_keys: Sequence[str]) -> str:
     """Return the remedy for an unknown option: the option spelt like it, else the keys that it may mean, else all options.
 
     Args:
         name: the option without its dashes.
         names: all options of the command.
         given: "=VALUE" as it was typed, or "".
-        known: all keys of the config, if the command takes one.
+        config_keys: all keys of the config, if the command takes one.
     """
     if close := difflib.get_close_matches(name, names, 1, 0.75):
         return f"Did you mean --{close[0]}?"
     if begun := [n for n in names if name and n.startswith(name)]:
         return did_you_mean(f"--{n}" for n in begun)
-    given = "=VALUE" if given and OTHER_UNIT.search(name) else given
-    meant = [name] if name in known else nearest_keys(name, known) if known else []
+    value_text = "=VALUE" if value_text and OTHER_UNIT.search(name) else value_text
+    meant = [name] if name in config_keys else nearest_keys(name, config_keys) if config_keys else []
     # Names from other trainers can mean options of main, which this command may not have.
-    if found := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
-        return did_you_mean(_as_option(setting, given) for setting in found)
-    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if known else []), 'help'])}."
+    if settings := [s for s in meant if not s.startswith("--") or s[2:].partition("=")[0] in names]:
+        return did_you_mean(_as_option(setting, value_text) for setting in settings)
+    return f"Known: {', '.join(f'--{n}' for n in [*names, *(['config.KEY'] if config_keys else []), 'help'])}."
 
 
-def _as_option(setting: str, given: str) -> str:
+def _as_option(setting: str, value_text: str) -> str:
     """Return a setting of the table of synonyms as an option: with the table's value, or else with the typed value.
 
     given: "=VALUE" as it was typed, or "".
     """
     if setting.startswith("--"):
-        return setting.partition("=")[0] + given
+        return setting.partition("=")[0] + value_text
     if " " in setting:
         return setting
-    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{given}"
+    return f"--config.{setting}" if "=" in setting else f"--config.{setting}{value_text}"
 
 
 def whole(least: int) -> Callable[[str], int]:

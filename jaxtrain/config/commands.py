@@ -32,25 +32,25 @@ def training(arguments: str) -> str:
 
 def main(argv: "list[str]") -> int:
     """Print the table; with an argument, print the command nearest to the argument instead. Return the exit code."""
-    known = table()
-    wrong = [word for word in argv if word not in ("-h", "--help")]
-    if not wrong:
+    commands = table()
+    unknown = [word for word in argv if word not in ("-h", "--help")]
+    if not unknown:
         print("jaxtrain trains transformer language models on NVIDIA GPUs.\n")
-        width = max(len(spelled("python -m jaxtrain " + name)) for name in known) + 2
-        for name, purpose in known.items():
+        width = max(len(spelled("python -m jaxtrain " + name)) for name in commands) + 2
+        for name, purpose in commands.items():
             print("  " + spelled("python -m jaxtrain " + name).ljust(width) + purpose)
         print("\nEach has its own --help.")
         return 0
     by_run_sh = bool(os.environ.get(PREFIX))
-    names = [*known, *OTHER_WORDS, *(OF_RUN_SH if by_run_sh else ())]
-    nearest = difflib.get_close_matches(wrong[0], names, n=1, cutoff=0.7)
-    fix = "one of " + ", ".join(known)
+    names = [*commands, *OTHER_WORDS, *(OF_RUN_SH if by_run_sh else ())]
+    nearest = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.7)
+    fix = "one of " + ", ".join(commands)
     if nearest:
         command = OTHER_WORDS.get(nearest[0], nearest[0])
         fix = training("--config=FILE") if command == "main" else spelled("python -m jaxtrain " + command)
-    elif wrong[0].endswith(".py"):
-        fix = training("--config=" + wrong[0])
-    print("error: command = {!r}: is unknown. Fix: {}.".format(wrong[0], fix), file=sys.stderr)  # noqa: UP032
+    elif unknown[0].endswith(".py"):
+        fix = training("--config=" + unknown[0])
+    print("error: command = {!r}: is unknown. Fix: {}.".format(unknown[0], fix), file=sys.stderr)  # noqa: UP032
     return 2
 
 

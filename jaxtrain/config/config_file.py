@@ -36,8 +36,8 @@ def beside(file: Path) -> Iterator[None]:
     """
     finder, written = _Finder(_folders(file)), sys.dont_write_bytecode
     folders = {file.resolve().parent, file.absolute().parent}
-    own = {path.stem for folder in folders for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()}
-    same = [name for name in sys.modules if name.partition(".")[0] in own - sys.stdlib_module_names]
+    local_modules = {path.stem for folder in folders for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()}
+    same = [name for name in sys.modules if name.partition(".")[0] in local_modules - sys.stdlib_module_names]
     hidden = {name: sys.modules.pop(name) for name in same if not _is_installed(getattr(sys.modules[name], "__file__", ""))}
     sys.meta_path.insert(0, finder)
     sys.dont_write_bytecode = True
@@ -46,7 +46,7 @@ def beside(file: Path) -> Iterator[None]:
     finally:
         sys.dont_write_bytecode = written
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] in finder.found]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in finder.imported]:
             del sys.modules[name]
         sys.modules.update(hidden)
 
@@ -66,10 +66,10 @@ def where(error: BaseException, file: Path) -> str:
 
 
 class _Finder:
-    """Finds modules in `folders`, and notes the names of those it has `found`."""
+    """Finds modules in `folders`, and notes the names of those it has `imported`."""
 
     def __init__(self, folders: Sequence[str]):
-        self.folders, self.found = folders, set[str]()
+        self.folders, self.imported = folders, set[str]()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module in the folders; None: look elsewhere."""
@@ -79,7 +79,7 @@ class _Finder:
         if spec is not None and spec.loader is None:  # folders without __init__.py: a package elsewhere comes first
             spec = importlib.machinery.PathFinder.find_spec(name, [*self.folders, *sys.path])
         if spec is not None:
-            self.found.add(name)
+            self.imported.add(name)
         return spec
 
 

@@ -26,9 +26,9 @@ class Context:
     gathered: bool = False  # keys and values are all-gathered over the ring ranks; otherwise they are sent around the ring
 
     def __str__(self) -> str:
-        places = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"
+        ring_text = f"keys gathered over {self.ring}" if self.gathered else f"a ring of {self.ring}"
         group = f"Ulysses groups of {self.ulysses}"
-        return " in ".join([group] * (self.ulysses > 1) + [places] * (self.ring > 1)) or "whole sequences"
+        return " in ".join([group] * (self.ulysses > 1) + [ring_text] * (self.ring > 1)) or "whole sequences"
 
     @property
     def size(self) -> int:
@@ -39,7 +39,7 @@ class Context:
         """Return the chunks of a sequence in the order of the ring ranks that hold them; (0,) without a ring."""
         if self.ring == 1:
             return (0,)
-        return tuple(chunk for place in range(self.ring) for chunk in (place, 2 * self.ring - 1 - place))
+        return tuple(chunk for rank in range(self.ring) for chunk in (rank, 2 * self.ring - 1 - rank))
 
     @property
     def divides(self) -> int:
@@ -90,8 +90,8 @@ def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
         return [before(seq_len) / context.size] * context.size
     chunk = seq_len // (2 * context.ring)
     out = []
-    for place in range(context.ring):
-        mine = (place, 2 * context.ring - 1 - place)
-        seen = sum(before((number + 1) * chunk) - before(number * chunk) for number in mine)
-        out += [seen / context.ulysses] * context.ulysses
+    for rank in range(context.ring):
+        rank_chunks = (rank, 2 * context.ring - 1 - rank)
+        pair_count = sum(before((number + 1) * chunk) - before(number * chunk) for number in rank_chunks)
+        out += [pair_count / context.ulysses] * context.ulysses
     return out

@@ -13,8 +13,8 @@ def short_count(number: float) -> str:
     # The digits that are shown decide: 999,999 are 1.00 M.
     scale, unit = next((each for each in UNITS if round(number / each[0]) < 1000), UNITS[-1])
     value = number / scale
-    places = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{places}f} {unit}"
+    decimal_places = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{decimal_places}f} {unit}"
 
 
 def read_count(text: str) -> int:

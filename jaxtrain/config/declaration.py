@@ -133,8 +133,8 @@ def key[T](
     resume: Resume | None = None,
 ) -> T:
     """Return a dataclass field with its declaration as metadata. The arguments are those of `Key`."""
-    made = Key(doc, choices, importable, at_least, above, at_most, below, resume)
-    return cast(T, dataclasses.field(default=default, metadata={"key": made}))
+    declaration = Key(doc, choices, importable, at_least, above, at_most, below, resume)
+    return cast(T, dataclasses.field(default=default, metadata={"key": declaration}))
 
 
 def section[T](default: T, resume: Resume | None = None) -> T:

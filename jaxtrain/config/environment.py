@@ -101,7 +101,7 @@ class Overlay:
 
 def table(sm: int) -> Table:
     """Return a GPU's table of variables; if it has none, that of the next older GPU. sm: its compute capability times ten."""
-    return TABLES.get(max((known for known in TABLES if known <= sm), default=0), ALL)
+    return TABLES.get(max((older for older in TABLES if older <= sm), default=0), ALL)
 
 
 def is_secret(name: str) -> bool:
@@ -125,13 +125,13 @@ def exported(environ: Mapping[str, str]) -> set[str]:
 
 def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
     """Return `env.set` as name -> value, and its problems."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     problems = []
     for item in parts_of(text):
-        name, given, value = (part.strip() for part in item.partition("="))
-        if not given or not name.replace("_", "a").isalnum() or name[:1].isdigit():
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not name.replace("_", "a").isalnum() or name[:1].isdigit():
             problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
-        elif name in found:
+        elif name in variables:
             problems.append(Problem("env.set", item, f"{name} is named twice", "Keep one of them."))
         elif is_secret(name):
             rule = "its name suggests a secret, and the log and the receipt contain the values set here"
@@ -141,8 +141,8 @@ def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
             remedy = f"Set it in the shell that starts the run, and leave {name} out here."
             problems.append(Problem("env.set", item, rule, remedy))
         else:
-            found[name] = value.replace("+", ",")
-    return found, problems
+            variables[name] = value.replace("+", ",")
+    return variables, problems
 
 
 def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tuple[Overlay, list[Problem]]:
@@ -150,29 +150,29 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
 
     The table of the GPU and the memory budget apply on GPUs only.
     """
-    asked, problems = parse(run.env.set)
+    config_vars, problems = parse(run.env.set)
     earlier = exported(environ)
     shell = {name: value for name, value in environ.items() if name not in earlier}
-    wrong = refuse(shell | asked, STOPS)
-    wrong += refuse({name: value for name, value in shell.items() if name not in asked}, CHANGES)
-    chosen = {name: (value, "env.set") for name, value in asked.items()}
-    known: Table = {}
+    variable_problems = refuse(shell | config_vars, STOPS)
+    variable_problems += refuse({name: value for name, value in shell.items() if name not in config_vars}, CHANGES)
+    chosen = {name: (value, "env.set") for name, value in config_vars.items()}
+    defaults: Table = {}
     if devices.kind == "gpu" and devices.count:
         limit = str(int(pinned_limit_gib({})))
-        known = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
-        decided, contradicting = _derive_variables(run.train, devices, shell | asked)
-        chosen = {name: (v, why) for name, (v, why) in known.items() if v and not shell.get(name)} | chosen | decided
-        wrong += contradicting
-    problems += _in_config(wrong, asked)
+        defaults = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
+        decided, contradictions = _derive_variables(run.train, devices, shell | config_vars)
+        chosen = {name: (v, why) for name, (v, why) in defaults.items() if v and not shell.get(name)} | chosen | decided
+        variable_problems += contradictions
+    problems += _as_config_problems(variable_problems, config_vars)
     inherited = {name: value for name, value in select_variables(shell).items() if name not in chosen}
     why = {}
     for name, value in inherited.items():
-        default, reason = known.get(name, (value, ""))
+        default, reason = defaults.get(name, (value, ""))
         instead = f"the default is {default}" if default else f"unset by default: {reason}"
         why[name] = "from the shell" if value == default else f"from the shell; {instead}"
     for name, (value, reason) in chosen.items():
-        there = shell.get(name) or value
-        why[name] = reason if there == value else f"{reason}; in place of the shell's {there}"
+        shell_value = shell.get(name) or value
+        why[name] = reason if shell_value == value else f"{reason}; in place of the shell's {shell_value}"
     return Overlay({name: value for name, (value, _) in chosen.items()}, inherited, why), problems
 
 
@@ -185,11 +185,11 @@ def refuse(variables: Mapping[str, str], values: Values) -> list[Problem]:
     ]
 
 
-def _in_config(problems: Iterable[Problem], asked: Mapping[str, str]) -> list[Problem]:
-    """Return problems of variables, with the key env.set and its remedy for those that `env.set` sets (asked)."""
+def _as_config_problems(problems: Iterable[Problem], config_vars: Mapping[str, str]) -> list[Problem]:
+    """Return problems of variables, with the key env.set and its remedy for those that `env.set` sets (config_vars)."""
     return [
         Problem("env.set", f"{p.key}={p.value}", p.rule, p.remedy.replace("Unset it", f"Leave {p.key} out here", 1))
-        if p.key in asked
+        if p.key in config_vars
         else p
         for p in problems
     ]

@@ -18,13 +18,13 @@ from jaxtrain.config.schema import OWN, declared, spelled_value
 OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
 
 
-def rows(loaded: Loaded, found: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def rows(loaded: Loaded, derived: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
     keys = declared()
     out = []
     for key, value in loaded.run.flat.items():
-        asked, now = loaded.asked.get(key, value), found.get(key, value)
-        shown = spelled_value(now) if asked == now else f"{spelled_value(asked)} -> {spelled_value(now)}"
+        requested, now = loaded.asked.get(key, value), derived.get(key, value)
+        shown = spelled_value(now) if requested == now else f"{spelled_value(requested)} -> {spelled_value(now)}"
         meaning = _meaning(keys.get(key) or OTHERS[key.partition(".")[0]])
         out.append((key, shown, loaded.origins.get(key, "default"), meaning))
     return out
@@ -34,23 +34,23 @@ def _meaning(key: Key) -> str:
     return f"{key.doc} [{key.values}]" if key.values else key.doc
 
 
-def text(loaded: Loaded, found: Mapping[str, Any]) -> None:
+def text(loaded: Loaded, derived: Mapping[str, Any]) -> None:
     """Print the table: by rich on a terminal, otherwise in aligned columns.
 
     Args:
         loaded: the config, and the origin of each value.
-        found: dotted key -> the derived value, for keys such as mesh.fsdp = -1.
+        derived: dotted key -> the derived value, for keys such as mesh.fsdp = -1.
     """
     title = f"{loaded.launch.config_file}{':' + loaded.launch.variant if loaded.launch.variant else ''}"
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("key", "value", "set by", "meaning"):
             table.add_column(column, overflow="fold")
-        for row in rows(loaded, found):
+        for row in rows(loaded, derived):
             table.add_row(*map(escape, row), style="bold" if row[2] in ("file", "command line") else "")
         Console().print(table, *(escape(f"\n{note}") for note in loaded.launch.notes), sep="")
         return
-    lines = rows(loaded, found)
+    lines = rows(loaded, derived)
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
     # All lines are one write, so that `--explain | head` does not close the pipe between two writes.

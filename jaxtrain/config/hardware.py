@@ -124,13 +124,13 @@ def probe(environ: Mapping[str, str] | None = None) -> Devices:
     CPUs if there is no driver or GPU, or if CUDA_VISIBLE_DEVICES is "" or -1.
     """
     environ = os.environ if environ is None else environ
-    found = _find_devices(environ)
+    devices = _find_devices(environ)
     name = environ.get("JAX_PLATFORM_NAME", "")
-    if found.count and name and (name.lower() == "cpu") != (found.kind == "cpu"):
-        rule = f"contradicts the devices of the run, {found.kind} ({found.source})"
+    if devices.count and name and (name.lower() == "cpu") != (devices.kind == "cpu"):
+        rule = f"contradicts the devices of the run, {devices.kind} ({devices.source})"
         problem = Problem("JAX_PLATFORM_NAME", name, rule, "Unset it; JAX_PLATFORMS=cpu or cuda chooses the devices.")
-        return Devices(found.kind, "", 0, 0.0, str(problem), problem=problem)
-    return found
+        return Devices(devices.kind, "", 0, 0.0, str(problem), problem=problem)
+    return devices
 
 
 def _find_devices(environ: Mapping[str, str]) -> Devices:
@@ -142,23 +142,23 @@ def _find_devices(environ: Mapping[str, str]) -> Devices:
         problem = Problem("JAX_PLATFORMS", environ["JAX_PLATFORMS"], rule, "Unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu.")
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
     try:
-        found, why = _gpus(environ)
+        gpus, why = _gpus(environ)
     except InvisibleGpu as error:
         return Devices("gpu", "", 0, 0.0, str(error.problem), problem=error.problem)
     masked = environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
-    if found and masked not in ("", "all"):
+    if gpus and masked not in ("", "all"):
         rule = "chooses GPUs for JAX alone, and jaxtrain counts those of CUDA_VISIBLE_DEVICES"
         remedy = "Unset it: CUDA_VISIBLE_DEVICES chooses the GPUs."
         problem = Problem("JAX_CUDA_VISIBLE_DEVICES", masked, rule, remedy)
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
-    if found and not _has_cuda_plugin():
-        rule = f"the driver reports {len(found)} x {found[0][0]}, and no CUDA plugin of JAX is installed"
+    if gpus and not _has_cuda_plugin():
+        rule = f"the driver reports {len(gpus)} x {gpus[0][0]}, and no CUDA plugin of JAX is installed"
         problem = Problem("devices", None, rule, f"Run JAXTRAIN_CUDA=12 ./run.sh setup, or {WITHOUT_GPUS}.")
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
-    if found:
+    if gpus:
         # The mesh needs equal devices: all get the name of the first GPU, and the least memory and capability.
-        names, memories, sms = zip(*found, strict=True)
-        return Devices("gpu", names[0], len(found), min(memories), "NVML", min(sms))
+        names, memories, sms = zip(*gpus, strict=True)
+        return Devices("gpu", names[0], len(gpus), min(memories), "NVML", min(sms))
     if platform in ("cuda", "gpu"):
         problem = Problem("JAX_PLATFORMS", platform, f"no GPU to run on: {why}", "Unset JAX_PLATFORMS.")
         return Devices("gpu", "", 0, 0.0, str(problem), problem=problem)
@@ -186,12 +186,12 @@ def _gpus(environ: Mapping[str, str]) -> tuple[list[tuple[str, float, int]], str
         return [], f"CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as e:
-        return [], f"no NVIDIA driver ({e})"
+    except pynvml.NVMLError as error:
+        return [], f"no NVIDIA driver ({error})"
     try:
         return [_describe(handle) for handle in visible_handles(visible, pynvml)], "the driver reports no GPU"
-    except pynvml.NVMLError as e:
-        rule = f"the driver fails when it is asked for the GPUs ({e})"
+    except pynvml.NVMLError as error:
+        rule = f"the driver fails when it is asked for the GPUs ({error})"
         remedy = f"Run nvidia-smi to see which GPU fails, or {WITHOUT_GPUS}."
         raise InvisibleGpu(Problem("devices", None, rule, remedy)) from None
     finally:
@@ -234,10 +234,10 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
         if entry.isdigit() and int(entry) < count:
             handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
         elif entry.startswith("GPU-"):
-            named = [i for i in range(count) if _uuid(i, nvml).startswith(entry)]
-            if len(named) != 1:
-                raise _invisible(visible, f"{len(named) or 'no'} GPUs have a UUID that begins with {entry}")
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(named[0]))
+            matches = [i for i in range(count) if _uuid(i, nvml).startswith(entry)]
+            if len(matches) != 1:
+                raise _invisible(visible, f"{len(matches) or 'no'} GPUs have a UUID that begins with {entry}")
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(matches[0]))
         elif entry.startswith("MIG-"):
             raise _invisible(visible, f"{entry} is a MIG slice, and a run takes whole GPUs")
         else:
@@ -250,10 +250,10 @@ def visible_handles(visible: str | None, nvml: Any = pynvml) -> list[Any]:
 def _uuid(index: int, nvml: Any) -> str:
     """Return a GPU's UUID; "" if the driver has lost this GPU, so that the other GPUs can still be used."""
     try:
-        found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+        uuid = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
     except nvml.NVMLError:
         return ""
-    return found.decode() if isinstance(found, bytes) else found
+    return uuid.decode() if isinstance(uuid, bytes) else uuid
 
 
 def _invisible(visible: str, rule: str) -> InvisibleGpu:
@@ -291,8 +291,8 @@ def available_gib(root: str | os.PathLike[str] = "/") -> float:
     root: the folder that holds proc and sys; for tests. Without /proc, all memory of this machine counts as available.
     """
     base = Path(root)
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)
-    limits = [int(found[1]) * 1024 if found else round(host_gib() * 2**30)]
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(base / "proc/meminfo"), re.MULTILINE)
+    limits = [int(match[1]) * 1024 if match else round(host_gib() * 2**30)]
     mounts = base / "sys/fs/cgroup"
     for line in _text(base / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

@@ -53,4 +53,4 @@ def code() -> str:
 
 def versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Return the versions of all of these packages that are installed, by name."""
-    return {name: found for name in names if (found := version(name))}
+    return {name: number for name in names if (number := version(name))}

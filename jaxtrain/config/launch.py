@@ -83,11 +83,11 @@ class Launch:
         """Return a line that names the valid variant for `gpus` GPUs; "" if the config is for that number or for any."""
         if self.gpus in (0, gpus):
             return ""
-        others = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
-        variant = ",".join([*others, f"gpus={gpus}"])
-        apart = f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}."
+        variant_items = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
+        variant = ",".join([*variant_items, f"gpus={gpus}"])
+        mismatch = f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}."
         _, _, problems = read_file(self.config_file, variant)
-        return apart if problems else f"{apart} For those: --config={self.config_file}:{variant}"
+        return mismatch if problems else f"{mismatch} For those: --config={self.config_file}:{variant}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,16 +125,16 @@ class Line:
 def split(argv: Sequence[str]) -> Line:
     """Return the parts of a command line: --config and --config.KEY, each with or without "=", and the other words."""
     file, overrides, words, problems = None, [], [], []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    remaining = list(argv)
+    while remaining:
+        word = remaining.pop(0)
         name, has_value, value = word.partition("=")
         if name != "--config" and not name.startswith("--config."):
             words.append(word)
             continue
-        others = "--" if name == "--config" else ("--", "config.")
-        if not has_value and rest and not rest[0].startswith(others):
-            value, has_value = rest.pop(0), "="
+        option_prefixes = "--" if name == "--config" else ("--", "config.")
+        if not has_value and remaining and not remaining[0].startswith(option_prefixes):
+            value, has_value = remaining.pop(0), "="
         if name != "--config":
             overrides.append((name.removeprefix("--config."), value if has_value else BARE))
         elif has_value:
@@ -152,13 +152,13 @@ def read(line: Line) -> Loaded:
     config = config if config is not None else default_config()
     file, origins = resolved(config)[0], origins_of(config)
     for key, text in line.overrides:
-        wrong = apply(config, key, text)
-        problems += wrong
-        origins |= {} if wrong else {key: "command line"}
-    run, wrong = resolved(config)
+        new_problems = apply(config, key, text)
+        problems += new_problems
+        origins |= {} if new_problems else {key: "command line"}
+    run, new_problems = resolved(config)
     overrides = tuple((key, "true" if text == BARE else text) for key, text in line.overrides)
-    given = Launch(path, variant, overrides, line.argv, gpus=gpus)
-    return Loaded(run, [*line.problems, *problems, *wrong], origins, dict(flatten(config)), file, given, file_read)
+    launch = Launch(path, variant, overrides, line.argv, gpus=gpus)
+    return Loaded(run, [*line.problems, *problems, *new_problems], origins, dict(flatten(config)), file, launch, file_read)
 
 
 def origins_of(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, str]:
@@ -197,10 +197,10 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
     file = Path(path)
     if not file.is_file():
         folders = dict.fromkeys((REPO / "configs", file.parent.resolve()))
-        known = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
-        stems = {Path(p).stem: p for p in known}
+        config_files = [_relative(p) for folder in folders for p in sorted(folder.glob("*.py"))]
+        stems = {Path(p).stem: p for p in config_files}
         close = [file.stem] if file.stem in stems else difflib.get_close_matches(file.stem, stems, 1)
-        remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(known)}."
+        remedy = f"Did you mean {stems[close[0]]}?" if close else f"Known: {', '.join(config_files)}."
         rule = "is empty" if not path else "is a folder" if file.is_dir() else "no such file"
         if path and file.exists() and not file.is_dir():
             rule, remedy = "is a pipe, and a restart reads the config again", "Write it to a file, and name that."
@@ -212,42 +212,42 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
                 fix = "Define get_config(arg=None) as configs/tiny.py does."
                 return None, 0, [Problem("--config", path, "defines no function get_config", fix)]
             config = module.get_config(variant) if variant else module.get_config()
-    except ConfigError as e:
-        return None, 0, e.problems
+    except ConfigError as error:
+        return None, 0, error.problems
     # A config file is a user's program: every exception is a mistake in that file, shown with its line.
-    except (Exception, SystemExit) as e:
-        where = config_file.where(e, file)
-        first = (str(e).strip() or "no message").splitlines()[0].rstrip(".")
+    except (Exception, SystemExit) as error:
+        location = config_file.where(error, file)
+        first = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
         remedy = "Correct the file."
-        if isinstance(e, TypeError) and not where:  # of the call of get_config
+        if isinstance(error, TypeError) and not location:  # of the call of get_config
             takes = f"This file takes no variant: leave out ':{variant}'." if variant else f"Name one: --config={path}:VARIANT."
             remedy = takes if "argument" in first else remedy
-        elif isinstance(e, SyntaxError) and "'utf-8' codec" in first:
+        elif isinstance(error, SyntaxError) and "'utf-8' codec" in first:
             remedy = "Save it as UTF-8, or name its encoding in its first line: # coding: latin-1"
-        elif isinstance(e, ModuleNotFoundError):
+        elif isinstance(error, ModuleNotFoundError):
             remedy = "Put the module beside the file, or its folder on PYTHONPATH."
-        rule = f"{where} raises {type(e).__name__}: {first}".strip()
+        rule = f"{location} raises {type(error).__name__}: {first}".strip()
         return None, 0, [Problem("--config", path, rule, remedy)]
     if not isinstance(config, ml_collections.ConfigDict):
         rule = f"get_config returned {type(config).__name__}, not a ConfigDict"
         return None, 0, [Problem("--config", path, rule, "Start from jaxtrain.config.default_config() and return it.")]
-    asked = re.search(r"(?:^|,)gpus=([\d_]+)", variant or "")
+    match = re.search(r"(?:^|,)gpus=([\d_]+)", variant or "")
     gpus = getattr(module, "GPUS", 0)
     if not isinstance(gpus, int):  # the file uses this name for another constant
         return config, 0, []
-    return config, int(asked[1]) if gpus and asked else gpus, []
+    return config, int(match[1]) if gpus and match else gpus, []
 
 
 def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
     """Set one dotted key from its text, read as the key's type. On failure the config is unchanged."""
-    known = [name for name, _ in flatten(config)]
+    known_keys = [name for name, _ in flatten(config)]
     shown = None if text == BARE else text
     *path, last = key.split(".")
     section: Any = config
     for name in path:
         section = section[name] if isinstance(section, ml_collections.ConfigDict) and name in section else None
     if not isinstance(section, ml_collections.ConfigDict) or last not in section:
-        remedy = nearest_key(key, known)
+        remedy = nearest_key(key, known_keys)
         if path == ["sharding", "rules"]:
             remedy = DERIVED.get(last, remedy)
         if path == [OWN]:
@@ -257,7 +257,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
         return [explain_refusal(Problem(key, shown, NO_KEY, remedy))]
     old = section[last]
     if isinstance(old, ml_collections.ConfigDict):
-        keys = [k for k in known if k.startswith(f"{key}.")]
+        keys = [k for k in known_keys if k.startswith(f"{key}.")]
         return [Problem(key, shown, "is a section", f"Set its keys, as --config.{keys[0] if keys else key + '.KEY'}=VALUE.")]
     if old is None:
         # The file set the key to None, so the text has no type. `resolve` reports the None.
@@ -298,18 +298,18 @@ def explain_refusal(problem: Problem) -> Problem:
 
 def with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
     """Return the problems. Those of unknown keys beside a user's own family, loss, optimizer or source name the section own."""
-    parts = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
-    own = [section for section, name in parts.items() if ":" in name]
+    part_names = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
+    custom_sections = [section for section, name in part_names.items() if ":" in name]
 
-    def explained(p: Problem) -> Problem:
-        section, _, name = p.key.rpartition(".")
-        if p.rule != NO_KEY or section not in own:
-            return p
+    def add_hint(problem: Problem) -> Problem:
+        section, _, name = problem.key.rpartition(".")
+        if problem.rule != NO_KEY or section not in custom_sections:
+            return problem
         return dataclasses.replace(
-            p, remedy=f"{p.remedy} A setting of {parts[section]} is config.{OWN}.{name} in the config file."
+            problem, remedy=f"{problem.remedy} A setting of {part_names[section]} is config.{OWN}.{name} in the config file."
         )
 
-    return [explained(p) for p in problems]
+    return [add_hint(p) for p in problems]
 
 
 def variables() -> str:
@@ -317,11 +317,11 @@ def variables() -> str:
 
     Variables that the program set are left out, and so is the folder in PYTHONPATH that run.sh adds itself.
     """
-    found = {name: os.environ.get(name, "") for name in DECIDING if name not in exported(os.environ)}
+    values = {name: os.environ.get(name, "") for name in DECIDING if name not in exported(os.environ)}
     if os.environ.get(PREFIX):
-        path = found.get("PYTHONPATH", "").split(os.pathsep)
-        found["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)
-    return "".join(f"{name}={shlex.quote(value)} " for name, value in found.items() if value)
+        path = values.get("PYTHONPATH", "").split(os.pathsep)
+        values["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
 
 
 def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
@@ -330,15 +330,15 @@ def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
     The shell's `variables` are typed before them. A machine behind them becomes the one that the config is for. Overrides with
     a problem of their own are left out.
     """
-    wrong = {problem.key for problem in problems}
-    right = [(key, value) for key, value in launch.overrides if key not in wrong]
-    given = shlex.join(dataclasses.replace(launch, overrides=tuple(right)).config_argv)
+    problem_keys = {problem.key for problem in problems}
+    valid_overrides = [(key, value) for key, value in launch.overrides if key not in problem_keys]
+    config_args = shlex.join(dataclasses.replace(launch, overrides=tuple(valid_overrides)).config_argv)
     command = re.compile(rf"(python -m jaxtrain[\w .-]+){CONFIG}( --topology=[\w:]+)?")
 
-    def typed(found: re.Match[str]) -> str:
-        return f"{variables()}{found[1]}{given}{f' --topology={launch.machine}' if found[2] else ''}"
+    def expand_command(match: re.Match[str]) -> str:
+        return f"{variables()}{match[1]}{config_args}{f' --topology={launch.machine}' if match[2] else ''}"
 
-    return [dataclasses.replace(p, remedy=command.sub(typed, p.remedy)) for p in problems]
+    return [dataclasses.replace(p, remedy=command.sub(expand_command, p.remedy)) for p in problems]
 
 
 def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:

@@ -56,13 +56,13 @@ class Arrangement:
         """Return the layer of each slot; None for an empty slot."""
         count = self.stages * self.groups
         short, longer = divmod(self.layers, count)
-        of_group: list[list[int | None]] = []
+        by_group: list[list[int | None]] = []
         first = 0
-        for q in range(count):
-            own = short + (q < longer)
-            of_group.append([*range(first, first + own), *[None] * (self.per_group - own)])
-            first += own
-        return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in of_group[v * self.stages + s])
+        for group in range(count):
+            size = short + (group < longer)
+            by_group.append([*range(first, first + size), *[None] * (self.per_group - size)])
+            first += size
+        return tuple(layer for s in range(self.stages) for v in range(self.groups) for layer in by_group[v * self.stages + s])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +138,12 @@ class Layout:
         return self.stages.stages > 1
 
 
-def resolve_layout(run: RunConfig, devices: int, node: int, what: str = "") -> Layout:
+def resolve_layout(run: RunConfig, devices: int, node: int, label: str = "") -> Layout:
     """Return the layout of a run on `devices` devices, `node` of them in each node. `rule_problems` checks its rules.
 
-    what: names the devices in an error. Raises ConfigError for a mesh that does not fill the devices.
+    label: names the devices in an error. Raises ConfigError for a mesh that does not fill the devices.
     """
-    sizes = mesh_sizes(run.mesh, devices, node, what)
+    sizes = mesh_sizes(run.mesh, devices, node, label)
     rules = rules_in_use(run.sharding, run.model.num_experts, sizes)
     ranks, tensor = (math.prod(sizes.get(a, 1) for a in rules[axis]) for axis in ("sequence", "heads"))
     heads = run.model.num_heads // tensor, max(1, run.model.num_kv_heads // tensor)
@@ -165,10 +165,10 @@ def rule_of(axis: str) -> str:
 
 def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
     """Return the problems of sharding.rules that the step has no collectives for, one for each rule."""
-    written, found = dict(sharding.rules), {}
+    written, problems = dict(sharding.rules), {}
 
     def refuse(axis: str, rule: str, remedy: str) -> None:
-        found.setdefault(axis, Problem(f"sharding.rules.{axis}", written[axis], rule, remedy))
+        problems.setdefault(axis, Problem(f"sharding.rules.{axis}", written[axis], rule, remedy))
 
     sequence = layout.mesh_axes("sequence")
     tokens = {*layout.mesh_axes("batch"), *sequence, EXPERT_AXIS}
@@ -176,8 +176,8 @@ def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
         onto = layout.mesh_axes(axis)
         ordered = tuple(a for a in allowed if a in onto)
         names = "+".join(a for a in allowed if a in tokens or axis not in OF_WEIGHTS)
-        if other := [a for a in onto if a not in allowed]:
-            refuse(axis, f"cannot be sharded over mesh axis {other[0]!r}", f"Set '{names}', or fewer of these axes.")
+        if disallowed := [a for a in onto if a not in allowed]:
+            refuse(axis, f"cannot be sharded over mesh axis {disallowed[0]!r}", f"Set '{names}', or fewer of these axes.")
         elif onto != ordered:
             refuse(axis, f"must name its mesh axes in the order {names}", f"Set {'+'.join(ordered)}.")
     if layout.mesh_axes("residual")[: len(sequence)] != sequence:
@@ -187,7 +187,7 @@ def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
         if alone := [a for a in layout.mesh_axes(axis) if a not in tokens]:
             rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
             refuse(axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only.")
-    return list(found.values())
+    return list(problems.values())
 
 
 def arrange(layers: int, pipeline: Pipeline, stages: int) -> Arrangement:
@@ -220,13 +220,13 @@ def rules_in_use(sharding: Sharding, num_experts: int, sizes: Mapping[str, int])
     # A query head must be on the device of its key/value head.
     rules |= {"kv_heads": rules["heads"], "head_dim": (), "layers": ("stage",)}
     # Shards of whole experts are contiguous in memory for the all-gather.
-    whole: list[str] = []
+    expert_axes: list[str] = []
     for axis in rules["experts"]:
-        parts = math.prod(sizes.get(a, 1) for a in (*whole, axis))
-        if axis == EXPERT_AXIS or (num_experts > 0 and num_experts % parts == 0):
-            whole.append(axis)
-    of_experts = tuple(a for a in rules["expert_embed"] if a not in whole) if num_experts else ()
-    rules |= {"experts": tuple(whole), "expert_embed": of_experts}
+        shards = math.prod(sizes.get(a, 1) for a in (*expert_axes, axis))
+        if axis == EXPERT_AXIS or (num_experts > 0 and num_experts % shards == 0):
+            expert_axes.append(axis)
+    expert_embed = tuple(a for a in rules["expert_embed"] if a not in expert_axes) if num_experts else ()
+    rules |= {"experts": tuple(expert_axes), "expert_embed": expert_embed}
     if sharding.zero > 0:
         return rules
     batch = {*rules["batch"], *rules["sequence"]}
@@ -235,38 +235,38 @@ def rules_in_use(sharding: Sharding, num_experts: int, sizes: Mapping[str, int])
     return {k: tuple(a for a in onto if a not in batch or a in stay.get(k, ())) for k, onto in rules.items()}
 
 
-def mesh_sizes(mesh: Mesh, devices: int, node: int, what: str = "") -> dict[str, int]:
+def mesh_sizes(mesh: Mesh, devices: int, node: int, label: str = "") -> dict[str, int]:
     """Return the size of each mesh axis on `devices` devices, `node` of them in each node, with -1 filled in.
 
     If data and fsdp are both -1, fsdp is the greatest common divisor of two numbers: the devices divided by all given sizes,
     and the devices of a node divided by expert x tensor x seq. So stages are on different nodes if there are enough nodes. data
-    has the size that uses all devices. `what` names the devices in an error. Raises ConfigError for sizes that do not fill the
+    has the size that uses all devices. `label` names the devices in an error. Raises ConfigError for sizes that do not fill the
     devices.
     """
-    asked = {axis: getattr(mesh, axis) for axis in MESH_AXES}
-    shown = " x ".join(f"{axis}={size}" for axis, size in asked.items() if axis not in OPTIONAL_AXES or size != 1)
+    sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in OPTIONAL_AXES or size != 1)
     rule = "must be a positive number, or -1 for the devices that are left"
-    wrong = {axis: size for axis, size in asked.items() if size < 1 and size != -1}
-    if wrong:
-        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in wrong.items()])
-    free = [axis for axis, size in asked.items() if size == -1]
+    invalid = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
+    if invalid:
+        raise ConfigError([Problem(f"mesh.{a}", size, rule, "Set 1 to leave the axis unused.") for a, size in invalid.items()])
+    free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1 and free != ["data", "fsdp"]:
-        others = " or ".join(f"mesh.{axis}" for axis in free)
+        free_names = " or ".join(f"mesh.{axis}" for axis in free)
         rule = "only data and fsdp may both be -1, otherwise the sizes are not determined"
-        raise ConfigError([Problem("mesh", shown, rule, f"Set {others} to a number.")])
-    fixed = math.prod(size for size in asked.values() if size != -1)
+        raise ConfigError([Problem("mesh", shown, rule, f"Set {free_names} to a number.")])
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices % fixed or (not free and fixed != devices):
         rule = f"the product of {'the fixed sizes' if free else 'the sizes'} is {fixed}, but the run has "
         remedy = f"Set sizes whose product {'divides' if free else 'is'} {devices}"
         remedy += "." if free else ", or one of them to -1."
-        raise ConfigError([Problem("mesh", shown, rule + (what or f"{devices} devices"), remedy)])
-    rest = devices // fixed
+        raise ConfigError([Problem("mesh", shown, rule + (label or f"{devices} devices"), remedy)])
+    remaining = devices // fixed
     if len(free) < 2:
-        return {axis: rest if size == -1 else size for axis, size in asked.items()}
-    inner = fixed // asked["stage"]
+        return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
+    inner = fixed // sizes["stage"]
     if node % inner and inner % node:
-        within = [axis for axis in asked if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or asked[axis] > 1)]
+        within = [axis for axis in sizes if axis not in (*free, "stage") and (axis not in OPTIONAL_AXES or sizes[axis] > 1)]
         rule = f"groups of {' x '.join(within)} = {inner} devices neither divide the {node} of a node nor fill nodes"
         raise ConfigError([Problem("mesh", shown, rule, "Set mesh.data and mesh.fsdp to numbers.")])
-    fsdp = math.gcd(rest, max(1, node // inner))
-    return asked | {"data": rest // fsdp, "fsdp": fsdp}
+    fsdp = math.gcd(remaining, max(1, node // inner))
+    return sizes | {"data": remaining // fsdp, "fsdp": fsdp}

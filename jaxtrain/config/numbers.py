@@ -18,29 +18,29 @@ def decimals(values: Iterable[float]) -> int:
 
 def column(values: Sequence[float]) -> list[str]:
     """Return numbers of one unit as texts with equal decimals. A number that rounds to 0 is a bound, as '<0.1'."""
-    places = decimals(values)
-    return [number(v, places) for v in values]
+    decimal_places = decimals(values)
+    return [number(v, decimal_places) for v in values]
 
 
-def number(value: float | None, places: int | None = None) -> str:
-    """Return a number with thousands separated and `places` decimals; '-' for None, NaN and infinities."""
+def number(value: float | None, decimal_places: int | None = None) -> str:
+    """Return a number with thousands separated and `decimal_places` decimals; '-' for None, NaN and infinities."""
     if value is None or not math.isfinite(value):
         return "-"
-    places = decimals([value]) if places is None else places
+    decimal_places = decimals([value]) if decimal_places is None else decimal_places
     if value == 0:
         return "0"
-    least = 10.0**-places
+    least = 10.0**-decimal_places
     if abs(value) < least / 2:
-        return f"<{least:.{places}f}"
-    return f"{value:,.{places}f}"
+        return f"<{least:.{decimal_places}f}"
+    return f"{value:,.{decimal_places}f}"
 
 
 def rough(value: float, digits: int = 3) -> str:
     """Return a number rounded to `digits` significant digits: 24,034 as 24,000."""
     if value == 0 or not math.isfinite(value):
         return number(value, 0)
-    places = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{round(value, places):,.{max(0, places)}f}"
+    decimal_places = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{round(value, decimal_places):,.{max(0, decimal_places)}f}"
 
 
 def gib(values: Sequence[float]) -> tuple[str, list[str]]:
@@ -61,6 +61,6 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, 1)}%"
 
 
-def plural(n: int, noun: str, several: str = "") -> str:
+def plural(count: int, noun: str, several: str = "") -> str:
     """Return a count with its noun: `1 GPU`, `8 GPUs`. several: the plural, if it is not the noun with an s."""
-    return f"{n:,} {noun if n == 1 else several or f'{noun}s'}"
+    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"

@@ -60,9 +60,9 @@ def load(key: str, value: str) -> Any:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # a module is a program, and may raise anything
-        raise ConfigError([_not_imported(key, value, error)]) from error
+        raise ConfigError([_import_problem(key, value, error)]) from error
     if not hasattr(module, attribute):
-        usable = [each for each, what in vars(module).items() if not isinstance(what, types.ModuleType)]
+        usable = [each for each, member in vars(module).items() if not isinstance(member, types.ModuleType)]
         near = difflib.get_close_matches(attribute, usable, 1)
         remedy = f"Fix: {key}={name}:{near[0]}." if near else "Correct the name."
         raise ConfigError([Problem(key, value, f"{module.__file__} defines no {attribute!r}", remedy)])
@@ -81,25 +81,25 @@ def not_found(key: str, value: str) -> Problem | None:
         if importlib.util.find_spec(name) is not None:
             return None
     except Exception as error:  # of its package
-        return _not_imported(key, value, error)
-    return _no_module(key, value, name)
+        return _import_problem(key, value, error)
+    return _module_problem(key, value, name)
 
 
-def _not_imported(key: str, value: str, error: BaseException) -> Problem:
+def _import_problem(key: str, value: str, error: BaseException) -> Problem:
     name = value.partition(":")[0]
-    missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-    if not name or name.startswith(".") or (missing and f"{name}.".startswith(f"{missing}.")):
-        return _no_module(key, value, missing or name)
-    rule = f"{name} cannot be imported: {_said(error)}{_line_of(error)}"
-    remedy = f"Install {missing}, or set PYTHONPATH to the folder that has it." if missing else "Correct it."
+    missing_module = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+    if not name or name.startswith(".") or (missing_module and f"{name}.".startswith(f"{missing_module}.")):
+        return _module_problem(key, value, missing_module or name)
+    rule = f"{name} cannot be imported: {_error_summary(error)}{_line_of(error)}"
+    remedy = f"Install {missing_module}, or set PYTHONPATH to the folder that has it." if missing_module else "Correct it."
     return Problem(key, value, rule, remedy)
 
 
-def _no_module(key: str, value: str, missing: str) -> Problem:
-    top = missing.partition(".")[0]
+def _module_problem(key: str, value: str, missing_module: str) -> Problem:
+    top = missing_module.partition(".")[0]
     remedy = f"Set PYTHONPATH to the folder that has {top}, or install it; the form is package.module:name."
-    remedy = "Correct the name." if top in sys.modules and top != missing else remedy
-    return Problem(key, value, f"module {missing!r} is not found", remedy)
+    remedy = "Correct the name." if top in sys.modules and top != missing_module else remedy
+    return Problem(key, value, f"module {missing_module!r} is not found", remedy)
 
 
 # ---- Errors
@@ -113,28 +113,28 @@ def problem_of(error: BaseException) -> Problem | None:
     """
     if isinstance(error, WrongPart):
         return error.problem
-    frames = _own_frames(error)
+    frames = _part_frames(error)
     if not isinstance(error, Exception):  # Ctrl-C is no error of the part in which it arrives
         return None
     if type(error).__module__.partition(".")[0] == "jaxtrain":
         return None
-    if own := getattr(error, "own_part", None):
-        key, value, form = own
+    if call := getattr(error, "own_part", None):
+        key, value, form = call
         remedy = "Correct it." if frames or not form else f"It is called as {form}."
-        return Problem(key, value, f"{_said(error)}{_line_of(error)}", remedy)
+        return Problem(key, value, f"{_error_summary(error)}{_line_of(error)}", remedy)
     if not frames:
         return None
     names = [frame.f_globals["__name__"] for frame, _ in frames]
     called = {frame.f_code.co_name for frame, _ in frames}
     tops = {name.partition(".")[0] for name in names}
-    parts = [value for value in _loaded if value.partition(".")[0].partition(":")[0] in tops]
+    candidates = [value for value in _loaded if value.partition(".")[0].partition(":")[0] in tops]
 
     def likeness(value: str) -> tuple[bool, bool]:
         module, _, attribute = value.partition(":")
         return module in names, attribute in called
 
-    value = max(parts, key=likeness)
-    return Problem(_loaded[value], value, f"{_said(error)}{_line_of(error)}", "Correct it.")
+    value = max(candidates, key=likeness)
+    return Problem(_loaded[value], value, f"{_error_summary(error)}{_line_of(error)}", "Correct it.")
 
 
 @contextlib.contextmanager
@@ -157,35 +157,35 @@ def report(error: BaseException, stream: TextIO) -> bool:
     if problem is None:
         return False
     print(f"error: {problem}", file=stream)
-    for frame in list(reversed(_own_frames(error)[:-1]))[:SHOWN]:
-        print(f"  called in {_in_words(*frame)}", file=stream)
+    for frame in list(reversed(_part_frames(error)[:-1]))[:SHOWN]:
+        print(f"  called in {_describe_frame(*frame)}", file=stream)
     return True
 
 
-def _own_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
+def _part_frames(error: BaseException) -> list[tuple[types.FrameType, int]]:
     """Return (frame, line) of each call in the traceback that is in the package of a loaded part, the outermost first."""
     tops = {value.partition(":")[0].partition(".")[0] for value in _loaded} - {"jaxtrain"}
-    found = traceback.walk_tb(error.__traceback__)
-    return [(frame, line) for frame, line in found if frame.f_globals.get("__name__", "").partition(".")[0] in tops]
+    frames = traceback.walk_tb(error.__traceback__)
+    return [(frame, line) for frame, line in frames if frame.f_globals.get("__name__", "").partition(".")[0] in tops]
 
 
 def _line_of(error: BaseException) -> str:
     """Return file, line, function and text of the innermost own line of an error as text, or "" if it has none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" in {error.filename}:{error.lineno}: {(error.text or '').strip()}".rstrip(": ")
-    frames = _own_frames(error)
+    frames = _part_frames(error)
     if not frames:
         return ""
-    return f" in {_in_words(*frames[-1])}"
+    return f" in {_describe_frame(*frames[-1])}"
 
 
-def _in_words(frame: types.FrameType, line: int) -> str:
+def _describe_frame(frame: types.FrameType, line: int) -> str:
     code = frame.f_code
     function = "" if code.co_name == "<module>" else f", in {code.co_name}"
     return f"{code.co_filename}:{line}{function}: {linecache.getline(code.co_filename, line).strip()}"
 
 
-def _said(error: BaseException) -> str:
+def _error_summary(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
-    said = error.msg if isinstance(error, SyntaxError) else str(error).strip() or "no message"
-    return f"{type(error).__name__}: {said.splitlines()[0].rstrip('.')}"
+    message = error.msg if isinstance(error, SyntaxError) else str(error).strip() or "no message"
+    return f"{type(error).__name__}: {message.splitlines()[0].rstrip('.')}"

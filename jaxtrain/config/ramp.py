@@ -73,17 +73,17 @@ def parse_ramp(text: str, full: int) -> tuple[Ramp, tuple[str, str] | None]:
 
     full: train.global_batch.
     """
-    parts: list[tuple[int, int]] = []
+    phases: list[tuple[int, int]] = []
     for item in text.split(",") if text.strip() else ():
-        found = re.fullmatch(r"\s*(\d{1,10})\s*:\s*(\d{1,10})\s*", item)
-        if not found:
+        match = re.fullmatch(r"\s*(\d{1,10})\s*:\s*(\d{1,10})\s*", item)
+        if not match:
             return Ramp(full), (f"{item.strip()!r} is not SEQUENCES:STEP", "For example 64:1000,128:3000.")
-        size, until = int(found[1]), int(found[2])
-        before, begin = parts[-1] if parts else (0, 0)
+        size, until = int(match[1]), int(match[2])
+        before, begin = phases[-1] if phases else (0, 0)
         if not before < size < full:
             rule = f"{size} sequences a step are not above {before} and below train.global_batch = {full}"
             return Ramp(full), (rule, "Set '' for no ramp, or ascending numbers.")
         if not begin < until <= MOST:
             return Ramp(full), (f"{item.strip()} does not end after step {begin}", "Write the steps in ascending order.")
-        parts.append((size, until))
-    return Ramp(full, tuple(parts)), None
+        phases.append((size, until))
+    return Ramp(full, tuple(phases)), None

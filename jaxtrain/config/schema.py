@@ -805,13 +805,13 @@ def split_paths(text: str, separator: str, exists: Callable[[str], bool]) -> lis
 
     exists: whether an item names files that exist. Of several ways to join parts of `text`, the longest such item counts.
     """
-    parts, items = text.split(separator), []
-    while parts:
-        most = itertools.takewhile(lambda number: len(separator.join(parts[:number])) < LONGEST, range(2, len(parts) + 1))
-        joined = (number for number in reversed([*most]) if exists(separator.join(parts[:number])))
+    pieces, items = text.split(separator), []
+    while pieces:
+        most = itertools.takewhile(lambda number: len(separator.join(pieces[:number])) < LONGEST, range(2, len(pieces) + 1))
+        joined = (number for number in reversed([*most]) if exists(separator.join(pieces[:number])))
         number = next(joined, 1)
-        items.append(separator.join(parts[:number]).strip())
-        del parts[:number]
+        items.append(separator.join(pieces[:number]).strip())
+        del pieces[:number]
     return [item for item in items if item]
 
 
@@ -823,9 +823,9 @@ def parse_options(text: str) -> tuple[dict[str, str | bool], list["Problem"]]:
     """
     options: dict[str, str | bool] = {}
     problems = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, given, value = (part.strip() for part in item.partition("="))
-        if not (given and name):
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not (equals and name):
             problems.append(Problem("compiler.options", item, "must be NAME=VALUE", f"For example {name or 'NAME'}=true."))
         elif name in options:
             problems.append(Problem("compiler.options", item, f"{name!r} is named twice", "Keep one of them."))
@@ -1009,34 +1009,34 @@ def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | N
 
     check: returns the keys that have a problem if a key has another value; None: no numbers are named.
     """
-    keys = {p.key for p in problems}
-    known: dict[str, list[int]] = {}
+    keys = {problem.key for problem in problems}
+    fits: dict[str, list[int]] = {}
 
-    def nearest_fits(p: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
-        value, least = cast(int, p.value), declared()[p.key].at_least or 0
-        usual = dict(flatten(default_config()))[p.key]
-        if declared()[p.key].out_of_range(value) and p.key not in check(p.key, usual):
+    def nearest_fits(problem: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
+        value, least = cast(int, problem.value), declared()[problem.key].at_least or 0
+        usual = dict(flatten(default_config()))[problem.key]
+        if declared()[problem.key].out_of_range(value) and problem.key not in check(problem.key, usual):
             return [usual]
         multiples = {*UNITS, *(unit * (value // unit + more) for unit in UNITS for more in (0, 1))}
-        alone: dict[bool, int] = {}  # whether it is larger -> the nearest number
-        others: dict[bool, int] = {}  # the same, with a problem of another key
+        clean_fits: dict[bool, int] = {}  # whether it is larger -> the nearest number
+        other_fits: dict[bool, int] = {}  # the same, with a problem of another key
         for number in sorted(multiples - {value}, key=lambda n: abs(n - value)):
             more = number > value
-            if number >= least and more not in alone and p.key not in (left := check(p.key, number)):
-                (others if left - keys else alone).setdefault(more, number)
-        return sorted((alone or others).values())
+            if number >= least and more not in clean_fits and problem.key not in (bad_keys := check(problem.key, number)):
+                (other_fits if bad_keys - keys else clean_fits).setdefault(more, number)
+        return sorted((clean_fits or other_fits).values())
 
     out: list[Problem] = []
-    for p in problems:
-        if not p.remedy.startswith(FIT):
-            out.append(p)
-        elif p.key not in known:  # otherwise the number of the first problem of this key keeps this rule too
-            known[p.key] = nearest_fits(p, check) if check else []
-            number, rest = " or ".join(map(str, known[p.key])), p.remedy.removeprefix(FIT)
+    for problem in problems:
+        if not problem.remedy.startswith(FIT):
+            out.append(problem)
+        elif problem.key not in fits:  # otherwise the number of the first problem of this key keeps this rule too
+            fits[problem.key] = nearest_fits(problem, check) if check else []
+            number, hint = " or ".join(map(str, fits[problem.key])), problem.remedy.removeprefix(FIT)
             remedy = (
-                f"Set {number}, or {rest}" if number and rest else f"Set {number}." if number else rest[:1].upper() + rest[1:]
+                f"Set {number}, or {hint}" if number and hint else f"Set {number}." if number else hint[:1].upper() + hint[1:]
             )
-            out.append(dataclasses.replace(p, remedy=remedy or "Change the other settings of this rule."))
+            out.append(dataclasses.replace(problem, remedy=remedy or "Change the other settings of this rule."))
     return out
 
 
@@ -1073,13 +1073,13 @@ def to_dict(run: Any) -> dict[str, Any]:
 
     def plain(section: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        for f in dataclasses.fields(section):
-            value = getattr(section, f.name)
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
             if dataclasses.is_dataclass(value):
                 value = plain(value)
-            elif f.name in ("rules", OWN):
+            elif field.name in ("rules", OWN):
                 value = dict(value)
-            out[public_name(f.name)] = value
+            out[public_name(field.name)] = value
         return out
 
     return plain(run)
@@ -1105,15 +1105,15 @@ def declared() -> Mapping[str, Key]:
     out: dict[str, Key] = {}
 
     def walk(section: Any, prefix: str) -> None:
-        for f in dataclasses.fields(section):
-            value = getattr(section, f.name)
-            name = prefix + public_name(f.name)
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            name = prefix + public_name(field.name)
             if dataclasses.is_dataclass(value):
                 walk(value, name + ".")
-            elif f.name == "rules":
+            elif field.name == "rules":
                 out.update({f"{name}.{axis}": Key(line) for axis, line in RULE_DOCS.items()})
-            elif f.name != OWN:
-                out[name] = f.metadata["key"]
+            elif field.name != OWN:
+                out[name] = field.metadata["key"]
 
     walk(RunConfig(), "")
     return out
@@ -1121,9 +1121,9 @@ def declared() -> Mapping[str, Key]:
 
 def resume_of(name: str) -> Resume:
     """Return whether a dotted key may change on resume: as its declaration says, or else that of its section."""
-    whole = {public_name(f.name): f.metadata for f in dataclasses.fields(RunConfig)}[name.partition(".")[0]]
-    of_key = declared()[name] if name in declared() else whole.get("key")  # an own setting, or a rule of an own axis
-    return (of_key.resume if of_key else None) or whole["resume"]
+    metadata = {public_name(f.name): f.metadata for f in dataclasses.fields(RunConfig)}[name.partition(".")[0]]
+    entry = declared()[name] if name in declared() else metadata.get("key")  # an own setting, or a rule of an own axis
+    return (entry.resume if entry else None) or metadata["resume"]
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -1131,10 +1131,10 @@ def choices(name: str) -> tuple[str, ...]:
     return declared()[name].choices
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known_names: list[str]) -> str:
     """Return a remedy for a misspelt name: the nearest known name, or all known names if none is near."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known)}."
+    close = difflib.get_close_matches(name, known_names, n=1)
+    return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known_names)}."
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -1142,13 +1142,13 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     problems: list[Problem] = []
 
     def build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-        fields = {public_name(f.name): f for f in dataclasses.fields(cls)}
+        fields = {public_name(field.name): field for field in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
                 problems.append(Problem(prefix + name, None, NO_KEY, nearest_key(prefix + name, list(declared()))))
-        made: dict[str, Any] = {}
-        for name, f in fields.items():
-            default = f.default
+        kwargs: dict[str, Any] = {}
+        for name, field in fields.items():
+            default = field.default
             value = values.get(name, default)
             if dataclasses.is_dataclass(default):
                 if isinstance(value, Mapping):
@@ -1156,14 +1156,14 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
                 elif not dataclasses.is_dataclass(value):
                     problems.append(Problem(prefix + name, value, "is a section", f"Set its keys, as {prefix}{name}.KEY."))
                     value = default
-            elif f.name == "rules":
+            elif field.name == "rules":
                 value = build_rules(value, f"{prefix}{name}.")
-            elif f.name == OWN:
+            elif field.name == OWN:
                 value = tuple(sorted(build_own(value)))
             else:
                 value = check(prefix + name, value, default)
-            made[f.name] = value
-        return cls(**made)
+            kwargs[field.name] = value
+        return cls(**kwargs)
 
     def build_rules(value: Any, prefix: str) -> tuple[tuple[str, str], ...]:
         rules = dict(RULES)
@@ -1224,10 +1224,10 @@ def resolve(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunC
     preset = {"params": "f32", "m": "f32", "v": "f32", "grads": "f32"}
     preset["reduce"] = run.compute if run.compute in ("f32", "bf16") else "f32"
     chosen = {k: (preset[k] if v == "auto" else v) for k, v in dataclasses.asdict(run.dtypes).items()}
-    adapted = run.lora
-    if adapted.rank > 0 and not adapted.targets:
-        adapted = dataclasses.replace(adapted, targets=",".join(model.adaptable(adapted.experts != "none")))
-    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen), lora=adapted), problems
+    lora = run.lora
+    if lora.rank > 0 and not lora.targets:
+        lora = dataclasses.replace(lora, targets=",".join(model.adaptable(lora.experts != "none")))
+    return dataclasses.replace(run, model=model, dtypes=Dtypes(**chosen), lora=lora), problems
 
 
 def parse_arg(arg: str | None, **defaults: Any) -> Any:
@@ -1246,7 +1246,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
         return name in texts and os.path.exists(os.path.expanduser(text))
 
     for item in split_paths(arg or "", ",", exists):
-        name, given, text = item.partition("=")
+        name, equals, text = item.partition("=")
         if name not in defaults:
             remedy = nearest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
             rule = "no such variant"
@@ -1261,15 +1261,15 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
         kind = type(defaults[name])
         try:
             if kind is bool:
-                chosen[name] = {"": True, "true": True, "false": False}[text.lower() if given else ""]
+                chosen[name] = {"": True, "true": True, "false": False}[text.lower() if equals else ""]
             else:
                 chosen[name] = kind(text)
                 if kind is int and chosen[name] < 1:
                     raise ValueError("must be at least 1")
         except (ValueError, KeyError):
-            what = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
+            expected = "a whole number, 1 or more" if kind is int else "true or false" if kind is bool else "text"
             example = defaults[name] or ("true" if kind is bool else 1)
-            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {what}", f"For example {name}={example}."))
+            problems.append(Problem(f"--config=FILE:{item}", None, f"must be {expected}", f"For example {name}={example}."))
     if problems:
         raise ConfigError(problems)
     return ml_collections.FrozenConfigDict(chosen)

@@ -41,9 +41,9 @@ STACK = "layers"  # the name of a model's stack of layers, and the logical axis 
 PLACE = re.compile(r"(?<=\.)(\d+)_of_(\d+)\.")  # in a parameter's name: a layer's place in an element of the stack, a period
 
 
-def place_name(place: int, period: int) -> str:
+def place_name(index: int, period: int) -> str:
     """Return the name of a layer in an element of the stack that has `period` layers: 0_of_4 for the first of four."""
-    return f"{place}_of_{period}"
+    return f"{index}_of_{period}"
 
 
 def without_place(name: str) -> str:

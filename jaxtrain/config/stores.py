@@ -24,7 +24,7 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
 
     checkpoints: whether the path is for checkpoints. All other files must be on a mounted file system.
     """
-    scheme, separator, rest = path.partition("://")
+    scheme, separator, bucket_path = path.partition("://")
     one_slash = path.startswith(("gs:", "s3:")) and not is_bucket(path)  # pathlib.Path leaves a single one, too
     if not separator and not one_slash:
         return None
@@ -42,10 +42,10 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
             f"object stores other than gs:// and s3:// are not supported: Orbax would write to a local folder '{scheme}:'",
             "Save to a disk and copy finished steps with the store's own tool, or mount the store as a folder.",
         )
-    if not rest.strip("/") or rest.startswith("/"):
+    if not bucket_path.strip("/") or bucket_path.startswith("/"):
         return "names no bucket", f"Write {scheme}://BUCKET/PATH."
-    if wrong := [c for c in SPECIAL if c in rest]:
-        return f"{wrong[0]!r} has a special meaning in names there", "Name a path without it."
+    if special_chars := [c for c in SPECIAL if c in bucket_path]:
+        return f"{special_chars[0]!r} has a special meaning in names there", "Name a path without it."
     if importlib.util.find_spec(package) is None:
         rule = f"{scheme}:// needs the package `{package}`, which is not installed"
         return rule, installed.remedy(EXTRAS[package])

@@ -39,16 +39,16 @@ def index() -> dict[str, list[str]]:
     """Return name of another trainer, with underscores -> jaxtrain's settings for it, each key once."""
     short = ((name, [setting]) for setting, names in other_trainers()["short"].items() for name in names.split())
     tables = (row for table in other_trainers()["tables"].values() for topic in table.values() for row in topic)
-    found: dict[str, dict[str, str]] = {}
+    by_name: dict[str, dict[str, str]] = {}
     for name, settings in (*short, *(pair for row in tables for pair in pairs(row))):
-        meant = found.setdefault(_plain(name), {})
+        meant = by_name.setdefault(_plain(name), {})
         for setting in settings:
             key, setting = _key(setting), setting.replace("./run.sh ", "python -m jaxtrain ")
             meant[key] = setting if meant.get(key, setting) == setting else key  # two values: the user's own
-    return {name: list(meant.values()) for name, meant in found.items()}
+    return {name: list(meant.values()) for name, meant in by_name.items()}
 
 
-def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
+def nearest_keys(key: str, known_keys: Sequence[str]) -> list[str]:
     """Return up to three settings that a wrong key may mean, the likeliest first; [] if no key is near.
 
     Keys of the typed section that differ by about one letter are the only results. Otherwise settings of the typed section
@@ -58,25 +58,25 @@ def nearest_keys(key: str, known: Sequence[str]) -> list[str]:
 
     Args:
         key: the dotted key, as it was typed.
-        known: all dotted keys of the config.
+        known_keys: all dotted keys of the config.
     """
     key = _plain(key)
     section, _, last = key.rpartition(".")
-    section = _nearest_section(section, known)
-    tails = {name: name.rpartition(".")[2] for name in known}
+    section = _nearest_section(section, known_keys)
+    tails = {name: name.rpartition(".")[2] for name in known_keys}
     inside = {tail: name for name, tail in tails.items() if section and name.rpartition(".")[0] == section}
     if slips := difflib.get_close_matches(last, inside, MOST, 0.85):
         return [inside[tail] for tail in slips]
-    meant = [*_theirs(key, known), *_theirs(last, known)]
+    meant = [*_foreign_settings(key, known_keys), *_foreign_settings(last, known_keys)]
     here = [setting for setting in meant if _key(setting) in inside.values()]
-    alike = [inside[tail] for tail in sorted(inside, key=lambda tail: abs(len(tail) - len(last))) if _alike(last, tail)]
-    same = [name for name in known if tails[name] == last and not name.startswith("sharding.rules.")]
-    found = [*here, *alike, *(() if here else meant), *(() if here or alike else same)]
-    if not found:
-        found = [inside[tail] for tail in difflib.get_close_matches(last, inside, MOST)]
+    similar = [inside[tail] for tail in sorted(inside, key=lambda tail: abs(len(tail) - len(last))) if _is_similar(last, tail)]
+    same = [name for name in known_keys if tails[name] == last and not name.startswith("sharding.rules.")]
+    candidates = [*here, *similar, *(() if here else meant), *(() if here or similar else same)]
+    if not candidates:
+        candidates = [inside[tail] for tail in difflib.get_close_matches(last, inside, MOST)]
         for near in difflib.get_close_matches(last, [*tails.values(), *index()], MOST, 0.75):
-            found += [*(name for name in known if tails[name] == near), *_theirs(near, known)]
-    return [setting for i, setting in enumerate(found) if _key(setting) not in map(_key, found[:i])][:MOST]
+            candidates += [*(name for name in known_keys if tails[name] == near), *_foreign_settings(near, known_keys)]
+    return [setting for i, setting in enumerate(candidates) if _key(setting) not in map(_key, candidates[:i])][:MOST]
 
 
 def did_you_mean(settings: Iterable[str]) -> str:
@@ -85,18 +85,18 @@ def did_you_mean(settings: Iterable[str]) -> str:
     return f"Did you mean {', '.join(first)} or {last}?" if first else f"Did you mean {last}?"
 
 
-def nearest_key(key: str, known: Sequence[str]) -> str:
+def nearest_key(key: str, known_keys: Sequence[str]) -> str:
     """Return the remedy for a wrong key: the nearest keys; if none, all keys of its section, or else the option --explain."""
-    if found := nearest_keys(key, known):
-        return did_you_mean(found)
+    if settings := nearest_keys(key, known_keys):
+        return did_you_mean(settings)
     section = key.rpartition(".")[0]
-    siblings = [name for name in known if section and name.rpartition(".")[0] == section]
+    siblings = [name for name in known_keys if section and name.rpartition(".")[0] == section]
     return f"Known: {', '.join(siblings)}." if siblings else "--explain lists all keys."
 
 
-def _theirs(name: str, known: Sequence[str]) -> list[str]:
-    """Return the settings for a name of another trainer: keys of `known`, options and commands."""
-    return [setting for setting in index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in known]
+def _foreign_settings(name: str, keys: Sequence[str]) -> list[str]:
+    """Return the settings for a name of another trainer: keys of `keys`, options and commands."""
+    return [setting for setting in index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in keys]
 
 
 def _plain(name: str) -> str:
@@ -107,16 +107,16 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0]
 
 
-def _nearest_section(section: str, known: Sequence[str]) -> str:
-    sections = {name.rpartition(".")[0] for name in known}
+def _nearest_section(section: str, known_keys: Sequence[str]) -> str:
+    sections = {name.rpartition(".")[0] for name in known_keys}
     if section in sections:
         return section
-    theirs = {name: ours for ours, names in other_trainers()["sections"].items() for name in names.split()}
+    aliases = {name: ours for ours, names in other_trainers()["sections"].items() for name in names.split()}
     near = difflib.get_close_matches(section, sections, 1, 0.75)
-    return theirs.get(section.partition(".")[0]) or next(iter(near), section)
+    return aliases.get(section.partition(".")[0]) or next(iter(near), section)
 
 
-def _alike(typed: str, tail: str) -> bool:
+def _is_similar(typed: str, tail: str) -> bool:
     """Return whether one name has all words of the other, or begins with it."""
     a, b = set(typed.split("_")), set(tail.split("_"))
     begins = min(len(typed), len(tail)) >= 3 and (typed.startswith(tail) or tail.startswith(typed))

@@ -24,15 +24,15 @@ def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]
             and ''). Of several entries for a key, the first that is broken is reported.
         bad: keys that have an invalid value. They, and the keys that depend on them, have no problem.
     """
-    found: dict[str, Problem] = {}
-    for pattern, other, needed in read_with:
-        now = values[other]
-        if other in bad or (bool(now) if needed is None else now == needed):
+    unread: dict[str, Problem] = {}
+    for pattern, other_key, needed in read_with:
+        now = values[other_key]
+        if other_key in bad or (bool(now) if needed is None else now == needed):
             continue
         equal, to = (f" = {spelled_value(needed)}", f" to {spelled_value(needed)}") if needed is not None else ("", "")
-        rule = f"is read only with {other}{equal}, which is {spelled_value(now)}"
+        rule = f"is read only with {other_key}{equal}, which is {spelled_value(now)}"
         for key in _matches(pattern):
             if values[key] != DEFAULTS[key] and key not in bad:
-                remedy = f"Set {spelled_value(DEFAULTS[key])}, or {other}{to}."
-                found.setdefault(key, Problem(key, values[key], rule, remedy))
-    return found
+                remedy = f"Set {spelled_value(DEFAULTS[key])}, or {other_key}{to}."
+                unread.setdefault(key, Problem(key, values[key], rule, remedy))
+    return unread

@@ -33,20 +33,20 @@ class Episodes:
         self._open: set[str] = set()
         self.said: list[str] = []
 
-    def see(self, key: str, wrong: bool | None, begun: str, over: str) -> None:
-        """Update condition `key`. wrong: whether the condition holds now; None: not known, so nothing changes.
+    def see(self, key: str, active: bool | None, begun: str, over: str) -> None:
+        """Update condition `key`. active: whether the condition holds now; None: not known, so nothing changes.
 
         begun, over: the messages for its begin and its end.
         """
-        if wrong is None or wrong == (key in self._open):
+        if active is None or active == (key in self._open):
             return
         self._open ^= {key}
-        self.said.append(begun if wrong else over)
+        self.said.append(begun if active else over)
 
     def take(self) -> list[str]:
         """Return the messages of all conditions since the last call."""
-        said, self.said = self.said, []
-        return said
+        messages, self.said = self.said, []
+        return messages
 
 
 class GpuAlerts:
@@ -71,13 +71,13 @@ class GpuAlerts:
         if share is not None:
             self._clean[gpu] = 0 if share else self._clean[gpu] + 1
         throttled, over = share is not None and share >= THROTTLED, self._clean[gpu] >= CLEAN
-        wrong = throttled if throttled or over else None
+        active = throttled if throttled or over else None
         look = "; ".join(LOOK[reason] for reason in reasons.split("+") if reason)
         heat = "" if line["temperature_c"] is None else f", {line['temperature_c']:.0f} C"
         clock = "" if line["sm_clock_mhz"] is None else f", {line['sm_clock_mhz']:,.0f} MHz"
         begun = f"GPU {gpu} is throttled: {reasons} in {share or 0:.0%} of the samples{heat}{clock}: {look}."
         more = f" nvidia-smi -q -d PERFORMANCE -i {gpu} tells more."
-        self._episodes.see(f"throttled {gpu}", wrong, begun + more, f"GPU {gpu} is no longer throttled")
+        self._episodes.see(f"throttled {gpu}", active, begun + more, f"GPU {gpu} is no longer throttled")
 
     def _power(self, gpu: int, limit: float | None, default: float | None) -> None:
         if limit is None or default is None:
@@ -92,10 +92,10 @@ class GpuAlerts:
     def _memory_errors(self, gpu: int, errors: int | None) -> None:
         if errors is None:
             return
-        known = self._ecc.setdefault(gpu, errors)  # preflight reports errors from before this run
-        if errors > known:
+        reported = self._ecc.setdefault(gpu, errors)  # preflight reports errors from before this run
+        if errors > reported:
             self._episodes.said.append(
-                f"GPU {gpu} has {errors - known} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
+                f"GPU {gpu} has {errors - reported} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
                 "what it has computed since may be wrong. Take the node out of service and reset the GPU; "
                 f"nvidia-smi -q -d ECC,ROW_REMAPPER -i {gpu} tells more."
             )
@@ -152,7 +152,8 @@ class MfuAlert:
             return (
                 f"MFU is {reached:.0%} of the lowest expected, below {self.PART:.0%}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
-                f"GPUs. kill -USR2 {os.getpid()} records a trace; {spelled('python -m jaxtrain profile RUN')} divides its time."
+                f"GPUs. kill -USR2 {os.getpid()} records a trace; "
+                f"{spelled('python -m jaxtrain profile RUN')} divides its time."
             )
         if self._low and reached >= self.BACK * self.PART:
             self._low = False

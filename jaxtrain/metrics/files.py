@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from jaxtrain.config.shapes import REWARD_METRICS
 from jaxtrain.metrics.samples import Sample
-from jaxtrain.metrics.samples import read as read_samples
-from jaxtrain.metrics.samples import write as written
+from jaxtrain.metrics.samples import read as parse_samples
+from jaxtrain.metrics.samples import write as format_samples
 from jaxtrain.metrics.table import GPU, METRICS, required
 
 LOGGER = logging.getLogger("jaxtrain")
@@ -60,14 +60,14 @@ class Rewound(NamedTuple):
 
 
 @contextlib.contextmanager
-def naming(path: Path, *others: Path) -> Iterator[None]:
-    """Raise NotWritten, which names `path`, for an OSError of the block: of `path`, of a folder above, or of `others`."""
+def naming(path: Path, *other_paths: Path) -> Iterator[None]:
+    """Raise NotWritten, which names `path`, for an OSError of the block: of `path`, of a folder above, or of `other_paths`."""
     try:
         yield
     except NotWritten:
         raise
     except OSError as error:
-        if error.filename is not None and Path(os.fsdecode(error.filename)) not in (path, *path.parents, *others):
+        if error.filename is not None and Path(os.fsdecode(error.filename)) not in (path, *path.parents, *other_paths):
             raise
         raise NotWritten(error.errno, error.strerror or str(error), str(path)) from error
 
@@ -173,16 +173,16 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 def tagged(line: Mapping[str, Any]) -> dict[str, float]:
     """Return a line's numbers by their names in trackers: train/loss, eval/loss, eval/SET/loss, source/FILE/tokens and
     gpu/I/power_w. GPU I of a process P other than 0 is gpu/P.I. Values that are None are left out."""
-    place = line["kind"]
+    prefix = line["kind"]
     if "set" in line:
-        place += f"/{line['set']}"
-    elif place == "gpu":
-        place += f"/{line['process']}.{line['gpu']}" if line["process"] else f"/{line['gpu']}"
-    elif place == "source":
-        place += f"/{line['source']}"
+        prefix += f"/{line['set']}"
+    elif prefix == "gpu":
+        prefix += f"/{line['process']}.{line['gpu']}" if line["process"] else f"/{line['gpu']}"
+    elif prefix == "source":
+        prefix += f"/{line['source']}"
     names = ("kind", "step", "set", "source", "gpu", "process", "time_unix")
     numbers = (item for item in line.items() if item[0] not in names)
-    return {f"{place}/{name}": value for name, value in numbers if isinstance(value, int | float)}
+    return {f"{prefix}/{name}": value for name, value in numbers if isinstance(value, int | float)}
 
 
 def with_times(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
@@ -284,8 +284,8 @@ class Writers:
         with naming(self.path):
             if self._file is None:
                 self._file = _open_after_whole_lines(self.path)
-            whole = encode(line).encode() + b"\n"
-            if self._file.write(whole) != len(whole):
+            encoded = encode(line).encode() + b"\n"
+            if self._file.write(encoded) != len(encoded):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._tell(lambda tracker: tracker.line(line, line.get("time_unix", time.time())))
 
@@ -294,18 +294,18 @@ class Writers:
         if not self._active:
             return
         with naming(self.samples_path), open(self.samples_path, "ab") as file:
-            file.write(written(samples).encode())
+            file.write(format_samples(samples).encode())
         self._tell(lambda tracker: tracker.samples(samples))
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
         """Send the config or the receipt to all trackers. Other modules write config.json and receipt.json."""
         self._tell(lambda tracker: tracker.note(name, facts))
 
-    def _tell(self, what: Callable[[Tracker], None]) -> None:
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
         """Call a function with each tracker. A tracker whose files cannot be written is left out from then on."""
         for tracker in self._trackers:
             try:
-                what(tracker)
+                call(tracker)
             except OSError as error:
                 self._trackers = tuple(each for each in self._trackers if each is not tracker)
                 LOGGER.warning("%s", f"{type(tracker).__name__} gets nothing more of this attempt ({error})")
@@ -316,11 +316,11 @@ class Writers:
         If a checkpoint folder is not mounted or its path is misspelt, these files may be the only record of the run.
         """
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-        moved = []
+        new_paths = []
         for path in (self.path, self.samples_path) if self._active else (self.path,):
             if path.exists():
-                moved.append(path.rename(path.with_name(f"{path.stem}.set_aside-{stamp}{path.suffix}")))
-        return moved
+                new_paths.append(path.rename(path.with_name(f"{path.stem}.set_aside-{stamp}{path.suffix}")))
+        return new_paths
 
     def rewind(self, step: int) -> Rewound:
         """Remove everything after `step` (-1: everything) from metrics.jsonl and samples.txt, and rewind the trackers.
@@ -342,11 +342,11 @@ class Writers:
                         dropped += 1
         if not self._active:
             return Rewound(kept, dropped, cut)
-        samples = list(read_samples(self.samples_path.read_bytes().decode())) if self.samples_path.exists() else []
-        still = [sample for sample in samples if sample.step <= step]
-        if still != samples:
-            write_atomic(self.samples_path, written(still))
-        self._tell(lambda tracker: tracker.rewind(step, read(self.path) if kept else (), still, dropped))
+        samples = list(parse_samples(self.samples_path.read_bytes().decode())) if self.samples_path.exists() else []
+        remaining = [sample for sample in samples if sample.step <= step]
+        if remaining != samples:
+            write_atomic(self.samples_path, format_samples(remaining))
+        self._tell(lambda tracker: tracker.rewind(step, read(self.path) if kept else (), remaining, dropped))
         return Rewound(kept, dropped, cut)
 
     def evaluated(self) -> set[int]:

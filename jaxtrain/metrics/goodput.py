@@ -90,9 +90,9 @@ class Goodput:
 
     def record(self) -> dict[str, Any]:
         """Return the goodput as the receipt stores it."""
-        parts = {cause: round(s, 3) for cause, s in self.parts.items()}
+        seconds = {cause: round(s, 3) for cause, s in self.parts.items()}
         counted = {"attempts": self.attempts, "steps": self.steps, "steps_repeated": self.steps_repeated}
-        return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": parts, **counted}
+        return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": seconds, **counted}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -124,9 +124,9 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> Goodput:
         spans.append(Span(attempt, end, end + sum(seconds.values()), seconds, at, last))
         return spans[-1].end
 
-    def unwritten(seen: float | None) -> float:
-        """Return the seconds from the last line to `seen`. A file with a far later modification time was copied."""
-        return min(max(0.0, (seen or end) - end), 2 * LINE_S)
+    def unwritten(alive_until: float | None) -> float:
+        """Return the seconds from the last line to `alive_until`. A file with a far later modification time was copied."""
+        return min(max(0.0, (alive_until or end) - end), 2 * LINE_S)
 
     for line in lines:
         kind = line["kind"]
@@ -156,8 +156,8 @@ def summarise(lines: Iterable[Mapping[str, Any]]) -> Goodput:
         last_seen = line.get("seen_last", last_seen)
     if doing is not None:
         end = add(attempts, {doing: unwritten(last_seen)}, None)
-    parts = {cause: math.fsum(span.seconds.get(cause, 0.0) for span in spans) for cause in CAUSES}
-    return Goodput(end - began, parts, attempts, at, repeated, spans)
+    cause_seconds = {cause: math.fsum(span.seconds.get(cause, 0.0) for span in spans) for cause in CAUSES}
+    return Goodput(end - began, cause_seconds, attempts, at, repeated, spans)
 
 
 def _without_progress(spans: list[Span], attempt: int) -> list[Span]:
@@ -171,25 +171,25 @@ def _repeat(spans: list[Span], step: int) -> None:
     for span in spans:
         if span.last is not None and span.last <= step:
             continue
-        whole = span.last is None or span.first >= step
-        share = 1.0 if whole or span.last is None else (span.last - step) / (span.last - span.first)
+        repeats_all = span.last is None or span.first >= step
+        share = 1.0 if repeats_all or span.last is None else (span.last - step) / (span.last - span.first)
         for cause in REPEATABLE:
             lost = share * span.seconds.get(cause, 0.0)
             if lost:
                 span.seconds[cause] -= lost
                 span.seconds["repeated"] = span.seconds.get("repeated", 0.0) + lost
-        span.last = span.first if whole else step  # a later `back` may go further
+        span.last = span.first if repeats_all else step  # a later `back` may go further
 
 
-def words(found: Goodput) -> str:
+def words(total: Goodput) -> str:
     """Return one line: the goodput, and the causes of at least 0.1% of the wall time, except "step" and "stopped"."""
-    if found.goodput is None:
+    if total.goodput is None:
         return "goodput: nothing has been measured yet"
-    rest = {cause: s for cause, s in found.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * found.wall_s}
-    lost = ", ".join(f"{cause} {duration(rest[cause])}" for cause in sorted(rest, key=rest.__getitem__, reverse=True))
-    many = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
-    again = f"; {found.steps_repeated} steps or more were taken again" if found.steps_repeated else ""
-    return f"goodput {found.goodput:.1%} of {duration(found.wanted_s)} in {many}; the rest: {lost or 'nothing'}{again}"
+    shown = {cause: s for cause, s in total.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * total.wall_s}
+    lost = ", ".join(f"{cause} {duration(shown[cause])}" for cause in sorted(shown, key=shown.__getitem__, reverse=True))
+    attempts = f"{total.attempts} attempt{'s' if total.attempts > 1 else ''}"
+    repeated = f"; {total.steps_repeated} steps or more were taken again" if total.steps_repeated else ""
+    return f"goodput {total.goodput:.1%} of {duration(total.wanted_s)} in {attempts}; the rest: {lost or 'nothing'}{repeated}"
 
 
 class Ledger:
@@ -214,11 +214,11 @@ class Ledger:
 
     def __enter__(self) -> "Ledger":
         if self._active:
-            seen = None
+            last_seen = None
             with naming(self.path), contextlib.suppress(FileNotFoundError):
-                seen = self.path.stat().st_mtime
+                last_seen = self.path.stat().st_mtime
                 self._cut = self.path.read_bytes()[-1:] not in (b"", b"\n")
-            self._append({"kind": "begin", "time": self._since, "seen": seen})
+            self._append({"kind": "begin", "time": self._since, "seen": last_seen})
             self._thread.start()
         return self
 

@@ -81,14 +81,14 @@ def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
 
 
 def _processes(nvml: Any, gpu: Any) -> list[str]:
-    found = []
+    names = []
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
         try:
             name = text(nvml.nvmlSystemGetProcessName(process.pid))
         except (nvml.NVMLError, UnicodeDecodeError):  # of another container, or not in UTF-8
             name = "a process"
-        found.append(f"{name} (pid {process.pid})")
-    return sorted(found)
+        names.append(f"{name} (pid {process.pid})")
+    return sorted(names)
 
 
 def _remapped_rows(nvml: Any, gpu: Any) -> dict[str, int]:
@@ -128,8 +128,8 @@ def _word(words: tuple[str, ...], number: int) -> str:
 def _fields(nvml: Any, gpu: Any, fields: list[tuple[int, int]]) -> list[int | None]:
     """Return the values of NVML's fields; None for a field that the driver refuses. fields: (number, link)."""
     values = nvml.nvmlDeviceGetFieldValues(gpu, fields)
-    known = (value.nvmlReturn == nvml.NVML_SUCCESS and value.valueType in MEMBERS for value in values)
-    return [int(getattr(v.value, MEMBERS[v.valueType])) if ok else None for v, ok in zip(values, known, strict=True)]
+    valid = (value.nvmlReturn == nvml.NVML_SUCCESS and value.valueType in MEMBERS for value in values)
+    return [int(getattr(v.value, MEMBERS[v.valueType])) if ok else None for v, ok in zip(values, valid, strict=True)]
 
 
 def _nvlinks(nvml: Any, gpu: Any) -> dict[str, list[Any]]:
@@ -150,7 +150,7 @@ def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
     kinds = {"recovery": nvml.NVML_NVLINK_ERROR_DL_RECOVERY, "replay": nvml.NVML_NVLINK_ERROR_DL_REPLAY}
     kinds["CRC"] = nvml.NVML_NVLINK_ERROR_DL_CRC_FLIT
     links = _nvlinks(nvml, gpu)["up"]
-    found: dict[str, dict[str, int]] = {}
+    errors: dict[str, dict[str, int]] = {}
     try:
         counts = {kind: [nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, n) for link in links] for kind, n in kinds.items()}
     except nvml.NVMLError:  # Blackwell has one counter instead
@@ -160,8 +160,8 @@ def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
         counts = {"recovery": events}
     for kind, each in counts.items():
         if any(each):
-            found[kind] = {str(link): count for link, count in zip(links, each, strict=True) if count}
-    return found
+            errors[kind] = {str(link): count for link, count in zip(links, each, strict=True) if count}
+    return errors
 
 
 # Name of a fact -> its reading.

@@ -67,7 +67,7 @@ class Monitor:
         self._cards: dict[int, Card] = {}  # by index among the visible GPUs
         self._lock = threading.Lock()  # for the fields below, which the sampling thread writes
         self._samples: dict[int, list[Sample]] = {}  # GPU -> samples since its last line
-        self._gone: dict[int, str] = {}  # GPU that is no longer sampled -> reason
+        self._lost: dict[int, str] = {}  # GPU that is no longer sampled -> reason
         self._failed = False  # whether the sampling thread has failed
         self._heard = 0.0  # time of the driver's last answer
         self._counters: dict[int, tuple[float, tuple[int, int]]] = {}  # GPU -> (time, NVLink counters) of its last line
@@ -88,10 +88,10 @@ class Monitor:
             return self
         try:
             handles = visible_handles(self._environ.get("CUDA_VISIBLE_DEVICES"), nvml)
-            missing = sorted(place for place in self._pools if place >= len(handles))
+            missing = sorted(local_id for local_id in self._pools if local_id >= len(handles))
             if missing:
                 self._episodes.said.append(f"visible GPUs {missing} are not monitored: NVML lists {len(handles)}")
-            self._cards = {place: Card(nvml, handles[place]) for place in self._pools if place not in missing}
+            self._cards = {local_id: Card(nvml, handles[local_id]) for local_id in self._pools if local_id not in missing}
         except (nvml.NVMLError, Lost, InvisibleGpu) as error:
             self._episodes.said.append(f"the GPUs are not monitored: {error}")
             self._cards = {}
@@ -131,10 +131,10 @@ class Monitor:
         while not self._over.wait(min(self._sample_s, LISTEN_S)):
             with self._lock:
                 silent = self._clock() - self._heard
-                asked = not self._failed and len(self._gone) < len(self._cards)
+                expects_answer = not self._failed and len(self._lost) < len(self._cards)
             silence.see(
                 "silent",
-                asked and silent > SILENT_S,
+                expects_answer and silent > SILENT_S,
                 f"the driver has not answered for {duration(silent)}: a GPU may hang. Look for Xid errors in dmesg.",
                 "the driver answers again",
             )
@@ -143,14 +143,14 @@ class Monitor:
 
     def sample(self) -> None:
         """Read a sample of each GPU that is not lost. A GPU that becomes lost is logged."""
-        for place, card in self._cards.items():
-            if place in self._gone:
+        for local_id, card in self._cards.items():
+            if local_id in self._lost:
                 continue
             try:
-                found = card.sample(self._clock())
+                reading = card.sample(self._clock())
             except Lost as error:
                 with self._lock:
-                    self._gone[place] = str(error)
+                    self._lost[local_id] = str(error)
                 LOGGER.warning(
                     "GPU %d has fallen off the bus, or needs a reset: %s. The run will fail or hang. Look for Xid errors in "
                     "dmesg, and take the node out of service.",
@@ -159,8 +159,8 @@ class Monitor:
                 continue
             with self._lock:
                 self._heard = self._clock()
-                if found:
-                    self._samples.setdefault(place, []).append(found)
+                if reading:
+                    self._samples.setdefault(local_id, []).append(reading)
 
     # ---- The loop's side
 
@@ -176,21 +176,21 @@ class Monitor:
         with self._lock:
             samples, self._samples = self._samples, {}
         out = []
-        for place, card in self._cards.items():
-            if found := samples.get(place):
-                line = {"step": step, "gpu": card.index, "process": self._process} | self._line(place, found)
+        for local_id, card in self._cards.items():
+            if gpu_samples := samples.get(local_id):
+                line = {"step": step, "gpu": card.index, "process": self._process} | self._line(local_id, gpu_samples)
                 self._alerts.look(line, card.default_limit_w)
                 out.append(line)
         return out
 
-    def _line(self, place: int, samples: list[Sample]) -> dict[str, Any]:
+    def _line(self, local_id: int, samples: list[Sample]) -> dict[str, Any]:
         def over_time(name: str) -> float | None:
             return mean([getattr(sample, name) for sample in samples])
 
-        stats = self._pools[place]() or {}
-        told = [sample.reasons for sample in samples if sample.reasons is not None]
+        stats = self._pools[local_id]() or {}
+        reported = [sample.reasons for sample in samples if sample.reasons is not None]
         temperatures = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
-        sent, received = self._nvlink(place, samples)
+        sent, received = self._nvlink(local_id, samples)
         return {
             "utilization": over_time("utilization"),
             "memory_used_gib": over_time("memory_used_gib"),
@@ -201,23 +201,23 @@ class Monitor:
             "temperature_c": max(temperatures, default=None),
             "sm_clock_mhz": over_time("sm_clock_mhz"),
             "memory_clock_mhz": over_time("memory_clock_mhz"),
-            "throttled": sum(map(bool, told)) / len(told) if told else None,
-            "throttle_reasons": "+".join(dict.fromkeys(reason for reasons in told for reason in reasons)),
+            "throttled": sum(map(bool, reported)) / len(reported) if reported else None,
+            "throttle_reasons": "+".join(dict.fromkeys(reason for reasons in reported for reason in reasons)),
             "nvlink_tx_gb_s": sent,
             "nvlink_rx_gb_s": received,
             "ecc_uncorrected": samples[-1].ecc_uncorrected,
         }
 
-    def _nvlink(self, place: int, samples: list[Sample]) -> tuple[float | None, float | None]:
+    def _nvlink(self, local_id: int, samples: list[Sample]) -> tuple[float | None, float | None]:
         """Return (sent, received) GB/s of a GPU over NVLink, since the last sample of its previous line.
 
-        place: index of the GPU among the visible GPUs.
+        local_id: index of the GPU among the visible GPUs.
         """
-        read = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
-        if not read:
+        readings = [(sample.at, sample.nvlink_kib) for sample in samples if sample.nvlink_kib is not None]
+        if not readings:
             return None, None
-        (began, before), (ended, now) = self._counters.get(place, read[0]), read[-1]
-        self._counters[place] = (ended, now)
+        (began, before), (ended, now) = self._counters.get(local_id, readings[0]), readings[-1]
+        self._counters[local_id] = (ended, now)
         sent, received = (rate_gb_s((began, a), (ended, b)) for a, b in zip(before, now, strict=True))
         return sent, received
 

@@ -39,32 +39,32 @@ class MLflow(Remote):
     key, program = "mlflow", "MLflow"
     remedy = "Correct mlflow's variables (MLFLOW_TRACKING_URI, ...), name another experiment"
 
-    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+    def start(self, workdir: Path, target: str, config: Mapping[str, Any], run_id: str | None) -> Started:
         mlflow: Any = importlib.import_module("mlflow")
         for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
             if os.environ.get(name):
                 LOGGER.warning("%s", f"{name} is not used: log.mlflow names the experiment, and mlflow.json a run to continue")
         with _few_retries():
-            return self._start(mlflow, workdir, where, config, known)
+            return self._start(mlflow, workdir, target, config, run_id)
 
-    def _start(self, mlflow: Any, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+    def _start(self, mlflow: Any, workdir: Path, target: str, config: Mapping[str, Any], run_id: str | None) -> Started:
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = mlflow.MlflowClient()
-        experiment = self._client.get_experiment_by_name(where)
-        place = experiment.experiment_id if experiment else self._client.create_experiment(where)
-        found = self._find(mlflow, known) if known else None
+        experiment = self._client.get_experiment_by_name(target)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(target)
+        existing = self._find(mlflow, run_id) if run_id else None
         tags = {
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": shlex.join(sys.orig_argv),
         }
-        run = found or self._client.create_run(place, run_name=workdir.absolute().name, tags=tags)
+        run = existing or self._client.create_run(experiment_id, run_name=workdir.absolute().name, tags=tags)
         self._id = run.info.run_id
-        if found:
+        if existing:
             self._client.update_run(self._id, status="RUNNING")
         # A param cannot change: a key that a resume changes has its first value there, and the newest one in config.json.
         new = [(name, str(value)[:PARAM_LENGTH]) for name, value in flatten(config) if name not in run.data.params]
-        for some in itertools.batched(new, PARAMS_PER_CALL):
-            self._client.log_batch(self._id, params=[self._entities.Param(*param) for param in some], synchronous=True)
+        for batch in itertools.batched(new, PARAMS_PER_CALL):
+            self._client.log_batch(self._id, params=[self._entities.Param(*param) for param in batch], synchronous=True)
         self._client.log_dict(self._id, dict(config), "config.json")
         self._calls: queue.SimpleQueue[tuple[Callable[..., None], Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
@@ -72,12 +72,12 @@ class MLflow(Remote):
         server = urlsplit(self._client.tracking_uri)
         address = f"{server.scheme}://{server.netloc.rpartition('@')[2]}{server.path.rstrip('/')}"
         page = f"{address}/#/experiments/{run.info.experiment_id}/runs/{self._id}"
-        return Started(self._id, page if server.scheme in ("http", "https") else None, continued=found is not None)
+        return Started(self._id, page if server.scheme in ("http", "https") else None, continued=existing is not None)
 
-    def _find(self, mlflow: Any, known: str) -> Any:
+    def _find(self, mlflow: Any, run_id: str) -> Any:
         """Return the run with this id; None if it was deleted, or is on another server."""
         try:
-            run = self._client.get_run(known)
+            run = self._client.get_run(run_id)
         except mlflow.MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
@@ -90,8 +90,8 @@ class MLflow(Remote):
             for line, wall_time in lines
             for tag, value in tagged(line).items()
         )
-        for some in itertools.batched(metrics, METRICS_PER_CALL):
-            self._client.log_batch(self._id, metrics=some, synchronous=True)
+        for batch in itertools.batched(metrics, METRICS_PER_CALL):
+            self._client.log_batch(self._id, metrics=batch, synchronous=True)
 
     def send_samples(self, samples: Sequence[texts.Sample]) -> None:
         self._client.log_text(self._id, texts.write(samples), f"samples/step_{samples[0].step:08}.txt")
@@ -130,13 +130,13 @@ class MLflow(Remote):
 def _few_retries() -> Iterator[None]:
     """Let a wrong address fail in seconds: by default mlflow's client tries for four minutes."""
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-    own = name not in os.environ
-    if own:
+    is_unset = name not in os.environ
+    if is_unset:
         os.environ[name] = "2"
     try:
         yield
     finally:
-        if own:
+        if is_unset:
             del os.environ[name]
 
 

@@ -64,7 +64,7 @@ class Card:
         after MUTE consecutive samples in which every call failed.
         """
         nvml = self._nvml
-        found = Sample(
+        reading = Sample(
             at,
             self._ask(nvml.nvmlDeviceGetUtilizationRates, lambda rates: rates.gpu / 100),
             self._ask(nvml.nvmlDeviceGetMemoryInfo, lambda info: int(info.used) / 2**30),
@@ -78,9 +78,9 @@ class Card:
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
         )
-        if any(value is not None for name, value in dataclasses.asdict(found).items() if name != "at"):
+        if any(value is not None for name, value in dataclasses.asdict(reading).items() if name != "at"):
             self._mute = 0
-            return found
+            return reading
         self._mute += 1
         if self._mute >= MUTE:
             raise Lost(f"answers none of the driver's questions ({self._refused})")
@@ -124,5 +124,5 @@ def rate_gb_s(before: tuple[float, int], now: tuple[float, int]) -> float | None
 
 def mean(values: list[float | None]) -> float | None:
     """Return the mean of the known values; None if no value is known."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return math.fsum(known_values) / len(known_values) if known_values else None

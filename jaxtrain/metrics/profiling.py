@@ -20,7 +20,7 @@ class Tracer:
 
     Call `before_step(step)` and `after_step(step, result)` around every step, and `close(result)` when the loop ends, also by
     an exception. A run that resumes within these steps traces the rest of them. A run that resumes after them logs that there
-    is no trace. `asked` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
+    is no trace. `requests` returns the number of requests so far (`signals.Stop.traces`). A request starts a trace of the next
     steps. All requests during a trace start one further trace after it. Python's own calls are left out of the trace, because
     recording them slows the measured loop. The text of `program` is written next to a trace, because a trace does not record a
     program from the compile cache. A trace that cannot be written is removed, and does not end the run. graphs: whether kernels
@@ -34,16 +34,16 @@ class Tracer:
         say: Callable[[str], None],
         *,
         process_index: int = 0,
-        asked: Callable[[], int] = lambda: 0,
+        requests: Callable[[], int] = lambda: 0,
         program: "HasText | None" = None,
         graphs: bool = False,
     ):
         self.workdir = Path(workdir)
         self.folder = self.workdir / "profile"
         self._first, self._end, self._steps = profile.start, profile.start + profile.steps, profile.steps
-        self._here = process_index == 0
-        self._waiting = profile.start > 0 and self._here
-        self._asked, self._answered = asked, 0
+        self._active = process_index == 0
+        self._waiting = profile.start > 0 and self._active
+        self._requests, self._answered = requests, 0
         self._say, self._program, self._graphs = say, program, graphs
         self._tracing = self._failed = False
         self._annotation: Any = None
@@ -66,9 +66,9 @@ class Tracer:
                 self._say(f"No trace: this run starts at step {step}, behind profile.start={self._first}.")
             else:
                 self._start(step)
-        if not self._tracing and (asked := self._asked()) > self._answered:
-            self._answered = asked
-            if not self._here:
+        if not self._tracing and (requests := self._requests()) > self._answered:
+            self._answered = requests
+            if not self._active:
                 self._say("No trace by this process: process 0 takes it, if it gets the signal.")
             elif not self._steps:
                 self._say("No trace: profile.steps = 0. A trace has as many steps as that key says, from the next start on.")

@@ -60,12 +60,12 @@ class Console:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             to_file = _LogFile(self)
         to_file.setFormatter(_FileFormat("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S%z"))
-        others = _LogFile(self)
-        others.setFormatter(to_file.formatter)
-        others.setLevel(logging.WARNING)
+        library_log = _LogFile(self)
+        library_log.setFormatter(to_file.formatter)
+        library_log.setLevel(logging.WARNING)
         to_terminal = _TerminalHandler(self)
         to_terminal.setLevel(logging.INFO if self._process_index == 0 else logging.WARNING)
-        self._handlers = [(LOGGER, to_file), (LOGGER, to_terminal), (logging.getLogger(), others)]
+        self._handlers = [(LOGGER, to_file), (LOGGER, to_terminal), (logging.getLogger(), library_log)]
         for logger, handler in self._handlers:
             logger.addHandler(handler)
         LOGGER.setLevel(logging.INFO)
@@ -76,8 +76,8 @@ class Console:
         self.end_live()
         if error is not None and not isinstance(error, SystemExit):
             # Only to the file: Python prints the traceback on the terminal itself.
-            own = own_parts.problem_of(error)
-            LOGGER.error("%s", own or "the run ends with an error", exc_info=error, extra={"file_only": True})
+            problem = own_parts.problem_of(error)
+            LOGGER.error("%s", problem or "the run ends with an error", exc_info=error, extra={"file_only": True})
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()
@@ -117,11 +117,11 @@ class Console:
         while self._lines and self._lines[-1][0] >= done:  # a rollback
             self._lines.pop()
         self._lines.append((done, now))
-        count, left = len(self._lines), self._work(self._total) - self._work(done)
+        count, remaining_work = len(self._lines), self._work(self._total) - self._work(done)
         before, then = self._lines[min(max(count - 20, 0), 3 * count // 4)]
         if count == 1:
-            return None if step_time_s is None else left * step_time_s / (self._work(done) - self._work(done - 1))
-        return left * (now - then) / (self._work(done) - self._work(before))
+            return None if step_time_s is None else remaining_work * step_time_s / (self._work(done) - self._work(done - 1))
+        return remaining_work * (now - then) / (self._work(done) - self._work(before))
 
     def lost_log(self, error: BaseException | None) -> None:
         """Report on the terminal, once, that the log cannot be written."""
@@ -225,19 +225,19 @@ class _TerminalHandler(logging.Handler):
             self._console._to_terminal(lambda: self._console._print(text, warning))
 
 
-def numbers(line: Mapping[str, Any], seconds_left: float | None, of_fp8: float | None = None) -> str:
-    """Return the columns of a progress line, without the step. seconds_left: until the last step. of_fp8: `Console.of_fp8`."""
-    parts = []
+def numbers(line: Mapping[str, Any], seconds_left: float | None, fp8_factor: float | None = None) -> str:
+    """Return the columns of a progress line, without the step. seconds_left: until the last step. fp8_factor: of `Console`."""
+    columns = []
     for name, metric in METRICS.items():
         value = line.get(name)
         if not metric.column or value is None or (metric.hide_zero and not value):
             continue
-        parts.append(metric.column.format(value))
-        if name == "mfu_causal" and of_fp8 is not None:
-            parts[-1] += f" ({value * of_fp8:.1%} of the FP8 peak)"
+        columns.append(metric.column.format(value))
+        if name == "mfu_causal" and fp8_factor is not None:
+            columns[-1] += f" ({value * fp8_factor:.1%} of the FP8 peak)"
     if seconds_left is not None:
-        parts.append(f"left {duration(seconds_left)}")
-    return "  ".join(parts)
+        columns.append(f"left {duration(seconds_left)}")
+    return "  ".join(columns)
 
 
 @contextlib.contextmanager

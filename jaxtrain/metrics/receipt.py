@@ -92,7 +92,7 @@ class Receipt:
         commit, dirty = checkout()
         driver, gpus = describe_gpus(self._driver)
         versions = {"jaxtrain": installed.VERSION, "python": platform.python_version(), "system": platform.platform()}
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             **fields,
             "format": FORMAT,
             "id": self.id,
@@ -124,10 +124,10 @@ class Receipt:
                 self._earlier_is_lost = True
                 note = f"{error} It is now {aside.name}, and this run writes another."
             else:
-                found["attempts"] = [*before["attempts"], {key: before[key] for key in SUMMARY if key in before}]
-                changed = differences({**before, "origin": None}, json.loads(json.dumps(found)))  # the new origin is not known
-                found |= {"attempt": len(found["attempts"]) + 1, "changed": changed}
-        self.update(**found)
+                entry["attempts"] = [*before["attempts"], {key: before[key] for key in SUMMARY if key in before}]
+                changed = differences({**before, "origin": None}, json.loads(json.dumps(entry)))  # the new origin is not known
+                entry |= {"attempt": len(entry["attempts"]) + 1, "changed": changed}
+        self.update(**entry)
         return note
 
     def update(self, **fields: Any) -> None:
@@ -146,7 +146,7 @@ class Receipt:
             tensors. For weights of init.from, `step` and `saved_by` are None. None: the state was made from train.seed.
         """
         if self._active and "origin" not in self.fields:
-            origins = {one["id"]: one.get("origin") for one in self.fields["attempts"]}
+            origins = {attempt["id"]: attempt.get("origin") for attempt in self.fields["attempts"]}
             origin = origins.get(loaded["saved_by"]) or loaded["digest"] if loaded else "made from train.seed"
             if loaded and loaded["saved_by"] and self._earlier_is_lost:
                 origin = None  # unknown
@@ -209,10 +209,10 @@ def describe_gpus(driver: Any) -> tuple[dict[str, str], list[dict[str, Any]]]:
     node = gpu_facts.read(driver, OF_A_GPU)
     gpus = []
     for index, gpu in node.get("gpus", {}).items():
-        own: dict[str, Any] = {"lost": True} if "error" in gpu else {name: gpu.get(name) for name in OF_A_GPU}
-        if links := own.get("nvlinks"):
-            own["nvlinks"] = len(links["up"])
-        gpus.append({"index": int(index), **own})
+        entry: dict[str, Any] = {"lost": True} if "error" in gpu else {name: gpu.get(name) for name in OF_A_GPU}
+        if links := entry.get("nvlinks"):
+            entry["nvlinks"] = len(links["up"])
+        gpus.append({"index": int(index), **entry})
     return ({"driver": node["driver"], "driver_cuda": node["cuda"]} if "driver" in node else {}), gpus
 
 
@@ -225,8 +225,8 @@ def own_code(config: Any) -> dict[str, str]:
     """Return module -> SHA-256 of its file, of the imported modules that a config names as package.module:name."""
     values = " ".join(str(value) for _, value in flatten(config))
     names = re.findall(r"(?<![\w./])([A-Za-z_][\w.]*):[A-Za-z_]\w*", values)
-    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in found.items() if file}
+    paths = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in paths.items() if file}
 
 
 # ---- Compare
@@ -234,8 +234,8 @@ def own_code(config: Any) -> dict[str, str]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return "group.name" -> (value in receipt a, in receipt b) of the facts that differ; None: absent."""
-    one, other, defaults = facts(a), facts(b), facts({"resolved": to_dict(RunConfig())})  # for keys that one version lacks
-    pairs = {name: (one.get(name, defaults.get(name)), other.get(name, defaults.get(name))) for name in (*one, *other)}
+    first, second, defaults = facts(a), facts(b), facts({"resolved": to_dict(RunConfig())})  # for keys that one version lacks
+    pairs = {name: (first.get(name, defaults.get(name)), second.get(name, defaults.get(name))) for name in (*first, *second)}
     unknown = {name for name, pair in pairs.items() if name == "data.origin" and None in pair}
     return {name: (x, y) for name, (x, y) in pairs.items() if x != y and name not in unknown}
 
@@ -248,7 +248,7 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """
     env, data, held_out = (receipt.get(name) or {} for name in ("env", "data", "eval_data"))
     config = dict(flatten(receipt.get("resolved") or {}))
-    sets = {name: _contents(one, config.get("data.eval_source")) for name, one in held_out.items()}
+    sets = {name: _contents(entry, config.get("data.eval_source")) for name, entry in held_out.items()}
     groups = {
         "code": receipt.get("code"),
         "config": config,
@@ -257,20 +257,20 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "hardware": {**(receipt.get("hardware") or {}), "devices": receipt.get("devices")},
         "data": {**_contents(data, config.get("data.source")), "held_out": sets, "origin": receipt.get("origin")},
     }
-    found = {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
-    for one in (*receipt.get("attempts", ()), receipt):
-        if step := one.get("resumed_from_step"):
-            changes = one.get("changed", {}).items()
-            found |= {f"{name} (from step {step} on)": f"{now}, before it {was}" for name, (was, now) in changes}
-    return found
+    values = {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
+    for attempt in (*receipt.get("attempts", ()), receipt):
+        if step := attempt.get("resumed_from_step"):
+            changes = attempt.get("changed", {}).items()
+            values |= {f"{name} (from step {step} on)": f"{now}, before it {was}" for name, (was, now) in changes}
+    return values
 
 
-def _contents(found: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+def _contents(data: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     """Return hash and weight of each token file of a fingerprint; without files, the fingerprint and the source."""
-    if "files" not in found:
-        return {**{name: v for name, v in found.items() if name not in OF_THE_CONFIG}, "source": source}
-    held = {str(i): f"sha256 {f['content_sha256'][:12]}, weight {f['weight']:g}" for i, f in enumerate(found["files"], 1)}
-    return {"files": held, "tokenizer": found.get("tokenizer", {}).get("sha256")}
+    if "files" not in data:
+        return {**{name: v for name, v in data.items() if name not in OF_THE_CONFIG}, "source": source}
+    hashes = {str(i): f"sha256 {f['content_sha256'][:12]}, weight {f['weight']:g}" for i, f in enumerate(data["files"], 1)}
+    return {"files": hashes, "tokenizer": data.get("tokenizer", {}).get("sha256")}
 
 
 # ---- Read
@@ -283,9 +283,9 @@ def load(path: Path) -> dict[str, Any]:
         if receipt["format"] != FORMAT:
             fix = "Fix: use the version that wrote it, or move the file away and resume, which writes another."
             raise ReceiptError(f"{path}: format {receipt['format']!r}, this jaxtrain reads {FORMAT}. {fix}")
-        for one in (receipt, *receipt["attempts"]):
-            if wrong := [name for name in OBJECTS if not isinstance(one.get(name) or {}, dict)]:
-                raise TypeError(f"{wrong[0]} is no object")
+        for entry in (receipt, *receipt["attempts"]):
+            if bad_fields := [name for name in OBJECTS if not isinstance(entry.get(name) or {}, dict)]:
+                raise TypeError(f"{bad_fields[0]} is no object")
     except ReceiptError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -322,8 +322,8 @@ def rates(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
     train = [line for line in lines if line["kind"] == "train"]
     timed = [line for line in train if line.get("step_time_s") is not None]
     window = timed[math.ceil(len(timed) / 5) :]
-    known = {name: [line[name] for line in window if line.get(name) is not None] for name in RATES}
-    medians = {name: statistics.median(v) if len(v) >= ENOUGH else None for name, v in known.items()}
+    values = {name: [line[name] for line in window if line.get(name) is not None] for name in RATES}
+    medians = {name: statistics.median(v) if len(v) >= ENOUGH else None for name, v in values.items()}
     return medians | {"peak_memory_gib": max(filter(None, (line.get("peak_memory_gib") for line in train)), default=None)}
 
 

@@ -49,32 +49,32 @@ class Remote(abc.ABC):
     program: ClassVar[str]
     remedy: ClassVar[str]  # for a start that fails, before "or set log.KEY to ''"
 
-    def __init__(self, workdir: Path, where: str, config: Mapping[str, Any], *, resumed: bool):
+    def __init__(self, workdir: Path, target: str, config: Mapping[str, Any], *, resumed: bool):
         """Args:
-        where: the value of log.KEY.
+        target: the value of log.KEY.
         config: of the run, nested.
-        resumed: whether the trainer's run resumes from a checkpoint. Then the run there continues if `where` is unchanged.
+        resumed: whether the trainer's run resumes from a checkpoint. Then the run there continues if `target` is unchanged.
         """
         self.broken = False
         self.path = path = workdir / f"{self.key}.json"
-        known = self._load(path) if resumed and path.exists() else None
-        known = known if known and known["where"] == where else None
-        self.attempt = known["attempt"] + 1 if known else 1  # number of starts of the run there
+        saved = self._load(path) if resumed and path.exists() else None
+        saved = saved if saved and saved["where"] == target else None
+        self.attempt = saved["attempt"] + 1 if saved else 1  # number of starts of the run there
         try:
-            started = self.start(workdir, where, config, known["id"] if known else None)
+            started = self.start(workdir, target, config, saved["id"] if saved else None)
         except Exception as error:  # no login, no network, a variable with a wrong value: the programs document no exceptions
             reason = f"{self.program} did not start: {_first_line(error).rstrip('.')}"
             raise TrackerError(f"log.{self.key}", reason, f"{self.remedy}, or set log.{self.key} to ''.") from error
         if not started.continued:
             self.attempt = 1
-        self._sent = known.get("sent", -1) if known and started.continued else -1  # the last step that was sent
+        self._sent = saved.get("sent", -1) if saved and started.continued else -1  # the last step that was sent
         self._mark, self._marked = self._sent, time.monotonic()  # a step, and when it was sent
-        self.facts = {"where": where, "id": started.id, "attempt": self.attempt, "url": started.url}
+        self.facts = {"where": target, "id": started.id, "attempt": self.attempt, "url": started.url}
         self._save(self._sent)
 
     @abc.abstractmethod
-    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
-        """Start a run, or continue the one with the id `known`, and send it the config. May raise any error."""
+    def start(self, workdir: Path, target: str, config: Mapping[str, Any], run_id: str | None) -> Started:
+        """Start a run, or continue the one with the id `run_id`, and send it the config. May raise any error."""
 
     @abc.abstractmethod
     def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
@@ -100,8 +100,8 @@ class Remote(abc.ABC):
         by_step: dict[int, list[Sample]] = {}
         for sample in (sample for sample in samples if sample.step > since):
             by_step.setdefault(sample.step, []).append(sample)
-        for several in by_step.values():
-            self.attempted(self.send_samples, several)
+        for step_samples in by_step.values():
+            self.attempted(self.send_samples, step_samples)
         if dropped and since >= 0:
             LOGGER.info(
                 "%s",
@@ -142,8 +142,8 @@ class Remote(abc.ABC):
             method(*args)
         except Exception as error:
             self.broken = True
-            said = f"{self.program} failed ({_first_line(error)}): logging to it ends. The run continues"
-            LOGGER.warning("%s", f"{said}; metrics.jsonl is complete.")
+            message = f"{self.program} failed ({_first_line(error)}): logging to it ends. The run continues"
+            LOGGER.warning("%s", f"{message}; metrics.jsonl is complete.")
 
     def _save(self, sent: int) -> None:
         write_atomic(self.path, json.dumps({"format": FORMAT, **self.facts, "sent": sent}, indent=1) + "\n")
@@ -151,15 +151,15 @@ class Remote(abc.ABC):
     def _load(self, path: Path) -> dict[str, Any]:
         """Return the contents of the file with the id. Raises TrackerError if it is not valid, or has another FORMAT."""
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            version, *_ = (known[name] for name in ("format", "where", "id", "attempt"))
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            version, *_ = (saved[name] for name in ("format", "where", "id", "attempt"))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{path}: not written by a run ({error!r})"
             raise TrackerError(f"log.{self.key}", reason, f"Move it away to start a new run in {self.program}.") from error
         if version != FORMAT:
             reason = f"{path}: format {version!r}, this jaxtrain reads {FORMAT}"
             raise TrackerError(f"log.{self.key}", reason, "Use the version that wrote it, or move it away.")
-        return known
+        return saved
 
 
 def _first_line(error: Exception) -> str:

@@ -52,8 +52,8 @@ def write(samples: Iterable[Sample]) -> str:
 
 def read(text: str) -> Iterator[Sample]:
     """Yield the samples of a samples.txt. Text before the first heading is ignored."""
-    found = list(HEADING.finditer(text))
-    ends = [heading.start() for heading in found[1:]] + [len(text)]
-    for heading, end in zip(found, ends, strict=False):  # without a heading there is one newline too many
+    headings = list(HEADING.finditer(text))
+    ends = [heading.start() for heading in headings[1:]] + [len(text)]
+    for heading, end in zip(headings, ends, strict=False):  # without a heading there is one newline too many
         body = text[heading.end() : end]
         yield Sample(int(heading[1]), int(heading[2] or 0), body.removesuffix("\n"))

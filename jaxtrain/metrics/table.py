@@ -141,8 +141,8 @@ def markdown() -> tuple[str, str]:
     """Return the two tables of docs/observing.md: the fields of a train line, and those of a line about a GPU."""
 
     def row(name: str, metric: Metric) -> str:
-        named = any(metric.unit.lower().replace("/", by) in name for by in ("_", "_per_"))  # as GB/s in nvlink_tx_gb_s
-        return f"| `{name}` | {metric.meaning}{'' if named else f' ({metric.unit})'} |"
+        has_unit = any(metric.unit.lower().replace("/", by) in name for by in ("_", "_per_"))  # as GB/s in nvlink_tx_gb_s
+        return f"| `{name}` | {metric.meaning}{'' if has_unit else f' ({metric.unit})'} |"
 
     def lines(kind: str, metrics: dict[str, Metric]) -> str:
         return "\n".join((f"| field of `{kind}` | meaning |", "|---|---|", *(row(*item) for item in metrics.items())))

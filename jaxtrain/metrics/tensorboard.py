@@ -66,14 +66,14 @@ class TensorBoard:
         if self._writer:
             writer, self._writer = self._writer, None
             writer.close()
-            self._check()
+            self._raise_error()
 
     def _text(self, tag: str, text: str, step: int) -> None:
         """Write a text indented by four spaces, since TensorBoard renders Markdown: indented text is a code block."""
         self._open().add_text(tag, "".join(f"    {line}" for line in text.splitlines(keepends=True)), step)
 
     def _open(self, purge_step: int | None = None) -> "SummaryWriter":
-        self._check()
+        self._raise_error()
         if self._writer is None:
             from tensorboardX import SummaryWriter
             from tensorboardX.record_writer import register_writer_factory
@@ -92,8 +92,7 @@ class TensorBoard:
             )
         return self._writer
 
-    def _check(self) -> None:
-        """Raise the first error of a file."""
+    def _raise_error(self) -> None:
         if self._error:
             raise self._error
 
@@ -104,7 +103,7 @@ class TensorBoard:
         """
         file = Path(path.partition(":")[2]).open("wb")  # noqa: SIM115 - the SummaryWriter closes it
 
-        def kept(method: Callable[..., object]) -> Callable[..., None]:
+        def keep_error(method: Callable[..., object]) -> Callable[..., None]:
             def call(*data: bytes) -> None:
                 try:
                     method(*data)
@@ -113,4 +112,4 @@ class TensorBoard:
 
             return call
 
-        return SimpleNamespace(write=kept(file.write), flush=kept(file.flush), close=kept(file.close))
+        return SimpleNamespace(write=keep_error(file.write), flush=keep_error(file.flush), close=keep_error(file.close))

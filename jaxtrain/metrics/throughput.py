@@ -113,7 +113,7 @@ class HasMemoryStats(Protocol):
 
 def memory(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
     """Return the largest (memory in use, peak memory) of these local devices in GiB; None if no device reports it (CPUs)."""
-    stats = [found for device in devices if (found := device.memory_stats())]
+    stats = [device_stats for device in devices if (device_stats := device.memory_stats())]
 
     def most(name: str) -> float | None:
         return max((s[name] / 2**30 for s in stats if name in s), default=None)

@@ -29,8 +29,8 @@ def open_trackers(workdir: Path, log: Log, config: Mapping[str, Any], *, resumed
     remotes = []
     try:
         for kind in (WandB, Trackio, MLflow):
-            if where := getattr(log, kind.key):
-                remotes.append(kind(workdir, where, config, resumed=resumed))
+            if target := getattr(log, kind.key):
+                remotes.append(kind(workdir, target, config, resumed=resumed))
     except TrackerError:
         for started in remotes:
             started.close(1)

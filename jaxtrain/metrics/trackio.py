@@ -24,13 +24,13 @@ class Trackio(Remote):
     key, program = "trackio", "Trackio"
     remedy = "Choose another name, run `hf auth login` or correct Trackio's variables (TRACKIO_...)"
 
-    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+    def start(self, workdir: Path, target: str, config: Mapping[str, Any], run_id: str | None) -> Started:
         self._trackio: Any = importlib.import_module("trackio")
         self._step = 0  # of the newest line, for facts
 
         def run(name: str, resume: str) -> Any:
             return self._trackio.init(
-                project=where,
+                project=target,
                 name=name,
                 config=dict(flatten(config)),
                 resume=resume,
@@ -39,10 +39,10 @@ class Trackio(Remote):
                 auto_log_cpu=False,
             )
 
-        if known:
+        if run_id:
             with contextlib.suppress(ValueError):  # the run was deleted, or the Space cannot be asked
-                self._run = run(known, "must")
-                return Started(known, self._run.url, continued=True)
+                self._run = run(run_id, "must")
+                return Started(run_id, self._run.url, continued=True)
         # Trackio finds a run to continue by its name alone, and folders of two runs may have the same one.
         name = f"{workdir.absolute().name}-{uuid.uuid4().hex[:6]}"
         self._run = run(name, "never")

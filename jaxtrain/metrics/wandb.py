@@ -26,9 +26,9 @@ class WandB(Remote):
     key, program = "wandb", "W&B"
     remedy = "Run `wandb login`, set WANDB_MODE=offline to send it later (wandb sync)"
 
-    def start(self, workdir: Path, where: str, config: Mapping[str, Any], known: str | None) -> Started:
+    def start(self, workdir: Path, target: str, config: Mapping[str, Any], run_id: str | None) -> Started:
         wandb: Any = importlib.import_module("wandb")
-        entity, _, project = where.rpartition("/")
+        entity, _, project = target.rpartition("/")
         settings: dict[str, Any] = {"console": "off"}  # log.txt has the run's output
         if "WANDB_FINISH_TIMEOUT" not in os.environ:
             settings |= {"finish_timeout": FINISH_S, "finish_timeout_raises": True}
@@ -37,7 +37,7 @@ class WandB(Remote):
         self._run: Any = wandb.init(
             entity=entity or None,
             project=project,
-            id=known or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12],
+            id=run_id or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12],
             name=os.environ.get("WANDB_NAME") or workdir.absolute().name,
             dir=str(workdir),
             resume=None if offline else "allow",  # offline the server cannot be asked, and the id joins the parts
@@ -46,7 +46,7 @@ class WandB(Remote):
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.config.update(dict(config), allow_val_change=True)
-        return Started(self._run.id, self._run.url or None, continued=known is not None)
+        return Started(self._run.id, self._run.url or None, continued=run_id is not None)
 
     def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
         for line, _ in lines:

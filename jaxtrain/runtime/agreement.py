@@ -32,17 +32,17 @@ def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     from jax._src import distributed  # its state has no public name
 
     state: Any = distributed.global_state
-    told = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
-    mine = {"who": this_process(), "kind": devices.kind, "count": devices.node, "source": devices.source, "problems": told}
-    silent, texts = 0, []
+    pairs = [(str(dataclasses.replace(problem, remedy="")).rstrip(". "), problem.remedy) for problem in problems]
+    view = {"who": this_process(), "kind": devices.kind, "count": devices.node, "source": devices.source, "problems": pairs}
+    silent, view_texts = 0, []
     try:
-        state.client.key_value_set(f"jaxtrain/agree/{state.process_id}", json.dumps(mine))
+        state.client.key_value_set(f"jaxtrain/agree/{state.process_id}", json.dumps(view))
         for silent in range(state.num_processes):
-            texts.append(state.client.blocking_key_value_get(f"jaxtrain/agree/{silent}", int(1000 * ANSWER_S)))
+            view_texts.append(state.client.blocking_key_value_get(f"jaxtrain/agree/{silent}", int(1000 * ANSWER_S)))
     except RuntimeError as error:
-        what = f"process {state.process_id}: process {silent} has connected, and does not answer"
-        raise ClusterError(f"{what}: {first_line(error)}") from error
-    refused = refusal([json.loads(text) for text in texts], problems)
+        failure = f"process {state.process_id}: process {silent} has connected, and does not answer"
+        raise ClusterError(f"{failure}: {first_line(error)}") from error
+    refused = refusal([json.loads(text) for text in view_texts], problems)
     if refused:
         with contextlib.suppress(RuntimeError):  # a process has ended: nobody else waits for this one
             state.client.wait_at_barrier("jaxtrain/refused", int(1000 * ANSWER_S))
@@ -51,7 +51,7 @@ def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     return refused
 
 
-def refusal(views: Sequence[Mapping[str, Any]], own: Sequence[Problem]) -> list[Problem]:
+def refusal(views: Sequence[Mapping[str, Any]], local_problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems of this process, from what each process tells (as in `agree`) and its own problems."""
     kinds: dict[tuple[str, int], list[int]] = {}
     for i, view in enumerate(views):
@@ -59,8 +59,8 @@ def refusal(views: Sequence[Mapping[str, Any]], own: Sequence[Problem]) -> list[
             kinds.setdefault((view["kind"], view["count"]), []).append(i)
     if len(kinds) > 1:
         return [_unequal(views, kinds)]
-    if own:
-        return list(own)
+    if local_problems:
+        return list(local_problems)
     for i, view in enumerate(views):
         if view["problems"]:
             (text, remedy), *more = view["problems"]

@@ -109,7 +109,7 @@ class Peers:
             return [value]
         number = self._rounds[name] = self._rounds.get(name, -1) + 1
         self._set(f"gather/{name}/{number}/{self.process_index}", value)
-        values = self._of_all(f"gather/{name}/{number}", name, timeout_s)
+        values = self._gather_values(f"gather/{name}/{number}", name, timeout_s)
         if number:  # a process in this call has read the values of the previous call
             with contextlib.suppress(RuntimeError):  # process 0 is lost, and its store with it
                 self._client.key_value_delete(f"jaxtrain/gather/{name}/{number - 1}/{self.process_index}")
@@ -120,19 +120,19 @@ class Peers:
         with _asking():
             self._client.key_value_set(f"jaxtrain/{key}", value, True)
 
-    def _of_all(self, prefix: str, name: str, timeout_s: float) -> list[str]:
+    def _gather_values(self, prefix: str, name: str, timeout_s: float) -> list[str]:
         """Return every process's value under a prefix. Raises PeerLost if a value is missing after `timeout_s`."""
-        deadline, found = time.monotonic() + timeout_s, dict[int, str]()
+        deadline, values = time.monotonic() + timeout_s, dict[int, str]()
         with self._waiting(name), _asking("DEADLINE_EXCEEDED"):
             for i in range(self.count):
-                left_ms = int(1000 * (deadline - time.monotonic()))
-                found[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(left_ms, 1))
-            return [*found.values()]
-        found = self._read(prefix)  # others may be missing too, or may have answered meanwhile
-        if missing := [i for i in range(self.count) if i not in found]:
+                remaining_ms = int(1000 * (deadline - time.monotonic()))
+                values[i] = self._client.blocking_key_value_get(f"jaxtrain/{prefix}/{i}", max(remaining_ms, 1))
+            return [*values.values()]
+        values = self._read(prefix)  # others may be missing too, or may have answered meanwhile
+        if missing := [i for i in range(self.count) if i not in values]:
             names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
             raise PeerLost(f"{names} did not answer within {timeout_s:g} s ({name})")
-        return [found[i] for i in range(self.count)]
+        return [values[i] for i in range(self.count)]
 
     def _read(self, prefix: str) -> dict[int, str]:
         """Return process -> its value under a prefix, without those that have none. Raises PeerLost without process 0."""
@@ -170,8 +170,8 @@ class Peers:
 
     def present(self) -> list[int]:
         """Return the processes that have not left at the end of the run."""
-        left = self._read("left")
-        return [i for i in range(self.count) if i not in left]
+        departed = self._read("left")
+        return [i for i in range(self.count) if i not in departed]
 
     def tell_hang(self, text: str) -> str:
         """Set `hang` on all processes, unless one has done so, and return it.
@@ -205,16 +205,15 @@ class Peers:
                 kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
             except RuntimeError as error:
                 unanswered += 1
-                gone = "DEADLINE_EXCEEDED" not in str(error) or is_aborting()
-                if gone or unanswered == SILENT:
-                    self._report(f"{first} {'is gone' if gone else f'has not answered for {SILENT * ANSWER_S:g} s'}")
+                is_gone = "DEADLINE_EXCEEDED" not in str(error) or is_aborting()
+                if is_gone or unanswered == SILENT:
+                    self._report(f"{first} {'is gone' if is_gone else f'has not answered for {SILENT * ANSWER_S:g} s'}")
                     return
                 continue
             self._news += 1
-            self._note(kind, text)
+            self._handle_news(kind, text)
 
-    def _note(self, kind: str, text: str) -> None:
-        """Act on an entry of the news."""
+    def _handle_news(self, kind: str, text: str) -> None:
         if kind == "hang":
             self._ending.set()
             self.hang = text
@@ -241,13 +240,13 @@ class Peers:
         while not self._ending.wait(POLL_S):
             try:  # if process 0 is lost, the thread that reads the news reports it
                 live = self._client.get_live_nodes(list(everyone))
-                left = self._read("left")
-                dead = [i for i in everyone if i not in live and i not in left]
+                departed = self._read("left")
+                dead = [i for i in everyone if i not in live and i not in departed]
                 if dead and not self._ending.is_set():
                     names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                    where = progress.in_words(progress.places(self.published(), self.present(), dead), self.name)
+                    states = progress.in_words(progress.places(self.published(), self.present(), dead), self.name)
                     lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
-                    self._append("failed", "; ".join(filter(None, (lost, where))))  # in the news, so all name the same one
+                    self._append("failed", "; ".join(filter(None, (lost, states))))  # in the news, so all name the same one
                     return
             except RuntimeError:
                 continue
@@ -274,17 +273,17 @@ class Peers:
         if why is not None:
             on_stop(why)
 
-    def watch(self, lost: Callable[[str], None]) -> None:
-        """Call `lost(message)` once, in another thread, when a process of this run is lost or has failed.
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost(message)` once, in another thread, when a process of this run is lost or has failed.
 
-        If a process is lost already, call `lost` now, in this thread. A process without a heartbeat for HEARTBEAT_S seconds
-        counts as lost, also if it is paused by SIGSTOP. If process 0 is lost, JAX ends this process 6 s later: `lost` must
+        If a process is lost already, call `on_lost` now, in this thread. A process without a heartbeat for HEARTBEAT_S seconds
+        counts as lost, also if it is paused by SIGSTOP. If process 0 is lost, JAX ends this process 6 s later: `on_lost` must
         return before.
         """
         with self._reporting:
-            self._on_lost, message = lost, self._lost
+            self._on_lost, message = on_lost, self._lost
         if message is not None:
-            lost(message)
+            on_lost(message)
 
     # The last step: after a request to stop, every process publishes the step it has reached, and all continue to the largest
     # of these. The thread that reads the news publishes, because the loop may be blocked in a step that another has not begun.
@@ -324,7 +323,7 @@ class Peers:
                     return True
                 if self._last is not None:
                     return False
-            self._last = max(map(int, self._of_all("reached", "last step", AGREE_S)))
+            self._last = max(map(int, self._gather_values("reached", "last step", AGREE_S)))
 
     def stop_here(self, why: str) -> None:
         """Make `may_start` return False from now on, even if the agreed last step is later.
@@ -364,8 +363,8 @@ class Peers:
         if failed:
             self._ending.set()
             with contextlib.suppress(PeerLost):
-                kind, what = ("refused", "refuses to start") if refused else ("failed", "has failed")
-                self._append(kind, f"{self.name(self.process_index)} {what}: {failed}")
+                kind, verb = ("refused", "refuses to start") if refused else ("failed", "has failed")
+                self._append(kind, f"{self.name(self.process_index)} {verb}: {failed}")
             if self.process_index == 0:
                 time.sleep(2 * POLL_S)  # until the others have read it: the store ends with this process
             return
@@ -375,7 +374,7 @@ class Peers:
         with contextlib.suppress(PeerLost):  # process 0 has left before: nothing is lost
             self._set(f"left/{self.process_index}", "")
             if self.process_index == 0:
-                self._of_all("left", "end", HEARTBEAT_S)
+                self._gather_values("left", "end", HEARTBEAT_S)
                 if self._live.is_alive():
                     self._live.join(HEARTBEAT_S)
                 return

@@ -29,45 +29,45 @@ def places(records: Mapping[int, str], processes: Iterable[int], silent: Collect
 
     A process that has published nothing has the phase None. silent: processes that do not answer.
     """
-    found = []
+    states = []
     for i in processes:
-        place = json.loads(records[i]) if i in records else {"step": None, "phase": None, "seconds": 0.0, "waits_at": None}
-        silent_s = max(time.time() - place.pop("time", math.inf), 0.0)
-        found.append({"process": i, **place, "silent_s": silent_s if i in silent else None})
-    return found
+        state = json.loads(records[i]) if i in records else {"step": None, "phase": None, "seconds": 0.0, "waits_at": None}
+        silent_s = max(time.time() - state.pop("time", math.inf), 0.0)
+        states.append({"process": i, **state, "silent_s": silent_s if i in silent else None})
+    return states
 
 
-def in_words(found: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> str:
+def in_words(states: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> str:
     """Return one sentence on where the processes are, without its full stop; "" if none has published anything.
 
     Those for which others may wait come first: a process that does not answer, then one that is not in the exchange in which
     others are, then one in an earlier step, or at work on the host while others may wait for their devices.
 
-    found: from `places`. name: returns a process with its host and pid.
+    states: from `places`. name: returns a process with its host and pid.
     """
-    if all(place["phase"] is None for place in found):
+    if all(state["phase"] is None for state in states):
         return ""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for place in found:
-        step, phase, answers = place["step"], place["phase"], place["silent_s"] is None and place["phase"] is not None
-        rank = answers, place["waits_at"] is not None, step or 0, phase == "step"
-        groups.setdefault((*rank, phase or "", place["waits_at"] or ""), []).append(place)
+    for state in states:
+        step, phase, answers = state["step"], state["phase"], state["silent_s"] is None and state["phase"] is not None
+        rank = answers, state["waits_at"] is not None, step or 0, phase == "step"
+        groups.setdefault((*rank, phase or "", state["waits_at"] or ""), []).append(state)
     ordered = sorted(groups.items(), key=lambda item: (item[0][:4], len(item[1])))
-    return "; ".join(_in_words(group, name if i == 0 else None) for i, (_, group) in enumerate(ordered))
+    return "; ".join(_describe_group(group, name if i == 0 else None) for i, (_, group) in enumerate(ordered))
 
 
-def _in_words(group: Sequence[Mapping[str, Any]], name: Callable[[int], str] | None) -> str:
+def _describe_group(group: Sequence[Mapping[str, Any]], name: Callable[[int], str] | None) -> str:
     """Return the part of the sentence on processes that are at the same place. name: names a process that is alone there."""
-    first, one = group[0], len(group) == 1
-    who, has = listed([place["process"] for place in group]), "has" if one else "have"
-    if one and name is not None:
-        who = name(first["process"])
+    first, is_single = group[0], len(group) == 1
+    subject, has = listed([state["process"] for state in group]), "has" if is_single else "have"
+    if is_single and name is not None:
+        subject = name(first["process"])
     if first["phase"] is None:
-        return f"{who} {has} not published anything"
-    where = f"in phase {first['phase']}" if first["step"] is None else f"in step {first['step']}, phase {first['phase']}"
+        return f"{subject} {has} not published anything"
+    location = f"in phase {first['phase']}" if first["step"] is None else f"in step {first['step']}, phase {first['phase']}"
     if first["waits_at"]:
-        where += f", at the exchange {first['waits_at']!r}"
+        location += f", at the exchange {first['waits_at']!r}"
     if first["silent_s"] is not None:
-        return f"{who} {has} not answered for {duration(max(place['silent_s'] for place in group))}, last {where}"
-    verb = ("waits" if one else "wait") if first["waits_at"] else ("is" if one else "are")
-    return f"{who} {verb} {where}, for {duration(max(place['seconds'] for place in group))}"
+        return f"{subject} {has} not answered for {duration(max(state['silent_s'] for state in group))}, last {location}"
+    verb = ("waits" if is_single else "wait") if first["waits_at"] else ("is" if is_single else "are")
+    return f"{subject} {verb} {location}, for {duration(max(state['seconds'] for state in group))}"

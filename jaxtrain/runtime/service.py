@@ -48,7 +48,7 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
     _delay_abort()
     failures: list[BaseException] = []
 
-    def connect() -> None:
+    def initialize() -> None:
         try:
             jax.distributed.initialize(
                 cluster.coordinator,
@@ -63,7 +63,7 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
             failures.append(error)
 
     # In a thread, because JAX neither returns nor raises when its timeout is over: it aborts the process.
-    thread = threading.Thread(target=connect, name="jax.distributed.initialize", daemon=True)
+    thread = threading.Thread(target=initialize, name="jax.distributed.initialize", daemon=True)
     thread.start()
     thread.join(init_timeout_s)
     if thread.is_alive():
@@ -73,8 +73,8 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
             f"and let it reach that address through any firewall. The address comes from {cluster.source}."
         )
     if failures:
-        what = f"process {cluster.process_id} cannot connect to {cluster.coordinator}: {failures[0]}"
-        raise ClusterError(what) from failures[0]
+        failure = f"process {cluster.process_id} cannot connect to {cluster.coordinator}: {failures[0]}"
+        raise ClusterError(failure) from failures[0]
     client: Any = distributed.global_state.client
     try:
         client.key_value_set(f"jaxtrain/who/{cluster.process_id}", this_process())
@@ -83,12 +83,12 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
         count = int(client.blocking_key_value_get("jaxtrain/count", 1000 * init_timeout_s))
     except RuntimeError as error:
         if "ALREADY_EXISTS" in str(error):
-            what = f"process {cluster.process_id} was started again ({this_process()}), so its earlier attempt is lost"
+            failure = f"process {cluster.process_id} was started again ({this_process()}), so its earlier attempt is lost"
             with contextlib.suppress(RuntimeError):
-                append_news(client, "failed", what)  # the others would notice it later, if at all: this one sends heartbeats
-            raise ClusterError(f"{what}. The other processes end too, to be started again") from error
-        what = f"process {cluster.process_id} has lost process 0 at {cluster.coordinator} right after it connected: {error}"
-        raise ClusterError(what) from error
+                append_news(client, "failed", failure)  # the others would notice it later, if at all: this one sends heartbeats
+            raise ClusterError(f"{failure}. The other processes end too, to be started again") from error
+        failure = f"process {cluster.process_id} has lost process 0 at {cluster.coordinator} right after it connected: {error}"
+        raise ClusterError(failure) from error
     # JAX does not compare the counts, and a process with a higher one would wait for processes that do not exist.
     if count != cluster.num_processes:
         raise ClusterError(
@@ -99,9 +99,9 @@ def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
 
 def append_news(client: Any, kind: str, text: str, first: int = 0) -> None:
     """Append [kind, text] to the news (peers.py). first: an entry that may be free. Raises RuntimeError without process 0."""
-    for k in itertools.count(first):
+    for number in itertools.count(first):
         try:
-            client.key_value_set(f"jaxtrain/news/{k}", json.dumps([kind, text]))
+            client.key_value_set(f"jaxtrain/news/{number}", json.dumps([kind, text]))
             return
         except RuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
@@ -115,18 +115,18 @@ def _await_free_port(cluster: Cluster) -> None:
     that run.
     """
     port = int(cluster.coordinator.rpartition(":")[2])
-    both = socket.has_dualstack_ipv6()
+    dual_stack = socket.has_dualstack_ipv6()
     deadline = time.monotonic() + PORT_S
     while True:
         try:
-            family = socket.AF_INET6 if both else socket.AF_INET
-            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+            family = socket.AF_INET6 if dual_stack else socket.AF_INET
+            socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"process 0 cannot listen at {cluster.coordinator}: {reason(error)}. Fix: end the other program on port "
-                    f"{port}, or give all processes another port. The address comes from {cluster.source}."
+                    f"process 0 cannot listen at {cluster.coordinator}: {reason(error)}. Fix: end the other program on "
+                    f"port {port}, or give all processes another port. The address comes from {cluster.source}."
                 ) from None
             time.sleep(0.5)
 

@@ -28,30 +28,30 @@ def find_unshared(folders: Mapping[str, Path], peers: Peers, timeout_s: float) -
     """
     if peers.count == 1:
         return {}
-    places = {name: Path(os.path.abspath(folder)) for name, folder in folders.items()}
-    made = [p for place in places.values() for p in (place, *place.parents) if not p.exists()]
+    paths = {name: Path(os.path.abspath(folder)) for name, folder in folders.items()}
+    new_folders = [p for path in paths.values() for p in (path, *path.parents) if not p.exists()]
     token = peers.gather("probe", PROBE + uuid.uuid4().hex, timeout_s)[0]
-    probes = {name: place / f"{token}-{i}" for i, (name, place) in enumerate(places.items())}  # two names may be of one folder
+    probes = {name: path / f"{token}-{i}" for i, (name, path) in enumerate(paths.items())}  # two names may be of one folder
     first = peers.process_index == 0
     try:
-        wrong = {name: _make(probe) for name, probe in probes.items()} if first else {}
-        wrong = json.loads(peers.gather("probe made", json.dumps(wrong), timeout_s)[0])
+        errors = {name: _make_probe(probe) for name, probe in probes.items()} if first else {}
+        errors = json.loads(peers.gather("probe made", json.dumps(errors), timeout_s)[0])
         if not first:
-            wrong = {name: "" if wrong[name] else _look(probe, peers.process_index) for name, probe in probes.items()}
-        mine = [wrong, {name: str(place) for name, place in places.items()}]
-        found = [json.loads(each) for each in peers.gather("probe seen", json.dumps(mine), timeout_s)]
+            errors = {name: "" if errors[name] else _try_probe(probe, peers.process_index) for name, probe in probes.items()}
+        view = [errors, {name: str(path) for name, path in paths.items()}]
+        views = [json.loads(each) for each in peers.gather("probe seen", json.dumps(view), timeout_s)]
     finally:
         for probe in probes.values() if first else ():
             shutil.rmtree(probe, ignore_errors=True)
-    rules = {name: rule for name in places if (rule := _rule(name, found, peers))}
+    rules = {name: rule for name in paths if (rule := _rule(name, views, peers))}
     # Of a shared folder only process 0: another process would remove it when process 0 has made it again for the run.
-    for folder in made if rules or first else ():
+    for folder in new_folders if rules or first else ():
         with contextlib.suppress(OSError):  # another process uses it, or has removed it
             folder.rmdir()
     return rules
 
 
-def _make(probe: Path) -> str:
+def _make_probe(probe: Path) -> str:
     why = ""
     for _ in range(2):  # a run that ends may remove a parent that it has made
         try:
@@ -62,7 +62,7 @@ def _make(probe: Path) -> str:
     return why
 
 
-def _look(probe: Path, index: int) -> str:
+def _try_probe(probe: Path, index: int) -> str:
     """Write a file into the probe. Return UNSEEN if the probe does not appear in time, the system's text of an error, or ""."""
     deadline = time.monotonic() + SEE_S
     file = probe / str(index)
@@ -82,15 +82,15 @@ def _look(probe: Path, index: int) -> str:
         time.sleep(0.2)
 
 
-def _rule(name: str, found: list[tuple[dict[str, str], dict[str, str]]], peers: Peers) -> str:
+def _rule(name: str, views: list[tuple[dict[str, str], dict[str, str]]], peers: Peers) -> str:
     """Return why a folder is not shared; "" if it is. found: (name -> error, name -> absolute path) of each process."""
-    wrong = [i for i, (errors, _) in enumerate(found) if errors[name]]
-    if not wrong:
+    failing = [i for i, (errors, _) in enumerate(views) if errors[name]]
+    if not failing:
         return ""
-    i = wrong[0]
-    error, place = found[i][0][name], found[i][1][name]
+    i = failing[0]
+    error, path = views[i][0][name], views[i][1][name]
     if error == UNSEEN:
-        rule = f"{peers.name(i)} does not see in {place} what {peers.name(0)} writes in {found[0][1][name]}"
+        rule = f"{peers.name(i)} does not see in {path} what {peers.name(0)} writes in {views[0][1][name]}"
     else:
-        rule = f"{peers.name(i)} cannot write to {place} ({error})"
-    return rule + (f"; the same holds for {listed(wrong[1:])}" if len(wrong) > 1 else "")
+        rule = f"{peers.name(i)} cannot write to {path} ({error})"
+    return rule + (f"; the same holds for {listed(failing[1:])}" if len(failing) > 1 else "")

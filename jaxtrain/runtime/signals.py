@@ -61,7 +61,7 @@ class Stop:
         self._thread = threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True)
         self._thread.start()
         for number in (*EXIT_CODES, TRACE):
-            self._before[number] = signal.signal(number, _leave_it_to_the_thread)
+            self._before[number] = signal.signal(number, _ignore_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -87,7 +87,7 @@ class Stop:
                 if number == CLOSE:
                     return
                 if number in (*EXIT_CODES, TRACE):
-                    self._received(signal.Signals(number))
+                    self._handle(signal.Signals(number))
 
     def asked_elsewhere(self, why: str) -> None:
         """End this process by `at_once` if another process was asked to stop while there is no state to save.
@@ -106,7 +106,7 @@ class Stop:
             finally:
                 os._exit(code)
 
-    def _received(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         if number == TRACE:
             self.traces += 1
             _say(f"{number.name}: a trace was asked for.")
@@ -120,7 +120,7 @@ class Stop:
             os._exit(EXIT_CODES[number])
 
 
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Do nothing. A Python handler must be set for the interpreter to write to the pipe, which a thread reads."""
 
 

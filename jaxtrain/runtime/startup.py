@@ -37,23 +37,23 @@ def set_environment(overlay: Overlay) -> None:
 
     Removes those that an earlier run has set. Raises ConfigError if this process has initialised the backend with other values.
     """
-    left = exported(os.environ) - {PLATFORMS} - overlay.set.keys()
+    old = exported(os.environ) - {PLATFORMS} - overlay.set.keys()
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
-    if (left or absent) and _started_on_gpus():
+    if (old or absent) and _started_on_gpus():
         rule = "JAX was started in this process before, without this, and has allocated its share of GPU memory"
-        wanted = " ".join([*(f"{name}={value}" for name, value in absent.items()), *(f"{name} unset" for name in sorted(left))])
+        wanted = " ".join([*(f"{name}={value}" for name, value in absent.items()), *(f"{name} unset" for name in sorted(old))])
         remedy = "Begin a new process in which nothing is computed before the run, or one that is started with these."
         raise ConfigError([Problem("environment", wanted, rule, remedy)])
-    for name in left:
+    for name in old:
         del os.environ[name]
     export(absent)  # what the shell sets alike stays the shell's
 
 
 def export(values: Mapping[str, str]) -> None:
     """Set environment variables, and record that they are not from the shell."""
-    known = {name: os.environ[name] for name in sorted(exported(os.environ))}
+    exported_values = {name: os.environ[name] for name in sorted(exported(os.environ))}
     os.environ.update(values)
-    os.environ[EXPORTED] = json.dumps(known | dict(values))
+    os.environ[EXPORTED] = json.dumps(exported_values | dict(values))
 
 
 def choose_cpu() -> None:
@@ -98,9 +98,9 @@ def threads_for_cpus(count: int) -> None:
     process ("Termination timeout for ... Expected 4 threads to join the rendezvous"). This happened with 8 devices on 2 cores.
     """
     if count > 1:
-        here = os.environ.get(THREADS, "")
+        current = os.environ.get(THREADS, "")
         least = max(os.cpu_count() or 1, 3 * count)
-        os.environ[THREADS] = str(max(least, int(here) if here.isdigit() else 0))
+        os.environ[THREADS] = str(max(least, int(current) if current.isdigit() else 0))
 
 
 def start_jax(
@@ -155,8 +155,8 @@ def check_flags() -> None:
         return
     command = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-    if done.returncode and (found := re.search(r"^[EF]\d+ .*?\] (.*)", done.stderr, re.MULTILINE)):
-        raise ConfigError([Problem("XLA_FLAGS", flags, found[1].strip(" ."), "Correct it, or unset it.")])
+    if done.returncode and (match := re.search(r"^[EF]\d+ .*?\] (.*)", done.stderr, re.MULTILINE)):
+        raise ConfigError([Problem("XLA_FLAGS", flags, match[1].strip(" ."), "Correct it, or unset it.")])
 
 
 def start_processes(devices: Devices, cluster: Cluster | None, problems: list[Problem]) -> None:
@@ -166,17 +166,17 @@ def start_processes(devices: Devices, cluster: Cluster | None, problems: list[Pr
     the processes have different devices.
     """
 
-    def check() -> None:
+    def check_agreement() -> None:
         if refused := agree(devices, problems):
             raise ConfigError(refused)
 
     if not problems:
-        start_jax(devices, cluster, check)
+        start_jax(devices, cluster, check_agreement)
         return
     choose_cpu()  # to import JAX: no device is started
     os.environ.pop("JAX_NUM_CPU_DEVICES", None)
     try:
-        start_jax(devices, cluster, check, TELL_S)
+        start_jax(devices, cluster, check_agreement, TELL_S)
     except ConfigError:
         raise
     except Exception as error:  # the others cannot be told
@@ -187,16 +187,16 @@ def _start_gpus(devices: Devices, alone: bool) -> None:
     """Start JAX on GPUs. Raise ConfigError if it starts fewer. alone: this is the run's only process."""
     import jax
 
-    held: list[logging.LogRecord] = []
+    held_records: list[logging.LogRecord] = []
 
-    def hold(record: logging.LogRecord) -> bool:
+    def hold_errors(record: logging.LogRecord) -> bool:
         if record.levelno < logging.ERROR:
             return True
-        held.append(record)
+        held_records.append(record)
         return False
 
     log, started, reasons = logging.getLogger("jax._src.xla_bridge"), [], []
-    log.addFilter(hold)
+    log.addFilter(hold_errors)
     try:
         started = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS=cuda; jax 0.11.2 asserts that some platform has started
@@ -204,18 +204,18 @@ def _start_gpus(devices: Devices, alone: bool) -> None:
             raise
         reasons.append(str(error))
     finally:
-        log.removeFilter(hold)
+        log.removeFilter(hold_errors)
     count = sum(device.platform == "gpu" for device in started)
     if devices.problem and not count:  # JAX can use some GPUs that a run does not take, such as a MIG slice
         raise ConfigError([devices.problem])
     if count < devices.count:
-        how_many = f"started {count} of them" if count else "could not start CUDA"
-        logged = [str(record.exc_info[1]) if record.exc_info else record.getMessage() for record in held]
+        outcome = f"started {count} of them" if count else "could not start CUDA"
+        logged = [str(record.exc_info[1]) if record.exc_info else record.getMessage() for record in held_records]
         why = "; ".join(dict.fromkeys(" ".join(text.split()) for text in (*logged, *reasons) if text))
-        rule = f"the driver reports {devices.count} x {devices.name}, and JAX {how_many}{': ' if why else ''}{why}".rstrip(".")
+        rule = f"the driver reports {devices.count} x {devices.name}, and JAX {outcome}{': ' if why else ''}{why}".rstrip(".")
         remedy = f"Run ./run.sh preflight to check the node (docs/first_gpu_run.md has the usual causes), or {WITHOUT_GPUS}."
         raise ConfigError([Problem("devices", None, rule, remedy)])
-    for record in held:  # of another platform
+    for record in held_records:  # of another platform
         log.handle(record)
 
 

@@ -66,26 +66,26 @@ class Signals:
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None  # the last signal that asked for an end
         self._child: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
-        self._heard: list[signal.Signals] = []
+        self._pending: list[int] = []
+        self._handled: list[signal.Signals] = []
 
     def listen(self) -> None:
         """Handle the signals in PASSED_ON, except signals that this process ignores from its start, as SIGHUP under nohup."""
-        self._heard = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
-        for number in self._heard:
+        self._handled = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]
+        for number in self._handled:
             signal.signal(number, self._hear)
 
     def release(self) -> None:
         """Restore the default actions of the signals, for a program that replaces this one."""
         # Python ignores SIGPIPE and SIGXFSZ, and a program would inherit that.
-        for number in (*self._heard, signal.SIGPIPE, signal.SIGXFSZ):
+        for number in (*self._handled, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if number != TRACE:
             self.asked = signal.Signals(number)
         if self._child is None:
-            self._early.append(number)
+            self._pending.append(number)
         else:
             self._child.send_signal(number)
 
@@ -98,16 +98,16 @@ class Signals:
     def rest(self, seconds: float) -> None:
         """Wait `seconds` before an attempt. Raises End if a signal asks for an end."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             self.check()
-            time.sleep(min(left, POLL_S))
+            time.sleep(min(remaining, POLL_S))
 
     def run(self, command: list[str], environ: Mapping[str, str]) -> int:
         """Run a process to which signals are passed on, in the supervisor's process group and with its stdin.
 
         Returns: its exit code as a shell reports it. Raises: End, if a signal asked for an end before the start.
         """
-        self._early.clear()
+        self._pending.clear()
         self.check()
         # The process inherits SIG_IGN. Without it, a request for a trace would end the process until the trainer handles it.
         before = signal.signal(TRACE, signal.SIG_IGN)
@@ -116,16 +116,16 @@ class Signals:
         finally:
             signal.signal(TRACE, before)
         self._child = child
-        while self._early:
-            child.send_signal(self._early.pop(0))
+        while self._pending:
+            child.send_signal(self._pending.pop(0))
         code = child.wait()
         self._child = None
         return code if code >= 0 else 128 - code
 
 
-def pause_s(first_s: int, row: int) -> int:
-    """Return the seconds before a restart. first_s: those before the first in a row; row: its number in the row, from 1."""
-    return max(first_s, min(first_s * 2 ** (row - 1), LONGEST_PAUSE_S))
+def pause_s(first_s: int, number: int) -> int:
+    """Return the seconds before a restart. first_s: those before the first in a row; number: its number in the row, from 1."""
+    return max(first_s, min(first_s * 2 ** (number - 1), LONGEST_PAUSE_S))
 
 
 def explain(code: int) -> tuple[int, str]:
@@ -265,12 +265,12 @@ class Supervisor:
         """
         if not self.preflight:
             return 0
-        found = scratch / "preflight.json"
-        code = self._run("preflight", f"--json={found}" if measure else "--no-measure")
+        report = scratch / "preflight.json"
+        code = self._run("preflight", f"--json={report}" if measure else "--no-measure")
         self.signals.check()
         if code == 0:
             if measure:
-                self.environ[PREFLIGHT] = str(found)
+                self.environ[PREFLIGHT] = str(report)
         elif code == UNFIT:
             fix = "Fix: repair them, or give --no-preflight to train anyway."
             raise End(UNFIT, f"not started: preflight found the faults above. {fix}")
@@ -281,7 +281,6 @@ class Supervisor:
         return code
 
     def _run(self, command: str, *more: str) -> int:
-        """Run a command with the run's arguments and `more`. Returns: its exit code."""
         words = [*self.program, "jaxtrain", command, *self.arguments, *more]
         return self.signals.run(words, self.environ)
 

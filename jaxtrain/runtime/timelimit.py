@@ -69,13 +69,13 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float, save_s: Callable[[], float], ask: Callable[[str], None]):
-        self._end, self._whole = time.monotonic() + seconds, seconds
+        self._end, self._seconds = time.monotonic() + seconds, seconds
         self._save_s, self._ask = save_s, ask
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "TimeLimit":
-        if math.isfinite(self._whole):
+        if math.isfinite(self._seconds):
             self._thread = threading.Thread(target=self._wait, name="time limit", daemon=True)
             self._thread.start()
         return self
@@ -87,7 +87,7 @@ class TimeLimit:
 
     def _wait(self) -> None:
         while not self._over.wait(LOOK_S):
-            left = self._end - time.monotonic()
-            if left <= min(LEAST_S + 2 * self._save_s(), MOST * self._whole):
-                self._ask(f"{WHY}, {duration(left)} before it")
+            remaining = self._end - time.monotonic()
+            if remaining <= min(LEAST_S + 2 * self._save_s(), MOST * self._seconds):
+                self._ask(f"{WHY}, {duration(remaining)} before it")
                 return

@@ -72,9 +72,9 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
 
     Budgets that are not named, or whose entry is wrong, keep their default; 0 disables a budget.
     """
-    budgets, named, problems = dict(BUDGETS), set(), []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (part.strip() for part in item.partition("="))
+    budgets, named_budgets, problems = dict(BUDGETS), set(), []
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        name, _, value = (piece.strip() for piece in item.partition("="))
         seconds = math.nan
         with contextlib.suppress(ValueError):
             seconds = float(value)
@@ -82,14 +82,14 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
             problems.append(Problem(KEY, item, "must be NAME=SECONDS", f"For example {name or 'step'}=600."))
         elif name not in BUDGETS:
             problems.append(Problem(KEY, item, f"there is no {name!r} to watch", nearest(name, list(BUDGETS))))
-        elif name in named:
+        elif name in named_budgets:
             problems.append(Problem(KEY, item, f"{name!r} is named twice", "Keep one of them."))
         elif not 0 <= seconds < math.inf:
             rule = "a budget is a number of seconds above 0, or 0 for none"
             problems.append(Problem(KEY, item, rule, f"{name}={BUDGETS[name]:g} is the default."))
         else:
             budgets[name] = seconds
-        named.add(name)
+        named_budgets.add(name)
     return budgets, problems
 
 
@@ -133,8 +133,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._step: int | None = None
         self._phases: list[Activity] = []  # of the main thread, the innermost last
-        self._beside: set[Activity] = set()  # in the background
-        self._left = time.monotonic()  # when the last phase ended
+        self._background: set[Activity] = set()  # in the background
+        self._last_end = time.monotonic()  # when the last phase ended
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -150,16 +150,16 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def _activity(self, budget: str, what: str) -> Activity:
-        return Activity(budget, what, self._budgets[budget], time.monotonic())
+    def _activity(self, budget: str, label: str) -> Activity:
+        return Activity(budget, label, self._budgets[budget], time.monotonic())
 
     @contextlib.contextmanager
-    def phase(self, name: str, what: str = "") -> Iterator[None]:
+    def phase(self, name: str, label: str = "") -> Iterator[None]:
         """Give the main thread's work in this block the budget `name`; the budget of the enclosing block is paused.
 
-        what: names the work, as in CAUSES, if it is not `name`. Raises KeyError for a name that is not in BUDGETS.
+        label: names the work, as in CAUSES, if it is not `name`. Raises KeyError for a name that is not in BUDGETS.
         """
-        activity, began = self._activity(name, what or name), time.monotonic()
+        activity, began = self._activity(name, label or name), time.monotonic()
         with self._lock:
             self._phases.append(activity)
         try:
@@ -167,7 +167,7 @@ class Watchdog:
         finally:
             with self._lock:
                 self._phases.pop()
-                self._left = now = time.monotonic()
+                self._last_end = now = time.monotonic()
                 if self._phases:
                     outer = self._phases[-1]
                     outer.since = min(outer.since + now - began, now)
@@ -183,19 +183,19 @@ class Watchdog:
             if self._phases:
                 self._phases[-1].since = time.monotonic()
 
-    def begin(self, name: str, what: str) -> Activity:
-        """Begin an activity in the background with the budget `name`; `what` ("the save of step 500") names it in the cause.
+    def begin(self, name: str, label: str) -> Activity:
+        """Begin an activity in the background with the budget `name`; `label` ("the save of step 500") names it in the cause.
 
         Raises KeyError for a name that is not in BUDGETS."""
-        activity = self._activity(name, what)
+        activity = self._activity(name, label)
         with self._lock:
-            self._beside.add(activity)
+            self._background.add(activity)
         return activity
 
     def end(self, activity: Activity) -> None:
         """End what `begin` has begun. Raises KeyError if it has ended before."""
         with self._lock:
-            self._beside.remove(activity)
+            self._background.remove(activity)
 
     # ---- The watchdog's threads
 
@@ -204,7 +204,7 @@ class Watchdog:
         while not self._stop.wait(progress.PUBLISH_S):
             if self.peers is not None and self.peers.count > 1:
                 with self._lock:
-                    inner = self._phases[-1] if self._phases else Activity("", "end", 0.0, self._left)
+                    inner = self._phases[-1] if self._phases else Activity("", "end", 0.0, self._last_end)
                 since, waits_at = time.monotonic() - inner.since, self.peers.waits_at()
                 with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
                     self.peers.publish(progress.record(self._step, inner.what, since, waits_at))
@@ -218,18 +218,18 @@ class Watchdog:
                 # that holds the GIL for long and then returns has the same effect: the two cannot be distinguished here.
                 late, last = now - last - self._interval, now
                 with self._lock:
-                    for activity in (*self._phases, *self._beside) if late > self._interval else ():
+                    for activity in (*self._phases, *self._background) if late > self._interval else ():
                         activity.since = min(activity.since + late, now)  # one that began after the pause is not extended
                     overdue = self._overdue(now)
-                    told = self.peers is not None and self.peers.hang is not None
-                    report = self._report(overdue) if overdue or told else None
+                    peer_hang = self.peers is not None and self.peers.hang is not None
+                    report = self._report(overdue) if overdue or peer_hang else None
                 if report:
                     self._leave(report)
         except Exception:  # of this file, or no space for a few lines: no reason to end a healthy run
             LOGGER.exception("the watchdog has failed; the run continues without it")
 
     def _running(self) -> list[Activity]:
-        return [*self._phases[-1:], *self._beside]
+        return [*self._phases[-1:], *self._background]
 
     def _overdue(self, now: float) -> Activity | None:
         """Return the activity that is furthest beyond its budget, or None."""
@@ -243,7 +243,7 @@ class Watchdog:
         faults, codes = list[str](), [EXIT_CODE]
 
         def attempt(failure: str, call: Callable[[], Any], seconds: float = EVIDENCE_S) -> str | None:
-            if (fault := _within(seconds, call)) is not None:
+            if (fault := _run_within(seconds, call)) is not None:
                 faults.append(f"{failure}: {fault}")
             return fault
 
@@ -253,8 +253,8 @@ class Watchdog:
                 attempt("unknown where all are", lambda: self._compare(report, peers), progress.SILENT_S + EVIDENCE_S)
             cause = report["cause"]
             # The stacks first: asking a device for facts may end this process. They go elsewhere if the run's folder hangs.
-            for place in (self._workdir, Path(tempfile.gettempdir())):
-                folder = place / report["folder"]
+            for parent in (self._workdir, Path(tempfile.gettempdir())):
+                folder = parent / report["folder"]
                 write = functools.partial(self._write_stacks, folder, cause)
                 if attempt(f"{folder} could not be written", write) is None:
                     break
@@ -265,11 +265,11 @@ class Watchdog:
                 lambda: self._write(folder, "report.json", json.dumps(report, indent=1, default=str) + "\n"),
             )
             text = "; ".join([f"the run hangs and is ended: {cause}. Evidence: {folder}", *faults])
-            _within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
-            if fault := _within(EVIDENCE_S, lambda: codes.append(int(self._ended(cause)))):
-                _within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
+            _run_within(EVIDENCE_S, lambda: LOGGER.error("%s", text))
+            if fault := _run_within(EVIDENCE_S, lambda: codes.append(int(self._ended(cause)))):
+                _run_within(EVIDENCE_S, lambda: LOGGER.error("%s", f"the run's files could not be completed: {fault}"))
             if peers is not None:  # the end of process 0 would abort the others
-                _within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
+                _run_within(TOGETHER_S + 1, lambda: peers.meet("hang", TOGETHER_S))
                 if self._process_index == 0:
                     time.sleep(LEAVE_S)  # until the others have the answer
         finally:
@@ -298,14 +298,14 @@ class Watchdog:
 
     def _compare(self, report: dict[str, Any], peers: "Peers") -> None:
         """Add where all processes are to the cause and the report. The first process to find this tells it to the others."""
-        if (told := peers.hang) is None:
+        if (hang := peers.hang) is None:
             before = peers.published()
             time.sleep(progress.SILENT_S)
             now = peers.published()
-            places = progress.places(now, peers.present(), [i for i in now if now[i] == before.get(i)])
-            cause = ": ".join(filter(None, (progress.in_words(places, peers.name), report["cause"])))
-            told = peers.tell_hang(json.dumps({"cause": cause, "processes": places, "folder": report["folder"]}))
-        report |= json.loads(told)
+            states = progress.places(now, peers.present(), [i for i in now if now[i] == before.get(i)])
+            cause = ": ".join(filter(None, (progress.in_words(states, peers.name), report["cause"])))
+            hang = peers.tell_hang(json.dumps({"cause": cause, "processes": states, "folder": report["folder"]}))
+        report |= json.loads(hang)
 
     def _write_stacks(self, folder: Path, cause: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -325,11 +325,11 @@ class Watchdog:
         (folder / name).write_bytes(text.encode(errors="backslashreplace"))
 
 
-def _within(seconds: float, call: Callable[[], Any]) -> str | None:
+def _run_within(seconds: float, call: Callable[[], Any]) -> str | None:
     """Call a function in its own thread. Return its exception, or that it takes longer; None if it has returned."""
     faults: list[str | None] = []
 
-    def run() -> None:
+    def run_call() -> None:
         try:
             call()
             faults.append(None)
@@ -337,7 +337,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> str | None:
             faults.append(repr(error))
 
     try:
-        thread = threading.Thread(target=run, name="watchdog's evidence", daemon=True)
+        thread = threading.Thread(target=run_call, name="watchdog's evidence", daemon=True)
         thread.start()
     except RuntimeError as error:  # no more threads may be started
         return repr(error)

@@ -19,8 +19,8 @@ def listed(processes: Sequence[int]) -> str:
 
 def reason(error: OSError) -> str:
     """Return the system's text of an error in lower case, without the "[Errno N]" that Python adds."""
-    known = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
-    return (os.strerror(error.errno or 0) if known else error.strerror or str(error)).lower()
+    has_errno = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
+    return (os.strerror(error.errno or 0) if has_errno else error.strerror or str(error)).lower()
 
 
 def first_line(error: BaseException) -> str:

@@ -72,7 +72,7 @@ class Loop:
             setup.workdir,
             services.console.say,
             process_index=services.peers.process_index,
-            asked=lambda: services.stop.traces,
+            requests=lambda: services.stop.traces,
             program=self.compiled.train,
             graphs=jax.local_devices()[0].platform == "gpu" and setup.options.options.get(compiler.GRAPHS) != "",
         )

@@ -465,7 +465,7 @@ def test_a_shared_folder_may_appear_late(connect: Connect, monkeypatch: pytest.M
         threading.Timer(0.5, lambda: (probe.mkdir(parents=True), late.set())).start()
         return ""
 
-    monkeypatch.setattr("jaxtrain.runtime.shared._make", make)
+    monkeypatch.setattr("jaxtrain.runtime.shared._make_probe", make)
     assert shared(connect(Store(), 2), [{"a": tmp_path / "new"}] * 2) == {} and late.is_set()
 
 

@@ -355,7 +355,7 @@ def test_lines_and_log(tmp_path):
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert len(log) == 6 and log[1].endswith(" " + said[1]) and log[2].endswith("WARNING careful")
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} ", text) for text in log)
-    more = progress.numbers(train_line(1, mfu_causal=1.02, expert_load_max=1.5, dropped_tokens=0.025), None, of_fp8=0.5)
+    more = progress.numbers(train_line(1, mfu_causal=1.02, expert_load_max=1.5, dropped_tokens=0.025), None, fp8_factor=0.5)
     assert all(number in more for number in ("102.0%", "51.0%", "1.50x", "2.50%"))
 
 
@@ -434,7 +434,7 @@ def test_the_steps_asked_for_are_traced(profile, steps, asked, options, windows,
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: found.append((step,)))
     monkeypatch.setattr(jax.profiler, "stop_trace", written)
     program = SimpleNamespace(as_text=lambda: "ENTRY")
-    tracer = profiling.Tracer(profile, tmp_path, said.append, asked=lambda: count[0], program=program, **options)
+    tracer = profiling.Tracer(profile, tmp_path, said.append, requests=lambda: count[0], program=program, **options)
     for step in steps:
         tracer.before_step(step)
         count[0] = asked.get(step, count[0])
@@ -456,7 +456,7 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypat
     options: list[Any] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, profiler_options: options.append(profiler_options))
     monkeypatch.setattr(jax.profiler, "stop_trace", cut)
-    tracer = profiling.Tracer(Profile(start=1, steps=2), tmp_path, said.append, asked=lambda: 1)
+    tracer = profiling.Tracer(Profile(start=1, steps=2), tmp_path, said.append, requests=lambda: 1)
     for step in range(6):  # a trace is asked for at step 0, and profile.start is reached in it
         tracer.before_step(step)
         tracer.after_step(step, None)

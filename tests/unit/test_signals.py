@@ -36,7 +36,7 @@ def test_signals_ask_to_stop_or_to_trace(came, reason, code, exits, traces, left
     monkeypatch.setattr(signals, "time", clock)
     stop = Stop(ask=asked.append)
     for clock.now, number in came:
-        stop._received(number)
+        stop._handle(number)
     assert (stop.reason, stop.traces, left) == (reason, traces, exits)
     assert asked == ([reason] if reason else []) and (reason is None or stop.exit_code_of(reason) == code)
 
@@ -57,7 +57,7 @@ def test_where_nothing_is_there_to_save_a_run_leaves_at_once(here: bool, why: st
 
     stop.at_once = at_once
     with pytest.raises(OSError):
-        stop._received(signal.Signals[why]) if here else stop.asked_elsewhere(why)
+        stop._handle(signal.Signals[why]) if here else stop.asked_elsewhere(why)
     assert (seen, left) == ([(why, code)], [code])
 
 

@@ -146,8 +146,8 @@ BUGS = (
     Bug(
         "metrics: a line that a full disk cut counts as written",
         "jaxtrain/metrics/files.py",
-        "if self._file.write(whole) != len(whole):",
-        "if not self._file.write(whole):",
+        "if self._file.write(encoded) != len(encoded):",
+        "if not self._file.write(encoded):",
         "unit/test_metrics.py -k cannot_be_written",
     ),
     Bug(

@@ -30,8 +30,8 @@ BUGS = (
     Bug(
         "launch: the pause is not doubled",
         SUPERVISOR,
-        "first_s * 2 ** (row - 1)",
-        "first_s + 2 * (row - 1)",
+        "first_s * 2 ** (number - 1)",
+        "first_s + 2 * (number - 1)",
         f"{UNIT} -k pauses",
     ),
     Bug(
@@ -58,8 +58,8 @@ BUGS = (
     Bug(
         "launch: a signal before the first attempt is lost",
         SUPERVISOR,
-        "        self._early.clear()\n        self.check()\n",
-        "        self._early.clear()\n        self.asked = None\n",
+        "        self._pending.clear()\n        self.check()\n",
+        "        self._pending.clear()\n        self.asked = None\n",
         f"{RUN} -k before_the_first",
     ),
     Bug(
@@ -142,8 +142,8 @@ BUGS = (
     Bug(
         "launch: GPUs that were started without the budget pass",
         "jaxtrain/runtime/startup.py",
-        "if (left or absent) and _started_on_gpus():",
-        "if left and _started_on_gpus():",
+        "if (old or absent) and _started_on_gpus():",
+        "if old and _started_on_gpus():",
         "unit/test_startup.py",
     ),
     Bug(
@@ -184,8 +184,8 @@ BUGS = (
     Bug(
         "processes: a launcher below another one describes the run",
         "jaxtrain/runtime/cluster.py",
-        "for read in (self.torchrun, self.open_mpi, self.slurm):",
-        "for read in (self.slurm, self.torchrun, self.open_mpi):",
+        "for reader in (self.torchrun, self.open_mpi, self.slurm):",
+        "for reader in (self.slurm, self.torchrun, self.open_mpi):",
         "unit/test_distributed.py -k recognised",
     ),
     Bug(
@@ -254,8 +254,8 @@ BUGS = (
     Bug(
         "processes: a dead process is not noticed",
         "jaxtrain/runtime/peers.py",
-        "i not in live and i not in left",
-        "i in live and i not in left",
+        "i not in live and i not in departed",
+        "i in live and i not in departed",
         "unit/test_distributed.py -k same_dead",
     ),
     Bug(
@@ -268,8 +268,8 @@ BUGS = (
     Bug(
         "processes: one late answer ends the run",
         "jaxtrain/runtime/peers.py",
-        "if gone or unanswered == SILENT:",
-        "if gone or unanswered >= 1:",
+        "if is_gone or unanswered == SILENT:",
+        "if is_gone or unanswered >= 1:",
         "unit/test_distributed.py -k without_an_answer",
     ),
     Bug(
@@ -282,8 +282,8 @@ BUGS = (
     Bug(
         "resume: a command without --config takes the default config",
         "jaxtrain/main.py",
-        "wrong = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)",
-        "wrong = check_resume(loaded.run, workdir)",
+        "new_problems = check_settings_given(loaded, workdir) or check_resume(loaded.run, workdir)",
+        "new_problems = check_resume(loaded.run, workdir)",
         "unit/test_refusals.py -k by_oversight",
     ),
     Bug(
@@ -296,8 +296,8 @@ BUGS = (
     Bug(
         "config: a remedy's number breaks another rule of its key",
         "jaxtrain/config/schema.py",
-        "more not in alone and p.key not in (left := check(p.key, number)):",
-        "more not in alone and (left := check(p.key, number)) is not None:",
+        "more not in clean_fits and problem.key not in (bad_keys := check(problem.key, number)):",
+        "more not in clean_fits and (bad_keys := check(problem.key, number)) is not None:",
         "unit/test_remedies.py",
     ),
     Bug(
@@ -345,7 +345,7 @@ BUGS = (
     Bug(
         "refusals: a command that a fix names repeats the mistake",
         "jaxtrain/config/launch.py",
-        "for key, value in launch.overrides if key not in wrong]",
+        "for key, value in launch.overrides if key not in problem_keys]",
         "for key, value in launch.overrides]",
         "unit/test_refusals.py -k repeats_config",
     ),
@@ -373,7 +373,7 @@ BUGS = (
     Bug(
         "processes: process 0 leaves first",
         "jaxtrain/runtime/peers.py",
-        '                self._of_all("left", "end", HEARTBEAT_S)\n',
+        '                self._gather_values("left", "end", HEARTBEAT_S)\n',
         "",
         "unit/test_distributed.py -k leaves_last",
     ),
@@ -387,7 +387,7 @@ BUGS = (
     Bug(
         "service: a port in use is taken",
         "jaxtrain/runtime/service.py",
-        '            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()\n            return',
+        '            socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack).close()\n            return',
         "            return",
         "unit/test_distributed.py -k port_in_use",
     ),
@@ -436,8 +436,8 @@ BUGS = (
     Bug(
         "environment: a generation takes the table of the one before",
         "jaxtrain/config/environment.py",
-        "max((known for known in TABLES if known <= sm), default=0)",
-        "max((known for known in TABLES if known < sm), default=0)",
+        "max((older for older in TABLES if older <= sm), default=0)",
+        "max((older for older in TABLES if older < sm), default=0)",
         "unit/test_environment.py -k generation",
     ),
     Bug(
@@ -471,7 +471,7 @@ BUGS = (
     Bug(
         "watchdog: work beside the main thread is not watched",
         "jaxtrain/runtime/watchdog.py",
-        "return [*self._phases[-1:], *self._beside]",
+        "return [*self._phases[-1:], *self._background]",
         "return [*self._phases[-1:]]",
         "unit/test_watchdog.py -k beside",
     ),
@@ -492,8 +492,8 @@ BUGS = (
     Bug(
         "watchdog: who waits in an exchange stands first",
         "jaxtrain/runtime/progress.py",
-        'rank = answers, place["waits_at"] is not None',
-        'rank = answers, place["waits_at"] is None',
+        'rank = answers, state["waits_at"] is not None',
+        'rank = answers, state["waits_at"] is None',
         "unit/test_watchdog.py -k first",
     ),
     Bug(
@@ -520,8 +520,8 @@ BUGS = (
     Bug(
         "time limit: a quarter of the time is not the most",
         "jaxtrain/runtime/timelimit.py",
-        "left <= min(LEAST_S",
-        "left <= max(LEAST_S",
+        "remaining <= min(LEAST_S",
+        "remaining <= max(LEAST_S",
         "unit/test_timelimit.py -k asked",
     ),
     Bug(
@@ -632,7 +632,7 @@ BUGS = (
     Bug(
         "config files: a helper of another file's folder",
         "jaxtrain/config/config_file.py",
-        'if name.partition(".")[0] in finder.found]',
+        'if name.partition(".")[0] in finder.imported]',
         "if name in ()]",
         "unit/test_config_files.py -k beside_it",
     ),
@@ -681,8 +681,8 @@ BUGS = (
     Bug(
         "hint: settings of the typed section do not come first",
         "jaxtrain/config/synonyms.py",
-        "[*here, *alike, *(() if here else meant)",
-        "[*meant, *alike",
+        "[*here, *similar, *(() if here else meant)",
+        "[*meant, *similar",
         "unit/test_synonyms.py -k right_one_first",
     ),
 )

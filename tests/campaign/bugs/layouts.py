@@ -130,16 +130,16 @@ BUGS = (
     Bug(
         "context: the late chunk is one too early",
         "jaxtrain/config/context.py",
-        "for chunk in (place, 2 * self.ring - 1 - place)",
-        "for chunk in (place, 2 * self.ring - 2 - place)",
+        "for chunk in (rank, 2 * self.ring - 1 - rank)",
+        "for chunk in (rank, 2 * self.ring - 2 - rank)",
         "unit/test_sequence_ranks.py",
     ),
     # ---- Other kernels
     Bug(
         "ZeRO 2: a gathered copy keeps the gradient",
         "jaxtrain/sharding.py",
-        "return None, g.astype(like.dtype)",
-        "return None, jnp.zeros_like(g, like.dtype)",
+        "return None, grad.astype(like.dtype)",
+        "return None, jnp.zeros_like(grad, like.dtype)",
         'proofs/test_parity.py -k "test_matrix and fsdp2xtensor2xseq2 and sinks"',
     ),
     Bug(
@@ -302,8 +302,8 @@ BUGS = (
     Bug(
         "stages: one group too many is a layer longer",
         "jaxtrain/config/layout.py",
-        "own = short + (q < longer)",
-        "own = short + (q <= longer)",
+        "size = short + (group < longer)",
+        "size = short + (group <= longer)",
         "unit/test_stages.py",
     ),
     Bug(

@@ -538,8 +538,8 @@ BUGS = (
     Bug(
         "own parts: the outermost line is named",
         "jaxtrain/config/own_parts.py",
-        'return f" in {_in_words(*frames[-1])}"',
-        'return f" in {_in_words(*frames[0])}"',
+        'return f" in {_describe_frame(*frames[-1])}"',
+        'return f" in {_describe_frame(*frames[0])}"',
         "unit/test_own_parts.py -k innermost",
     ),
     Bug(

@@ -17,7 +17,7 @@ BUGS = (
     Bug(
         "durations: 119.6 s are 120 s",
         "jaxtrain/config/durations.py",
-        "if round(value, _places(value)) * size < least:",
+        "if round(value, _decimal_places(value)) * size < least:",
         "if value * size < least:",
         "unit/test_durations.py",
     ),
@@ -87,8 +87,8 @@ BUGS = (
     Bug(
         "wandb: the second attempt is told as the first",
         REMOTE,
-        'known["attempt"] + 1 if known',
-        'known["attempt"] if known',
+        'saved["attempt"] + 1 if saved',
+        'saved["attempt"] if saved',
         "proofs/test_watching.py -k wandb",
     ),
     Bug(
@@ -108,7 +108,7 @@ BUGS = (
     Bug(
         "trackio: a resume starts another run",
         "jaxtrain/metrics/trackio.py",
-        'self._run = run(known, "must")',
+        'self._run = run(run_id, "must")',
         "raise ValueError",
         TRACKERS,
     ),
@@ -169,16 +169,16 @@ BUGS = (
     Bug(
         "monitor: NVLink's rate counts from the start",
         MONITOR,
-        "self._counters[place] = (ended, now)",
-        "self._counters.setdefault(place, (began, before))",
+        "self._counters[local_id] = (ended, now)",
+        "self._counters.setdefault(local_id, (began, before))",
         UNIT["monitor"],
     ),
-    Bug("monitor: a GPU that is lost is asked again", MONITOR, "self._gone[place] = str(error)", "pass", UNIT["monitor"]),
+    Bug("monitor: a GPU that is lost is asked again", MONITOR, "self._lost[local_id] = str(error)", "pass", UNIT["monitor"]),
     Bug(
         "monitor: a driver that hangs is not told",
         MONITOR,
-        "asked and silent > SILENT_S",
-        "asked and silent < 0",
+        "expects_answer and silent > SILENT_S",
+        "expects_answer and silent < 0",
         UNIT["monitor"],
     ),
     Bug(
@@ -371,7 +371,7 @@ BUGS = (
     Bug(
         "tracer: a request is answered again and again",
         TRACER,
-        "            self._answered = asked\n",
+        "            self._answered = requests\n",
         "",
         UNIT["metrics"],
     ),

@@ -69,8 +69,8 @@ BUGS = (
     Bug(
         "mesh: what is left of a node goes to fsdp with the stages still in it",
         "jaxtrain/config/layout.py",
-        "math.gcd(rest, max(1, node // inner))",
-        "math.gcd(rest, max(1, node // fixed))",
+        "math.gcd(remaining, max(1, node // inner))",
+        "math.gcd(remaining, max(1, node // fixed))",
         "unit/test_config.py -k mesh_sizes",
     ),
     Bug(
@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "command line: a default beats what was given",
         "jaxtrain/config/command_line.py",
-        "setattr(args, o.dest, getattr(args, o.dest, o.default if o.metavar else False))",
-        "setattr(args, o.dest, o.default if o.metavar else False)",
+        "setattr(args, option.dest, getattr(args, option.dest, option.default if option.metavar else False))",
+        "setattr(args, option.dest, option.default if option.metavar else False)",
         "unit/test_command_line.py -k values",
     ),
     Bug(
