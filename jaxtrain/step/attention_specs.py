@@ -33,8 +33,8 @@ def attention_specs(model: Model, data: Data, compute: str, deterministic: bool 
 
 def training_specs(specs: tuple[Spec, ...], forward: str, hardware: Hardware) -> tuple[Spec, ...]:
     """Return the attention specs with the forward pass of attention.forward."""
-    how = {"gpu": KERNEL, "cpu": EMULATED}[hardware.platform] if forward == "fp8" else ""
-    return tuple(dataclasses.replace(spec, fp8=how) for spec in specs)
+    fp8 = {"gpu": KERNEL, "cpu": EMULATED}[hardware.platform] if forward == "fp8" else ""
+    return tuple(dataclasses.replace(spec, fp8=fp8) for spec in specs)
 
 
 def calls(specs: tuple[Spec, ...], seq_len: int, context: Context) -> list[tuple[Spec, int]]:
@@ -55,5 +55,5 @@ def calls(specs: tuple[Spec, ...], seq_len: int, context: Context) -> list[tuple
 def problems(run: RunConfig, context: Context, hardware: Hardware) -> list[Problem]:
     """Return the problems of attention.forward and attention.impl on this hardware."""
     specs = attention_specs(run.model, run.data, run.compute, run.train.deterministic)
-    asked = calls(training_specs(specs, run.attention.forward, hardware), run.data.seq_len, context)
-    return support.problems(run.attention.impl, [spec for spec, _ in asked], hardware)
+    kernel_calls = calls(training_specs(specs, run.attention.forward, hardware), run.data.seq_len, context)
+    return support.problems(run.attention.impl, [spec for spec, _ in kernel_calls], hardware)

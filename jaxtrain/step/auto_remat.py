@@ -58,17 +58,17 @@ def expert_rounds(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> int:
     """
     if moe.capacity_factor or ranks == 1:
         return 1
-    return 1 + max(0, math.ceil((_busiest(model, ranks, load) - FIRST_ROUND) / FURTHER_ROUND - 1e-9))
+    return 1 + max(0, math.ceil((_busiest_load(model, ranks, load) - FIRST_ROUND) / FURTHER_ROUND - 1e-9))
 
 
-def _busiest(model: Model, ranks: int, load: float) -> float:
+def _busiest_load(model: Model, ranks: int, load: float) -> float:
     """Return the load of the device with the busiest expert, as a multiple of a device's even load.
 
     load: the load of the busiest expert, as a multiple of an expert's even load.
     """
     m = model
-    others = m.num_experts // ranks - 1
-    return (load + others * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (others + 1)
+    other_experts = m.num_experts // ranks - 1
+    return (load + other_experts * (m.num_experts - load) / max(m.num_experts - 1, 1)) / (other_experts + 1)
 
 
 def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
@@ -83,7 +83,7 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
         return 1.0
     if ranks == 1:
         return 1.0
-    return _busiest(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
+    return _busiest_load(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
 
 
 def gated(model: Model) -> bool:
@@ -94,14 +94,14 @@ def gated(model: Model) -> bool:
 @functools.lru_cache(maxsize=4)
 def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
-    found = []
-    known = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * gated(model) + GROUPS
-    for size in range(len(known) + 1):
-        for groups in itertools.combinations(known, size):
+    candidates = []
+    all_groups = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * gated(model) + GROUPS
+    for size in range(len(all_groups) + 1):
+        for groups in itertools.combinations(all_groups, size):
             names = tuple(name for group in groups for name in group)
             remat = Remat("custom", ",".join(f"{name}=keep" for name in names)) if names else Remat("full")
-            found.append((flops.recompute(model, remat, seq_len).causal, names, remat))
-    return found
+            candidates.append((flops.recompute(model, remat, seq_len).causal, names, remat))
+    return candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,26 +128,26 @@ class Activations:
         """
         m, axes = self.model, self.axes
         q, k = (n * flops.head_dim(m) / axes[axis] for n, axis in ((m.num_heads, "heads"), (m.num_kv_heads, "kv_heads")))
-        narrower = flops.value_dim(m) / flops.head_dim(m)
+        value_ratio = flops.value_dim(m) / flops.head_dim(m)
         compute = 4 if self.layout.dtypes.compute == "f32" else 2
-        wide = m.d_ff * expert_room(m, self.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
-        found = {
+        mlp_width = m.d_ff * expert_room(m, self.moe, axes["experts"]) + m.shared_d_ff if m.num_experts else m.d_ff
+        sizes = {
             "q_latent": m.q_lora_rank * compute,
             "kv_latent": (m.kv_lora_rank + m.qk_rope_head_dim) * compute,
             "q": q * compute,
             "k": k * compute,
-            "v": k * narrower * compute,
-            "attention_out": q * narrower * compute,
+            "v": k * value_ratio * compute,
+            "attention_out": q * value_ratio * compute,
             "attention_gate": q * compute * m.attention_gate,
             "attention_lse": m.num_heads / axes["heads"] * (self.documents + 1) * 4,
             "residual": m.d_model * axes["sequence"] / axes["residual"] * compute,
-            "mlp_gate": wide / axes["mlp"] * compute,
-            "mlp_up": wide / axes["mlp"] * compute,
+            "mlp_gate": mlp_width / axes["mlp"] * compute,
+            "mlp_up": mlp_width / axes["mlp"] * compute,
         }
-        share = m.delta_layers / m.num_layers
+        delta_share = m.delta_layers / m.num_layers
         keys, values = (n * width / axes["heads"] * compute for n, width in flops.linear_heads(m))
-        of_delta = {"q": keys, "k": keys, "v": values, "attention_gate": values, "attention_out": values, "attention_lse": 0.0}
-        return found | {name: (1 - share) * found[name] + share * size for name, size in of_delta.items()}
+        delta = {"q": keys, "k": keys, "v": values, "attention_gate": values, "attention_out": values, "attention_lse": 0.0}
+        return sizes | {name: (1 - delta_share) * sizes[name] + delta_share * size for name, size in delta.items()}
 
     def bytes_kept(self, names: Iterable[str]) -> float:
         """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
@@ -160,10 +160,10 @@ class Activations:
 
         Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
         """
-        one = {name: self.bytes_kept((name,)) for name in self.bytes_per_token}
-        every = choices(self.model, self.layout.batch[2])
-        found = ((again, sum(one[n] for n in names), remat) for again, names, remat in every)
-        return min((c for c in found if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
+        sizes = {name: self.bytes_kept((name,)) for name in self.bytes_per_token}
+        candidates = choices(self.model, self.layout.batch[2])
+        costs = ((recompute, sum(sizes[n] for n in names), remat) for recompute, names, remat in candidates)
+        return min((c for c in costs if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
     def smaller(self, remat: Remat, excess_gib: float) -> Remat | None:
         """Return the remat with the least recomputation among those that save at least `excess_gib` less than `remat`.
@@ -181,5 +181,5 @@ def words(model: Model, remat: Remat) -> str:
     names = sorted(name for name in kept(remat) if model.kv_lora_rank or name not in LATENTS)
     if not names:
         return "remat.policy=auto saves only each layer's input"
-    of_own = f", as far as the layers of {model.family} name them (checkpoint_name)" if model.outside else ""
-    return f"remat.policy=auto keeps {', '.join(names)}{of_own}"
+    caveat = f", as far as the layers of {model.family} name them (checkpoint_name)" if model.outside else ""
+    return f"remat.policy=auto keeps {', '.join(names)}{caveat}"

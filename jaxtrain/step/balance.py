@@ -39,10 +39,10 @@ class Balance:
     @property
     def zeros(self) -> jax.Array:
         """Return zeros in the shape of the statistics, f32."""
-        return jnp.zeros((self._stacked + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
+        return jnp.zeros((self._stacked_layers + self.mtp_layers, len(COLUMNS) + self.count), jnp.float32)
 
     @property
-    def _stacked(self) -> int:
+    def _stacked_layers(self) -> int:
         """Return the number of layers in the stack. Row i of the statistics is that of layer i."""
         return self.period * sum(element is not None for element in self.places)
 
@@ -70,20 +70,20 @@ class Balance:
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
 
-        def stacked(place: int) -> jax.Array:
-            rows = [empty if i is None else step_LE[i * self.period + place] for i in self.places]
+        def stack_steps(index: int) -> jax.Array:
+            rows = [empty if i is None else step_LE[i * self.period + index] for i in self.places]
             return jnp.where(taken, jnp.stack(rows), 0.0)
 
-        steps = [stacked(place) for place in range(self.period)]
+        steps = [stack_steps(index) for index in range(self.period)]
 
-        def moved(path: Any, bias: jax.Array) -> jax.Array:
+        def move_bias(path: Any, bias: jax.Array) -> jax.Array:
             if path[0].key != MTP:
                 within = PLACE.search(dotted(path))
                 return bias + steps[int(within[1]) if within else 0].astype(bias.dtype)
-            row = self._stacked + int(path[1].key)  # of mtp.0.block.mlp.router_bias
+            row = self._stacked_layers + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
-        return filled(params, jax.tree_util.tree_map_with_path(moved, part(params, self.moves)))
+        return filled(params, jax.tree_util.tree_map_with_path(move_bias, part(params, self.moves)))
 
 
 def dotted(path: Any) -> str:

@@ -35,10 +35,10 @@ def rows_here(abstract: Batch) -> list[int] | None:
     shape, sharding = abstract["tokens"].shape, abstract["tokens"].sharding
     if sharding is None or len(sharding.addressable_devices) == len(sharding.device_set):
         return None
-    held = set()
+    local_rows = set()
     for micro, rows, _ in sharding.addressable_devices_indices_map(shape).values():
-        held |= {a * shape[1] + b for a in range(*micro.indices(shape[0])) for b in range(*rows.indices(shape[1]))}
-    return sorted(held)
+        local_rows |= {a * shape[1] + b for a in range(*micro.indices(shape[0])) for b in range(*rows.indices(shape[1]))}
+    return sorted(local_rows)
 
 
 def further(host: HostBatch, k: int) -> HostBatch:
@@ -47,12 +47,12 @@ def further(host: HostBatch, k: int) -> HostBatch:
     A token's target and weight are those of the token k positions later. If that token is in another document, the weight is 0.
     """
 
-    def later(x: np.ndarray) -> np.ndarray:
+    def shift_left(x: np.ndarray) -> np.ndarray:
         return np.concatenate([x[:, k:], np.zeros_like(x[:, :k])], axis=1)
 
-    same = later(host["segments"]) == host["segments"]
-    weights = np.where(same, later(host["weights"]), 0).astype(host["weights"].dtype)
-    return {f"targets_{k}": later(host["targets"]), f"weights_{k}": weights}
+    same = shift_left(host["segments"]) == host["segments"]
+    weights = np.where(same, shift_left(host["weights"]), 0).astype(host["weights"].dtype)
+    return {f"targets_{k}": shift_left(host["targets"]), f"weights_{k}": weights}
 
 
 def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequence[int] | None = None) -> Batch:
@@ -69,19 +69,19 @@ def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequen
     for k in range(1, 1 + sum(key.startswith("targets_") for key in abstract)):
         host = host | further(host, k)
 
-    def ordered(x: np.ndarray) -> np.ndarray:
+    def reorder(x: np.ndarray) -> np.ndarray:
         return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order].reshape(x.shape)
 
     if rows is None:
-        return {k: jax.device_put(ordered(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
-    place = {row: i for i, row in enumerate(rows)}
+        return {k: jax.device_put(reorder(host[k]).reshape(a.shape), a.sharding) for k, a in abstract.items()}
+    row_index = {row: i for i, row in enumerate(rows)}
 
-    def put(x: np.ndarray, a: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
-            micro, within = (range(*i.indices(n)) for i, n in zip(index, a.shape[:2], strict=False))
-            wanted = [place[m * a.shape[1] + b] for m in micro for b in within]
-            return x[wanted].reshape(len(micro), len(within), -1)[:, :, index[2]]
+    def put(x: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+        def read_shard(index: Any) -> np.ndarray:
+            micro, within = (range(*i.indices(n)) for i, n in zip(index, target.shape[:2], strict=False))
+            row_indices = [row_index[m * target.shape[1] + b] for m in micro for b in within]
+            return x[row_indices].reshape(len(micro), len(within), -1)[:, :, index[2]]
 
-        return jax.make_array_from_callback(a.shape, a.sharding, part)
+        return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
 
-    return {k: put(ordered(host[k]), a) for k, a in abstract.items()}
+    return {k: put(reorder(host[k]), a) for k, a in abstract.items()}

@@ -123,20 +123,20 @@ def choose(program: Program, card: Card | None) -> Chosen:
     An option that this XLA does not have is left out and listed in `dropped`. Raises ConfigError if such an option is needed
     for deterministic steps, and for a value in `compiler.options` that XLA does not accept.
     """
-    own, _ = parse_options(program.run.compiler.options)
-    wanted, why = _defaults(program, card) if card else ({}, "")
+    user_options, _ = parse_options(program.run.compiler.options)
+    options, why = _defaults(program, card) if card else ({}, "")
     if card and program.run.train.deterministic:
-        wanted |= hardware.REPEATABLE
+        options |= hardware.REPEATABLE
         why += ", and options for deterministic steps"
-    wanted |= own
-    dropped = tuple(name for name, value in wanted.items() if not _known(name, value))
+    options |= user_options
+    dropped = tuple(name for name, value in options.items() if not _has_option(name, value))
     needed = [name for name in dropped if name in hardware.REPEATABLE]
     if needed:
         rule = f"this version of XLA has no option {needed[0]}, which deterministic steps need"
         raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
-    if own:
+    if user_options:
         why = f"{why}{', and ' if why else ''}{program.run.compiler.options} (compiler.options)"
-    return Chosen({name: value for name, value in wanted.items() if name not in dropped}, why, dropped)
+    return Chosen({name: value for name, value in options.items() if name not in dropped}, why, dropped)
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after this time XLA ends the process, in case the watchdog does not
@@ -154,18 +154,18 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     step_s: the watchdog's budget for a step, in seconds; 0: none. repeatable: train.deterministic. traced: the run will take a
     trace (profile.start is ahead), so CUDA graphs are off unless compiler.options sets them.
     """
-    more: dict[str, str | bool] = {}
+    added: dict[str, str | bool] = {}
     if gpu and traced and GRAPHS not in chosen.options:
-        more[GRAPHS] = ""
+        added[GRAPHS] = ""
     if gpu and step_s:
-        more |= {TIMEOUT: f"{math.ceil(1.5 * step_s)}s"} | ({} if TRACKING in chosen.options else {TRACKING: "8"})
+        added |= {TIMEOUT: f"{math.ceil(1.5 * step_s)}s"} | ({} if TRACKING in chosen.options else {TRACKING: "8"})
     if gpu and repeatable:
         path = workdir / AUTOTUNED
-        more[LOAD if path.exists() else DUMP] = str(path)
+        added[LOAD if path.exists() else DUMP] = str(path)
     # Requested without a file: the run's folder may not exist yet, and is not needed for the answer.
-    lost = [name for name, value in more.items() if not _known(name, value if name in (TIMEOUT, TRACKING) else "")]
-    options = chosen.options | {name: value for name, value in more.items() if name not in lost}
-    return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *lost))
+    unknown = [name for name, value in added.items() if not _has_option(name, value if name in (TIMEOUT, TRACKING) else "")]
+    options = chosen.options | {name: value for name, value in added.items() if name not in unknown}
+    return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *unknown))
 
 
 def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]:
@@ -173,8 +173,8 @@ def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]
     path = autotuned(options)
     if path is None:
         return options
-    own = path.with_stem(f"{path.stem}_{size}")
-    return {k: v for k, v in options.items() if k not in (LOAD, DUMP)} | {LOAD if own.exists() else DUMP: str(own)}
+    size_path = path.with_stem(f"{path.stem}_{size}")
+    return {k: v for k, v in options.items() if k not in (LOAD, DUMP)} | {LOAD if size_path.exists() else DUMP: str(size_path)}
 
 
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,12 +184,12 @@ def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def autotuned(options: Mapping[str, Any]) -> Path | None:
     """Return the file of XLA's autotuning results that an option names; None if no option does."""
-    named = options.get(LOAD) or options.get(DUMP)
-    return Path(named) if named else None
+    path = options.get(LOAD) or options.get(DUMP)
+    return Path(path) if path else None
 
 
 @functools.cache
-def _known(name: str, value: str | bool) -> bool:
+def _has_option(name: str, value: str | bool) -> bool:
     """Return whether XLA has an option of this name, by compiling a trivial program with it."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
@@ -209,7 +209,7 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
     gpu = hardware.lookup(kind)
     if gpu is None:
         return {}, f"XLA's own, since {kind!r} is not in jaxtrain/config/hardware.py"
-    held = local_bytes(on_device(program)) / 2**30
+    argument_gib = local_bytes(on_device(program)) / 2**30
     chosen: dict[str, str | bool] = {
         # Matmuls by cuBLAS. XLA separates candidates for Triton matmuls before it fuses other operations, and then leaves
         # SwiGLU's backward pass in three kernels instead of one.
@@ -217,17 +217,17 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
         # XLA would write a matmul's result straight into the stack of saved activations, and run the same matmul a second time
         # for other readers: a tenth of a step that saves gate, up and queries.
         "xla_gpu_enable_dynamic_slice_fusion": False,
-        "xla_disable_hlo_passes": ",".join(_without(program)),
+        "xla_disable_hlo_passes": ",".join(_disabled_passes(program)),
     }
-    # XLA's limit is held + slop% of (XLA_SHARE of the memory - held). If that share is less than `held`, no slop helps.
-    spare = XLA_SHARE * card.memory_gib - held
-    if spare > 0:
-        chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - held) / spare)))
+    # XLA's limit is argument_gib + slop% of remaining_gib. If remaining_gib is negative, no slop helps.
+    remaining_gib = XLA_SHARE * card.memory_gib - argument_gib
+    if remaining_gib > 0:
+        chosen[SLOP] = str(max(1, math.floor(100 * (card.usable_gib - argument_gib) / remaining_gib)))
     if gpu.sm < EVIDENCE:
         return chosen, f"jaxtrain's, without those chosen for GPUs newer than {gpu.name}"
     # Collectives of the next layer start during this one, and loops are unrolled twice for it. Otherwise the last reduction of
     # a layer and the first gathers of the next wait for each other.
-    if not _nested_loops(program):
+    if not _has_nested_loops(program):
         chosen["optimization_level"] = "O1"
     if program.run.model.num_experts and program.placement.gather_axes("experts", "expert_embed"):
         # A layer of experts has six large gathers and reductions. The kernels that could overlap them are Pallas' and cuDNN's,
@@ -244,12 +244,12 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
     return chosen, "jaxtrain's (jaxtrain/step/compiler.py)"
 
 
-def _without(program: Program) -> tuple[str, ...]:
+def _disabled_passes(program: Program) -> tuple[str, ...]:
     microbatches, tensor = program.batch["tokens"].shape[0], program.placement.size("tensor")
     return (*WITHOUT, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers_where_used else WITHOUT
 
 
-def _nested_loops(program: Program) -> bool:
+def _has_nested_loops(program: Program) -> bool:
     """Return whether O1 could make XLA abort.
 
     O1 unrolls loops with collectives, innermost first. XLA (jaxlib 0.11.2) aborts with "Call graph must have been flattened" if
@@ -261,8 +261,8 @@ def _nested_loops(program: Program) -> bool:
     """
     microbatches, looped = program.batch["tokens"].shape[0], program.layer_trips > 1
     rounds = program.state.layers is not None and program.state.layers.groups > 1
-    within = program.rounds or program.run.model.delta_layers > 0
-    return program.kernel.name in LOOPS or rounds or (within and looped) or (microbatches > 1 and not looped)
+    inner_loop = program.rounds or program.run.model.delta_layers > 0
+    return program.kernel.name in LOOPS or rounds or (inner_loop and looped) or (microbatches > 1 and not looped)
 
 
 def compile_train(
@@ -297,8 +297,8 @@ def _mark_host_memory(lowered: jax.stages.Lowered, program: Program) -> None:
     with module.context:
         main = next(f.operation for f in module.body.operations if str(f.operation.attributes["sym_name"]) == '"main"')
         arguments = []
-        for path, given in zip(paths, main.attributes["arg_attrs"], strict=True):
-            attributes = {a.name: a.attr for a in ir.DictAttr(given)}
+        for path, argument in zip(paths, main.attributes["arg_attrs"], strict=True):
+            attributes = {a.name: a.attr for a in ir.DictAttr(argument)}
             if state.is_moment(path[1:]):
                 attributes["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
             arguments.append(ir.DictAttr.get(attributes))

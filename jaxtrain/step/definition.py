@@ -46,18 +46,18 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
     # A family from outside the package builds its own module.
     build = module.build if hasattr(module, "build") else functools.partial(build_as, module.STRUCTURE)
 
-    def make(rngs: nnx.Rngs) -> nnx.Module:
+    def make_model(rngs: nnx.Rngs) -> nnx.Module:
         with own_parts.calling("model.family", run.model.family, "build(model, kernel, remat, ctx, rngs)"):
-            made = build(run.model, kernel, plan, ctx, rngs)
-        if not isinstance(made, nnx.Module):
-            rule = f"its build returns {type(made).__name__}, not an nnx.Module"
+            model = build(run.model, kernel, plan, ctx, rngs)
+        if not isinstance(model, nnx.Module):
+            rule = f"its build returns {type(model).__name__}, not an nnx.Module"
             raise own_parts.WrongPart("model.family", run.model.family, rule, "Return a model such as a Transformer.")
-        return made
+        return model
 
     def store(name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
         return stored_as(run.lora.base, name, shape, axes, dot) if run.lora.rank else None
 
-    return Definition(make, store, placement)
+    return Definition(make_model, store, placement)
 
 
 def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: bool) -> Stored | None:
@@ -69,8 +69,8 @@ def stored_as(base: str, name: str, shape: tuple[int, ...], axes: Axes, dot: boo
       dot: the flag of `param`.
     """
     last = name.rpartition(".")[2]
-    known = dot and last in EQUATIONS and not name.startswith(f"{MTP}.")  # adapters are trained without these modules
-    if base == "bf16" or not known or (base == "mxfp4" and "experts" not in axes):
+    adaptable = dot and last in EQUATIONS and not name.startswith(f"{MTP}.")  # adapters are trained without these modules
+    if base == "bf16" or not adaptable or (base == "mxfp4" and "experts" not in axes):
         return None
     xs, ws = EQUATIONS[last].split("->")[0].split(",")
     return Stored(base, shape, axes, inputs_first=ws[0] in xs)
@@ -92,12 +92,12 @@ def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
-    called = jax.tree.map(without_place, names(definition.dots))
-    multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (called, definition.dots)), strict=True) if dot]
+    name_tree = jax.tree.map(without_place, names(definition.dots))
+    multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (name_tree, definition.dots)), strict=True) if dot]
     chosen, problems = eight_bit(precision, exclude, [*dict.fromkeys(multiplied)])
     if problems:
         raise ConfigError(problems)
-    return jax.tree.map(lambda name: name in chosen, called)
+    return jax.tree.map(lambda name: name in chosen, name_tree)
 
 
 def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) -> Params:
@@ -107,22 +107,24 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """
-    called = jax.tree.map(without_place, names(definition.abstract))
-    known = [*dict.fromkeys(jax.tree.leaves(called))]
+    name_tree = jax.tree.map(without_place, names(definition.abstract))
+    parameter_names = [*dict.fromkeys(jax.tree.leaves(name_tree))]
     if lora.rank:
-        adapted = {name.rpartition(".")[2].removesuffix("_a") for name in known if is_adapter(name) and name.endswith("_a")}
-        if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in known)):
+        adapted = {
+            name.rpartition(".")[2].removesuffix("_a") for name in parameter_names if is_adapter(name) and name.endswith("_a")
+        }
+        if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in parameter_names)):
             raise ConfigError(problems)
-        return jax.tree.map(is_adapter, called)
+        return jax.tree.map(is_adapter, name_tree)
     patterns = parts_of(train.freeze)
-    every = f"Set '', or patterns of these parameters: {', '.join(known)}."
-    unmatched = [p for p in patterns if not fnmatch.filter(known, p)]
+    remedy = f"Set '', or patterns of these parameters: {', '.join(parameter_names)}."
+    unmatched = [p for p in patterns if not fnmatch.filter(parameter_names, p)]
     if unmatched:
         rule = f"no parameter is called {', '.join(unmatched)}"
-        raise ConfigError([Problem("train.freeze", train.freeze, rule, every)])
-    trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), called)
+        raise ConfigError([Problem("train.freeze", train.freeze, rule, remedy)])
+    trained = jax.tree.map(lambda name: not is_bias(name) and not matches(name, patterns), name_tree)
     if not any(jax.tree.leaves(trained)):
-        raise ConfigError([Problem("train.freeze", train.freeze, "freezes all parameters", every)])
+        raise ConfigError([Problem("train.freeze", train.freeze, "freezes all parameters", remedy)])
     return trained
 
 

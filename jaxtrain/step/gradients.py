@@ -68,36 +68,36 @@ class Objective:
             return self(hidden, statistics, model.head_VD, micro, total)
         # Module k reads the token k positions later: the target of module k - 1.
         later = [micro["targets"], *(micro[f"targets_{k}"] for k in range(1, self.mtp_layers))]
-        further, of_experts = model.further_hidden(hidden, later, *rows[1:])
+        mtp_hidden, mtp_statistics = model.further_hidden(hidden, later, *rows[1:])
         if self.balance:
-            made: Any = (statistics, *of_experts)
-            statistics = jnp.concatenate(made)
+            all_statistics: Any = (statistics, *mtp_statistics)
+            statistics = jnp.concatenate(all_statistics)
         value, (loss, sums) = self(hidden, statistics, model.head_VD, micro, total)
-        of_mtp = self._mtp(further, model.head_VD, micro, mtp_totals)
-        return value + self.mtp_weight * of_mtp, (loss, sums | dict.fromkeys(MTP_METRICS, of_mtp))
+        mtp_loss = self._mtp_loss(mtp_hidden, model.head_VD, micro, mtp_totals)
+        return value + self.mtp_weight * mtp_loss, (loss, sums | dict.fromkeys(MTP_METRICS, mtp_loss))
 
     def _check_hidden(self, hidden: Any, micro: Batch) -> None:
         """Raise WrongPart if a family from outside the package returns anything but the hidden states of the tokens."""
         rows, tokens = to_residual(micro["tokens"], (), self.placement).shape
-        wanted = rows, tokens, self.width
-        if getattr(hidden, "shape", None) != wanted:
-            found = list(hidden.shape) if hasattr(hidden, "shape") else type(hidden).__name__
-            rule = f"its model returns {found} for tokens {[rows, tokens]}, not hidden states {list(wanted)}"
+        expected = rows, tokens, self.width
+        if getattr(hidden, "shape", None) != expected:
+            returned = list(hidden.shape) if hasattr(hidden, "shape") else type(hidden).__name__
+            rule = f"its model returns {returned} for tokens {[rows, tokens]}, not hidden states {list(expected)}"
             raise WrongPart("model.family", self.family, rule, "Return (B, T, D), the input of the head.")
 
-    def _mtp(self, further: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
+    def _mtp_loss(self, mtp_hidden: Sequence[jax.Array], head_VD: Any, micro: Batch, totals: Sequence[jax.Array]) -> jax.Array:
         """Return this device's share of the loss of multi-token prediction, f32 (): the mean over the modules.
 
         A module's loss is the mean over the tokens that have a target.
         """
-        p, spec = self.placement, dataclasses.replace(self.spec, z_loss=0.0)
-        alike = p.size(p.replica_axes(("batch", "residual")))
+        placement, spec = self.placement, dataclasses.replace(self.spec, z_loss=0.0)
+        num_replicas = placement.size(placement.replica_axes(("batch", "residual")))
         value = jnp.zeros((), jnp.float32)
         with jax.named_scope("mtp"), jax.named_scope("loss"):
-            for k, (hidden_BTD, total) in enumerate(zip(further, totals, strict=True), start=1):
-                of_module = {key: to_residual(micro[f"{key}_{k}"], (), p) for key in MTP_KEYS}
-                made: Any = self.loss.function(hidden_BTD, head_VD, micro | of_module, spec)
-                value += made / total / alike / self.mtp_layers
+            for k, (hidden_BTD, total) in enumerate(zip(mtp_hidden, totals, strict=True), start=1):
+                module_batch = {key: to_residual(micro[f"{key}_{k}"], (), placement) for key in MTP_KEYS}
+                loss: Any = self.loss.function(hidden_BTD, head_VD, micro | module_batch, spec)
+                value += loss / total / num_replicas / self.mtp_layers
         return value
 
     def __call__(
@@ -111,17 +111,17 @@ class Objective:
         Args:
           total: the loss's denominator over all microbatches (`total_count`).
         """
-        p = self.placement
-        of_residual = {k: to_residual(micro[k], (), p) for k in ("targets", "weights")}
+        placement = self.placement
+        residual_batch = {k: to_residual(micro[k], (), placement) for k in ("targets", "weights")}
         with jax.named_scope("loss"):
-            made: Any = self.loss.function(hidden_BTD, head_VD, micro | of_residual, self.spec)
-            alike = p.size(p.replica_axes(("batch", "residual")))
-            of_loss = made if self.loss.reports else (made, {})
-            value, sums = jax.tree.map(lambda x: x / total / alike, of_loss)
+            result: Any = self.loss.function(hidden_BTD, head_VD, micro | residual_batch, self.spec)
+            num_replicas = placement.size(placement.replica_axes(("batch", "residual")))
+            loss_and_sums = result if self.loss.reports else (result, {})
+            value, sums = jax.tree.map(lambda x: x / total / num_replicas, loss_and_sums)
             if self.balance is None:
                 return value, (value, sums)
             # Statistics are over all devices' tokens.
-            share = all_reduce(self.loss.count(micro), p.token_axes) / total / p.mesh.size
+            share = all_reduce(self.loss.count(micro), placement.token_axes) / total / placement.mesh.size
             return value + share * self.balance.penalty(statistics), (value, sums | {EXPERTS: share * statistics})
 
 
@@ -160,23 +160,23 @@ def make_gradients(
       adds: the backward pass of each layer in the stack adds its gradients to their sum over earlier microbatches.
       pipe: the pipeline, if layers are on stages.
     """
-    p = objective.placement
-    learnt_axes = part(definition.axes, trained)
+    placement = objective.placement
+    trained_axes = part(definition.axes, trained)
 
     def gradients(params: Params, batch: Batch) -> tuple[Report, Params]:
         total, mtp_totals = total_count(batch, objective), mtp_counts(batch, objective)
         with jax.named_scope("gather"):
             base, copies = zero.step_weights(params, definition, in_fp8)
-        learnt = part(base, trained)
+        trained_weights = part(base, trained)
         # remat.Plan.run computes the gradients of the stack, autodiff computes all others.
-        stack = {name: w for name, w in learnt.items() if definition.uses_plan_run and name == STACK}
-        rest = {name: w for name, w in learnt.items() if name not in stack}
+        stack = {name: w for name, w in trained_weights.items() if definition.uses_plan_run and name == STACK}
+        unstacked = {name: w for name, w in trained_weights.items() if name not in stack}
 
-        def loss_of(rest: Params, into: Params, micro: Batch) -> tuple[jax.Array, Report]:
-            model = definition.bind(zero.microbatch_weights(base, copies, rest, into, adds))
+        def loss_fn(unstacked: Params, into: Params, micro: Batch) -> tuple[jax.Array, Report]:
+            model = definition.bind(zero.microbatch_weights(base, copies, unstacked, into, adds))
             return objective.of_model(model, micro, total, mtp_totals)
 
-        differentiate = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+        differentiate = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)
 
         def accumulate(carry: tuple[Report, Params], micro: Batch) -> tuple[tuple[Report, Params], None]:
             if batch["tokens"].shape[0] == 2:
@@ -185,30 +185,30 @@ def make_gradients(
                 micro, carry = jax.lax.optimization_barrier((micro, carry))
             report, sums = carry
             into = {name: sums[name] for name in stack} if adds else zero.gradient_buffers(stack)
-            (_, made), (grads, of_stack) = differentiate(rest, into, micro)
+            (_, micro_report), (grads, stack_grads) = differentiate(unstacked, into, micro)
             with jax.named_scope("accumulate"):
-                report = jax.tree.map(jnp.add, report, made)
+                report = jax.tree.map(jnp.add, report, micro_report)
                 if adds:
-                    sums = of_stack | _added({name: sums[name] for name in grads}, grads)
+                    sums = stack_grads | _add({name: sums[name] for name in grads}, grads)
                 else:
-                    sums = _added(sums, grads | of_stack)
+                    sums = _add(sums, grads | stack_grads)
             return (report, sums), None
 
         if pipe:
-            report, grads = pipe.gradients(objective, zero, base, copies, learnt, batch, total)
+            report, grads = pipe.gradients(objective, zero, base, copies, trained_weights, batch, total)
         elif batch["tokens"].shape[0] == 1:
             micro = jax.tree.map(lambda x: x[0], batch)
-            (_, report), (grads, of_stack) = differentiate(rest, zero.gradient_buffers(stack), micro)
-            grads |= of_stack
+            (_, report), (grads, stack_grads) = differentiate(unstacked, zero.gradient_buffers(stack), micro)
+            grads |= stack_grads
         else:
-            report, grads = jax.lax.scan(accumulate, (objective.nothing, zero.zero_sums(learnt)), batch)[0]
+            report, grads = jax.lax.scan(accumulate, (objective.nothing, zero.zero_sums(trained_weights)), batch)[0]
         with jax.named_scope("reduce"):
-            return all_reduce(report, p.all_axes), zero.reduce_gradients(grads, learnt_axes)
+            return all_reduce(report, placement.all_axes), zero.reduce_gradients(grads, trained_axes)
 
     return gradients
 
 
-def _added(sums: Params, grads: Params) -> Params:
+def _add(sums: Params, grads: Params) -> Params:
     return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
 
 
@@ -219,13 +219,13 @@ def make_loss(
 
     The sums are the summed loss, its denominator, and a dict of the other sums that the loss reports, by name.
     """
-    p = objective.placement
+    placement = objective.placement
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array, Sums]:
         micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)
         _, report = objective(hidden, (), head_VD, micro, jnp.ones((), jnp.float32))
-        value, sums = all_reduce(report, p.all_axes)
-        return value, all_reduce(objective.loss.count(micro), p.token_axes), sums
+        value, sums = all_reduce(report, placement.all_axes)
+        return value, all_reduce(objective.loss.count(micro), placement.token_axes), sums
 
     return loss
 
@@ -240,8 +240,8 @@ def make_log_probs(
 
     def log_probs(params: Params, batch: Batch) -> jax.Array:
         micro, hidden, head_VD = _forward(params, batch, definition, zero, in_fp8, pipe)
-        of_residual = {k: to_residual(micro[k], (), objective.placement) for k in ("targets", "weights")}
-        return document_log_probs(hidden, head_VD, micro | of_residual, objective.spec)[None]
+        residual_batch = {k: to_residual(micro[k], (), objective.placement) for k in ("targets", "weights")}
+        return document_log_probs(hidden, head_VD, micro | residual_batch, objective.spec)[None]
 
     return log_probs
 

@@ -47,40 +47,40 @@ def judge(guard: Guard, loss: jax.Array, norm: jax.Array, sigmas: float) -> tupl
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         spike = jnp.zeros((), bool)
         if sigmas:
-            known = jnp.minimum(guard["taken"], WINDOW)
-            far = [value > _limit(guard[name], known, sigmas) for name, value in (("losses", loss), ("norms", norm))]
-            spike = (known >= LEAST) & (far[0] | far[1])
+            count = jnp.minimum(guard["taken"], WINDOW)
+            far = [value > _limit(guard[name], count, sigmas) for name, value in (("losses", loss), ("norms", norm))]
+            spike = (count >= LEAST) & (far[0] | far[1])
         verdict = jnp.where(guard["held"] > 0, HELD, jnp.where(~finite, NOT_FINITE, jnp.where(spike, SPIKE, TAKEN)))
-        took, held = verdict == TAKEN, verdict == HELD
-        here = (jnp.arange(WINDOW) == guard["taken"] % WINDOW) & took
-        after = {
-            "losses": jnp.where(here, loss, guard["losses"]),
-            "norms": jnp.where(here, norm, guard["norms"]),
-            "taken": guard["taken"] + took,
-            "skipped": guard["skipped"] + ~(took | held),
-            "in_a_row": jnp.where(held, guard["in_a_row"], jnp.where(took, 0, guard["in_a_row"] + 1)),
-            "held": jnp.where(took, 0, 1),
+        is_taken, is_held = verdict == TAKEN, verdict == HELD
+        slot_mask = (jnp.arange(WINDOW) == guard["taken"] % WINDOW) & is_taken
+        updates = {
+            "losses": jnp.where(slot_mask, loss, guard["losses"]),
+            "norms": jnp.where(slot_mask, norm, guard["norms"]),
+            "taken": guard["taken"] + is_taken,
+            "skipped": guard["skipped"] + ~(is_taken | is_held),
+            "in_a_row": jnp.where(is_held, guard["in_a_row"], jnp.where(is_taken, 0, guard["in_a_row"] + 1)),
+            "held": jnp.where(is_taken, 0, 1),
         }
-        return verdict.astype(jnp.int32), {name: x.astype(guard[name].dtype) for name, x in after.items()}
+        return verdict.astype(jnp.int32), {name: x.astype(guard[name].dtype) for name, x in updates.items()}
 
 
-def _limit(values: jax.Array, known: jax.Array, sigmas: float) -> jax.Array:
-    """Return the limit above which a value is a spike, f32 (), from the first `known` of these values, f32 (WINDOW,)."""
-    median = _median(values, known)
-    spread = _median(jnp.abs(values - median), known)
+def _limit(values: jax.Array, count: jax.Array, sigmas: float) -> jax.Array:
+    """Return the limit above which a value is a spike, f32 (), from the first `count` of these values, f32 (WINDOW,)."""
+    median = _median(values, count)
+    spread = _median(jnp.abs(values - median), count)
     return median + sigmas * jnp.maximum(SIGMA * spread, FLAT * jnp.abs(median))
 
 
-def _median(values: jax.Array, known: jax.Array) -> jax.Array:
-    """Return the lower median of the first `known` values, f32 ().
+def _median(values: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the lower median of the first `count` values, f32 ().
 
     Each value's rank is counted by comparisons, which is cheaper on a GPU than a sort of WINDOW values.
     """
     i = jnp.arange(WINDOW)
-    v = jnp.where(i < known, values, jnp.inf)
+    v = jnp.where(i < count, values, jnp.inf)
     below = (v[:, None] > v[None, :]) | ((v[:, None] == v[None, :]) & (i[:, None] > i[None, :]))
     rank = below.sum(axis=1)
-    return jnp.sum(jnp.where((rank == (known - 1) // 2) & (i < known), values, 0.0))
+    return jnp.sum(jnp.where((rank == (count - 1) // 2) & (i < count), values, 0.0))
 
 
 def release(guard: Guard) -> Guard:

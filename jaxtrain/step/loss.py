@@ -69,15 +69,15 @@ def cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossS
       head_VD: this device's shard of the head; the loss gathers it.
       batch: targets and weights of the same tokens, (B, T).
     """
-    x_nD, head_DV, targets_BT, weights_BT, shared = _gathered(hidden_BTD, head_VD, batch, spec)
+    x_nD, head_DV, targets_BT, weights_BT, shared = _gather_inputs(hidden_BTD, head_VD, batch, spec)
     loss: Any = _cross_entropy(x_nD, head_DV, targets_BT.reshape(-1), weights_BT.reshape(-1), spec)
     return loss / spec.placement.size(shared)
 
 
-def _gathered(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> Any:
+def _gather_inputs(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> Any:
     """Return (x_nD, head_DV, targets_BT, weights_BT, mesh axes along which devices now have the same tokens)."""
-    p = spec.placement
-    shared = tuple(a for a in p.sequence_parallel_axes if a in p.mesh_axes("vocab"))
+    placement = spec.placement
+    shared = tuple(a for a in placement.sequence_parallel_axes if a in placement.mesh_axes("vocab"))
     x_BTD, targets_BT, weights_BT = (all_gather(a, shared, 1) for a in (hidden_BTD, batch["targets"], batch["weights"]))
     # Transposed before it is gathered: with the sharded dimension first, the all-gather appends shards, and the gathered
     # head needs no transposition.
@@ -120,12 +120,12 @@ def _forward(x_nD, head_DV, targets_n, weights_n, spec: LossSpec):
     return loss, (d_x, d_head)
 
 
-def _backward(spec: LossSpec, residuals, g):
-    # All devices of a sharded vocabulary return the same loss, and `g` is divided by their number. Each device has the
+def _backward(spec: LossSpec, residuals, grad):
+    # All devices of a sharded vocabulary return the same loss, and `grad` is divided by their number. Each device has the
     # gradients of its own shard only, so the division is undone.
     d_x, d_head = residuals
-    g *= spec.placement.size(spec.placement.mesh_axes("vocab"))
-    return (g * d_x).astype(d_x.dtype), None if d_head is None else (g * d_head).astype(d_head.dtype), None, None
+    grad *= spec.placement.size(spec.placement.mesh_axes("vocab"))
+    return (grad * d_x).astype(d_x.dtype), None if d_head is None else (grad * d_head).astype(d_head.dtype), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -155,7 +155,7 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
 
     Args: as for `cross_entropy`. The batch also has segments, positions and reference log-probabilities (shapes.py).
     """
-    gathered = _gathered(hidden_BTD, head_VD, batch, spec)
+    gathered = _gather_inputs(hidden_BTD, head_VD, batch, spec)
     x_nD, head_DV, targets_BT, weights_BT, shared = gathered
     log_probs_BM, tokens = _document_log_probs(gathered, batch, spec)
     references_BM, present_BM = (_document_sums(a, tokens, spec, shared) for a in (tokens["reference"], tokens["first"]))
@@ -165,15 +165,15 @@ def dpo(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tu
     losses_BP = -(1 - eps) * jax.nn.log_sigmoid(margin_BP) - eps * jax.nn.log_sigmoid(-margin_BP)
     slope_BP = -(1 - eps) * jax.nn.sigmoid(-margin_BP) + eps * jax.nn.sigmoid(margin_BP)
 
-    of_document_BM = -spec.beta * jnp.stack([slope_BP, -slope_BP], -1).reshape(rewards_BM.shape)
-    of_segment_BM = jnp.pad(of_document_BM, ((0, 0), (1, 0)))  # segment 0 is padding
-    constants_BT = weights_BT * jnp.take_along_axis(of_segment_BM, tokens["segments"], axis=1)
+    document_constants_BM = -spec.beta * jnp.stack([slope_BP, -slope_BP], -1).reshape(rewards_BM.shape)
+    segment_constants_BM = jnp.pad(document_constants_BM, ((0, 0), (1, 0)))  # segment 0 is padding
+    constants_BT = weights_BT * jnp.take_along_axis(segment_constants_BM, tokens["segments"], axis=1)
     entropy: Any = _cross_entropy(x_nD, head_DV, targets_BT.reshape(-1), constants_BT.reshape(-1), spec)
     entropy /= spec.placement.size(shared)
 
     reported = (chosen_BP, rejected_BP, margin_BP > 0, margin_BP)
-    alike = spec.placement.size(spec.placement.mesh_axes("residual"))  # number of devices with the same pairs
-    value, *sums = (jnp.sum(jnp.where(present_BP, a, 0.0)) / alike for a in (losses_BP, *reported))
+    num_replicas = spec.placement.size(spec.placement.mesh_axes("residual"))  # number of devices with the same pairs
+    value, *sums = (jnp.sum(jnp.where(present_BP, a, 0.0)) / num_replicas for a in (losses_BP, *reported))
     return value + (entropy - jax.lax.stop_gradient(entropy)), dict(zip(REWARD_METRICS, sums, strict=True))
 
 
@@ -182,7 +182,7 @@ def document_log_probs(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: 
 
     All devices that share a sequence return the same values.
     """
-    return _document_log_probs(_gathered(hidden_BTD, head_VD, batch, spec), batch, spec)[0]
+    return _document_log_probs(_gather_inputs(hidden_BTD, head_VD, batch, spec), batch, spec)[0]
 
 
 def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Batch]:
@@ -197,19 +197,19 @@ def _document_log_probs(gathered: Any, batch: Batch, spec: LossSpec) -> tuple[ja
     losses_n: Any = _chunked(*operands, spec, gradients=False)[3]
     log_probs_BT = -losses_n.reshape(targets_BT.shape)
     # Gathered tokens are all tokens that a block has, as in `batch`. Without a gather, they are those of the residual stream.
-    known = {k: batch[k] if shared else to_residual(batch[k], (), spec.placement) for k in ("segments", "positions")}
+    tokens = {k: batch[k] if shared else to_residual(batch[k], (), spec.placement) for k in ("segments", "positions")}
     if "reference" in batch:
-        known["reference"] = batch["reference"] if shared else to_residual(batch["reference"], (), spec.placement)
-    known["first"] = jnp.asarray(known["positions"] == 0, jnp.float32)
-    return _document_sums(weights_BT * log_probs_BT, known, spec, shared), known
+        tokens["reference"] = batch["reference"] if shared else to_residual(batch["reference"], (), spec.placement)
+    tokens["first"] = jnp.asarray(tokens["positions"] == 0, jnp.float32)
+    return _document_sums(weights_BT * log_probs_BT, tokens, spec, shared), tokens
 
 
 def _document_sums(values_BT: jax.Array, tokens: Batch, spec: LossSpec, shared: tuple[str, ...]) -> jax.Array:
     """Return the sum of each document's values over all devices that share a sequence, f32 (B, M)."""
     number_M = jnp.arange(1, 2 * (spec.documents // 2) + 1)
     # Segments are compared with every number. On GPUs, a scatter-add would sum in another order each time.
-    mine_BTM = tokens["segments"][..., None] == number_M[None, None]
-    sums_BM = jnp.sum(jnp.where(mine_BTM, values_BT[..., None], 0.0), axis=1)
+    in_document_BTM = tokens["segments"][..., None] == number_M[None, None]
+    sums_BM = jnp.sum(jnp.where(in_document_BTM, values_BT[..., None], 0.0), axis=1)
     return all_reduce(sums_BM, tuple(a for a in spec.placement.mesh_axes("residual") if a not in shared))
 
 
@@ -244,23 +244,23 @@ LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_M
 
 def find_loss(name: str) -> Loss:
     """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
-    return LOSSES[name] if name in LOSSES else _checked(name, own_parts.load("loss.name", name))
+    return LOSSES[name] if name in LOSSES else _with_check(name, own_parts.load("loss.name", name))
 
 
 @functools.cache  # the losses of two programs of a run are equal
-def _checked(name: str, own: LossFunction) -> Loss:
+def _with_check(name: str, function: LossFunction) -> Loss:
     """Return a user's own loss function, which raises WrongPart if it does not return one float32."""
 
-    def checked(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
+    def checked_loss(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
         with own_parts.calling("loss.name", name, "name(hidden_BTD, head_VD, batch, spec)"):
-            made: Any = own(hidden_BTD, head_VD, batch, spec)
-        if getattr(made, "shape", None) != () or made.dtype != jnp.float32:
-            found = f"{made.dtype} {list(made.shape)}" if hasattr(made, "shape") else type(made).__name__
-            rule = f"returns {found}, not the weighted sum of the loss over all tokens, float32 []"
+            loss: Any = function(hidden_BTD, head_VD, batch, spec)
+        if getattr(loss, "shape", None) != () or loss.dtype != jnp.float32:
+            returned = f"{loss.dtype} {list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+            rule = f"returns {returned}, not the weighted sum of the loss over all tokens, float32 []"
             raise own_parts.WrongPart("loss.name", name, rule, "For example (batch['weights'] * losses_BT).sum().")
-        return made
+        return loss
 
-    return Loss(checked)
+    return Loss(checked_loss)
 
 
 def with_cross_entropy(loss: Loss) -> Loss:
@@ -269,9 +269,9 @@ def with_cross_entropy(loss: Loss) -> Loss:
     if loss in LOSSES.values():
         return loss
 
-    def both(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Sums]:
-        own: Any = loss.function(hidden_BTD, head_VD, batch, spec)
+    def loss_and_cross_entropy(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> tuple[jax.Array, Sums]:
+        value: Any = loss.function(hidden_BTD, head_VD, batch, spec)
         plain = dataclasses.replace(spec, z_loss=0.0)
-        return own, {CROSS_ENTROPY: cross_entropy(hidden_BTD, head_VD, batch, plain)}
+        return value, {CROSS_ENTROPY: cross_entropy(hidden_BTD, head_VD, batch, plain)}
 
-    return Loss(both, loss.count, (CROSS_ENTROPY,))
+    return Loss(loss_and_cross_entropy, loss.count, (CROSS_ENTROPY,))

@@ -34,15 +34,15 @@ def memory_by_class(program: Program, compiled: Any) -> dict[str, float]:
     "optimizer state (on the host)" and is not part of the peak. On CPUs there is no entry for the peak.
     """
 
-    def held(tree: Any) -> float:
+    def local_gib(tree: Any) -> float:
         return compiler.local_bytes(tree) / 2**30
 
     analysis = compiled.memory_analysis()
     classes = {
-        "parameters": held(program.state.params),
-        "optimizer state" + (" (on the host)" if program.offload else ""): held(program.state.optimizer),
-        **({"average of weights": held(program.state.ema)} if program.state.ema else {}),
-        "batch": held(program.batch),
+        "parameters": local_gib(program.state.params),
+        "optimizer state" + (" (on the host)" if program.offload else ""): local_gib(program.state.optimizer),
+        **({"average of weights": local_gib(program.state.ema)} if program.state.ema else {}),
+        "batch": local_gib(program.batch),
         "temporaries": analysis.temp_size_in_bytes / 2**30,
     }
     # XLA's CPU compiler reports a peak without its own temporaries; that figure is not a peak.
@@ -74,11 +74,11 @@ def compile_to_fit(
     auto = program.run.remat.policy == "auto"
     while True:
         compiled = compiler.compile_train(program, options, extra)
-        less = less_saved(program, taken(compiled), usable_gib) if auto else None
-        if less is None:
+        smaller_run = less_saved(program, taken(compiled), usable_gib) if auto else None
+        if smaller_run is None:
             break
         say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
-        program = build(less, list(program.placement.mesh.devices.flat))
+        program = build(smaller_run, list(program.placement.mesh.devices.flat))
     if auto:
         say(auto_remat.words(program.run.model, program.run.remat))
     return program, compiled
@@ -115,9 +115,9 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     if run.remat.every == 1 and run.model.period == 1 and run.model.num_layers > 8:
         hints.append("remat.every=2 or more: save only every second layer's input")
     if run.dtypes.m == "f32":
-        both = run.optimizer.name != "muon"
-        eighth = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if both else "dtypes.m=int8: a quarter"
-        hints.append(f"dtypes.m=bf16: half of the first moment; {eighth}")
+        has_second_moment = run.optimizer.name != "muon"
+        int8_hint = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if has_second_moment else "dtypes.m=int8: a quarter"
+        hints.append(f"dtypes.m=bf16: half of the first moment; {int8_hint}")
     if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
         hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
     if run.train.ema_decay:
@@ -128,8 +128,8 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
         if not memory
         else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
     )
-    ways = "\n".join(f"  {hint}" for hint in hints)
-    return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{ways}"
+    hint_lines = "\n".join(f"  {hint}" for hint in hints)
+    return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{hint_lines}"
 
 
 def check_host_memory(program: Program, limit_gib: float, offloaded_activations: int = 0) -> None:
@@ -142,17 +142,17 @@ def check_host_memory(program: Program, limit_gib: float, offloaded_activations:
       offloaded_activations: bytes of offloaded activations of each device.
     """
     # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
-    held = jax.tree.leaves(program.saved(program.state))
-    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in held) / jax.process_count() / 2**30
-    each = offloaded_activations + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
-    resting = each * program.placement.mesh.size / jax.process_count() / 2**30
-    if saved + resting > limit_gib:
-        offloaded = f" Offloaded arrays take {size(resting)}." if resting else ""
+    saved_arrays = jax.tree.leaves(program.saved(program.state))
+    saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in saved_arrays) / jax.process_count() / 2**30
+    bytes_per_device = offloaded_activations + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
+    pinned_gib = bytes_per_device * program.placement.mesh.size / jax.process_count() / 2**30
+    if saved + pinned_gib > limit_gib:
+        offloaded = f" Offloaded arrays take {size(pinned_gib)}." if pinned_gib else ""
         raise OutOfMemory(
-            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned ({HOST_LIMIT}; by "
-            f"default {HOST_SHARE:.0%} of this host's memory, now {size(host_gib())}).{offloaded}\n"
+            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned "
+            f"({HOST_LIMIT}; by default {HOST_SHARE:.0%} of this host's memory, now {size(host_gib())}).{offloaded}\n"
             "If the host has more memory, or is a virtual machine that grows when memory is used, export "
-            f"{HOST_LIMIT}={math.ceil(saved + resting) + 1}. Else set dtypes.m and dtypes.v to bf16 or int8 for a smaller "
+            f"{HOST_LIMIT}={math.ceil(saved + pinned_gib) + 1}. Else set dtypes.m and dtypes.v to bf16 or int8 for a smaller "
             "state, or use more nodes."
         )
 
@@ -167,7 +167,7 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
     analysis = compiled.memory_analysis()
     outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)  # without outputs in donated memory
     need = analysis.temp_size_in_bytes + outputs
-    held = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
+    state_bytes = analysis.argument_size_in_bytes - compiler.local_bytes(program.batch)
     for device in devices:
         stats = device.memory_stats() or {}
         if "bytes_limit" not in stats or "bytes_in_use" not in stats:
@@ -175,11 +175,11 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
         largest, limit, used = stats.get("largest_free_block_bytes", 0), stats["bytes_limit"], stats["bytes_in_use"]
         free = largest if largest > 0 else limit - used
         if need > free:
-            named = "the largest free block" if largest > 0 else "free memory"
+            limit_name = "the largest free block" if largest > 0 else "free memory"
             raise OutOfMemory(
-                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {named} of {device} is "
-                f"{size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} in use, "
-                f"{size(held / 2**30)} of them by the state.\n"
+                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {limit_name} of "
+                f"{device} is {size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} "
+                f"in use, {size(state_bytes / 2**30)} of them by the state.\n"
                 "Start the same command again: a new process begins without fragmentation. If it ends here again, "
                 "set train.grad_accum higher or remat.policy=full."
             )

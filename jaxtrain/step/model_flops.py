@@ -72,12 +72,12 @@ def model_flops(run: RunConfig) -> ModelFlops:
         why = str(error).partition("\n")[0]
         note = f"FLOPs are by the formula for these keys: {name} cannot be traced on one device ({type(error).__name__}: {why})"
         return dataclasses.replace(formula, recomputed=None, note=note)
-    apart = counted.causal / formula.training.causal - 1
-    if abs(apart) <= APART and not unknown:
+    difference = counted.causal / formula.training.causal - 1
+    if abs(difference) <= APART and not unknown:
         return formula
     note = (
-        f"FLOPs are counted in the matmuls of {name}: {counted.causal / 1e9:.3g} GFLOP a token (causal), {abs(apart):.1%} "
-        f"{'more' if apart > 0 else 'fewer'} than by the formula for these keys"
+        f"FLOPs are counted in the matmuls of {name}: {counted.causal / 1e9:.3g} GFLOP a token (causal), {abs(difference):.1%} "
+        f"{'more' if difference > 0 else 'fewer'} than by the formula for these keys"
     )
     if unknown:
         note += f". Not counted: {', '.join(unknown)}. A function flops(model, seq_len) of the family states them"
@@ -138,12 +138,12 @@ class CountedKernel(Kernel):
         """Return an array of the shape of the attention output. Shapes are those of `Kernel.__call__`."""
         (B, T, N, H), S = q.shape, k.shape[1]
         shares = {kind: 1.0} if isinstance(kind, int) else dict(enumerate(kind_shares(self.model)))
-        seen = 0.0
+        mean_keys = 0.0
         for i, share in shares.items():
             window = min(self.specs[i].window or S, S)
-            seen += share * (window - window**2 / (2 * S))
+            mean_keys += share * (window - window**2 / (2 * S))
         each = 2.0 * B * T * N * (H + v.shape[-1])
-        return ATTENTION.bind(q, k, v, causal=each * seen, full=each * S)
+        return ATTENTION.bind(q, k, v, causal=each * mean_keys, full=each * S)
 
 
 # ---- The count
@@ -166,27 +166,27 @@ class Tally:
         """Return whether each result depends on active arguments, and the FLOPs."""
         depends: dict[Any, bool] = dict(zip(jaxpr.invars, active, strict=True))
 
-        def of(v: Any) -> bool:
+        def is_active(v: Any) -> bool:
             return not isinstance(v, jex.Literal) and depends.get(v, False)
 
         total = NOTHING
         for eqn in jaxpr.eqns:
-            outs, cost = self._of_eqn(eqn, [of(v) for v in eqn.invars])
+            outs, cost = self._count_eqn(eqn, [is_active(v) for v in eqn.invars])
             total += cost
             # There are no gradients of integers.
-            real = (jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact) for v in eqn.outvars)
-            depends |= {v: out and is_real for v, out, is_real in zip(eqn.outvars, outs, real, strict=True)}
-        return [of(v) for v in jaxpr.outvars], total
+            inexact = (jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact) for v in eqn.outvars)
+            depends |= {v: out and is_real for v, out, is_real in zip(eqn.outvars, outs, inexact, strict=True)}
+        return [is_active(v) for v in jaxpr.outvars], total
 
-    def _of_eqn(self, eqn: Any, active: list[bool]) -> tuple[list[bool], Flops]:
+    def _count_eqn(self, eqn: Any, active: list[bool]) -> tuple[list[bool], Flops]:
         name, params = eqn.primitive.name, eqn.params
         outs = [any(active) and name != "stop_gradient"] * len(eqn.outvars)
         if name == ATTENTION.name:
             return outs, Flops(params["causal"], params["full"]) * (3 if any(active) else 1)
         if name in ("dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"):
-            return outs, _matmul(eqn) * (1 + sum(active[:2]))
+            return outs, _matmul_flops(eqn) * (1 + sum(active[:2]))
         if name == "scan":
-            return self._of_scan(params, active)
+            return self._count_scan(params, active)
         if name == "while":
             self.unknown.add("all but one iteration of a while loop")
             inner = active[params["cond_nconsts"] :]
@@ -203,31 +203,31 @@ class Tally:
         inner = next((params[key] for key in CALLS if key in params), None)
         if inner is None:
             return outs, NOTHING
-        alike = len(inner.invars) == len(active)
-        results, cost = self.of_jaxpr(inner, active if alike else [any(active)] * len(inner.invars))
+        same_length = len(inner.invars) == len(active)
+        results, cost = self.of_jaxpr(inner, active if same_length else [any(active)] * len(inner.invars))
         return (results if len(results) == len(outs) else outs), cost
 
-    def _of_scan(self, params: Any, active: list[bool]) -> tuple[list[bool], Flops]:
-        consts, carried = (len(list(part)) for part in params["ft_in"].unpack()[:2])
+    def _count_scan(self, params: Any, active: list[bool]) -> tuple[list[bool], Flops]:
+        consts, carried = (len(list(values)) for values in params["ft_in"].unpack()[:2])
         body = params["jaxpr"]
         while True:
             outs, cost = self.of_jaxpr(body, active)
-            grown = [a or out for a, out in zip(active[consts : consts + carried], outs[:carried], strict=True)]
-            if grown == active[consts : consts + carried]:
+            new_active = [a or out for a, out in zip(active[consts : consts + carried], outs[:carried], strict=True)]
+            if new_active == active[consts : consts + carried]:
                 return outs, cost * params["length"]
-            active = [*active[:consts], *grown, *active[consts + carried :]]
+            active = [*active[:consts], *new_active, *active[consts + carried :]]
 
 
-def _matmul(eqn: Any) -> Flops:
+def _matmul_flops(eqn: Any) -> Flops:
     """Return the FLOPs of one matmul or convolution: 2 for each multiply-add."""
     a, b, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "conv_general_dilated":
-        of_kernel = eqn.params["dimension_numbers"].rhs_spec
-        width = math.prod(b.shape) / b.shape[of_kernel[0]]
+        kernel_spec = eqn.params["dimension_numbers"].rhs_spec
+        width = math.prod(b.shape) / b.shape[kernel_spec[0]]
     elif eqn.primitive.name == "dot_general":
         width = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
     else:  # each row is multiplied by the matrix of its group
         numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         width = math.prod(a.shape[i] for i in numbers[0][0])
-    found = 2.0 * math.prod(out.shape) * width
-    return Flops(found, found)
+    total = 2.0 * math.prod(out.shape) * width
+    return Flops(total, total)

@@ -53,8 +53,8 @@ class Slot(NamedTuple):
         if self.full is True:
             return body(carry, layer, shared, self.kind)
         # Zeros for the body of an empty slot: a gradient of its input that is NaN ends here.
-        given = _chosen(self.full, carry, jax.tree.map(jnp.zeros_like, carry))
-        return _chosen(self.full, body(given, layer, shared.where(self.full), self.kind), carry)
+        body_input = _select(self.full, carry, jax.tree.map(jnp.zeros_like, carry))
+        return _select(self.full, body(body_input, layer, shared.where(self.full), self.kind), carry)
 
 
 class StageLayers:
@@ -75,18 +75,17 @@ class StageLayers:
         self._each = self._plan.layers_each
         self._checkpoints = per_group // self._each  # of a group
         # With a period in each slot, its layers have their own checkpoints.
-        several = self._plan.period > 1
-        self._body = self._plan.through(self._plan.checkpoint(model.layer)) if several else model.layer
-        self._run = self._several if several else self._plan.checkpoint(self._several)
+        has_period = self._plan.period > 1
+        self._body = self._plan.through(self._plan.checkpoint(model.layer)) if has_period else model.layer
+        self._run = self._run_checkpoint if has_period else self._plan.checkpoint(self._run_checkpoint)
 
-    def _several(self, carry: Any, layers: list[Any], shared: Shared, *slots: Any) -> Any:
+    def _run_checkpoint(self, carry: Any, layers: list[Any], shared: Shared, *slots: Any) -> Any:
         """Run the layers of one activation checkpoint. slots: the kind of each, then whether each is full."""
         for layer, kind, full in zip(layers, slots[: self._each], slots[self._each :], strict=True):
             carry = Slot(kind, full).run(self._body, carry, layer, shared)
         return carry
 
     def _slots_at(self, i: jax.Array, count: int) -> list[Slot]:
-        """Return `count` slots of this stage from slot i."""
         kinds, full = kinds_at(self._kinds, self._first + i, count), [True] * count
         if not all(self._full):
             full = [jnp.asarray(self._full)[self._first + i + q] for q in range(count)]
@@ -125,45 +124,45 @@ class StageLayers:
         The layers run one after another, and no activations are saved.
         """
 
-        def one(carry: C, q: jax.Array) -> C:
-            i = group * self._per_group + q
+        def run_slot(carry: C, offset: jax.Array) -> C:
+            i = group * self._per_group + offset
             return step(carry, layer_at(self._layers, i), self._slots_at(i, 1)[0], i)
 
-        return self._loop(one, carry, range(self._per_group))
+        return self._loop(run_slot, carry, range(self._per_group))
 
-    def _step(self, this: Pass, x: Any, buffers: Buffers, checkpoint: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
+    def _forward(self, this: Pass, x: Any, buffers: Buffers, checkpoint: jax.Array, slot: jax.Array) -> tuple[Any, Buffers]:
         """Run the layers of one activation checkpoint forward. Return (output, buffers with the saved activations)."""
         y, vjp = self._differentiate(x, this.shared, this.group * self._per_group + checkpoint * self._each)
-        place = slot * self._checkpoints + checkpoint
-        return y, [save_at(b, leaf, place) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
+        index = slot * self._checkpoints + checkpoint
+        return y, [save_at(b, leaf, index) for b, leaf in zip(buffers, jax.tree.leaves(vjp), strict=True)]
 
-    def _step_back(
-        self, this: Pass, dy: Any, tree: Any, found: list[jax.Array], sums: list[jax.Array], checkpoint: jax.Array
+    def _backward(
+        self, this: Pass, dy: Any, tree: Any, leaves: list[jax.Array], sums: list[jax.Array], checkpoint: jax.Array
     ) -> tuple[Any, list[jax.Array]]:
         """Run the layers of one activation checkpoint backward. Return (gradient of the input, updated sums of gradients)."""
         first = this.group * self._per_group + checkpoint * self._each
-        vjp = jax.tree.unflatten(tree, found)
+        vjp = jax.tree.unflatten(tree, leaves)
         dx, grads = self._stack.backward(vjp, self._learnt, self._fixed, first, self._each, this.shared, dy)
-        for q, (of_layer, slot) in enumerate(zip(grads, self._slots_at(first, self._each), strict=True)):
+        for q, (layer_grads, slot) in enumerate(zip(grads, self._slots_at(first, self._each), strict=True)):
             # The gradient of an invalid pass, or of an empty slot, may have any value, including NaN.
             valid = this.valid & slot.full
-            added = [jnp.where(valid, g.astype(s.dtype), 0) for s, g in zip(sums, of_layer, strict=True)]
+            added = [jnp.where(valid, g.astype(s.dtype), 0) for s, g in zip(sums, layer_grads, strict=True)]
             sums = [add_at(s, g, first + q) for s, g in zip(sums, added, strict=True)]
         return dx, sums
 
-    def _find(self, this: Pass, buffers: Buffers, checkpoint: jax.Array) -> list[jax.Array]:
+    def _saved_leaves(self, this: Pass, buffers: Buffers, checkpoint: jax.Array) -> list[jax.Array]:
         return [at(b, this.slot * self._checkpoints + checkpoint) for b in buffers]
 
     def forward(self, this: Pass, x: Any, buffers: Buffers) -> tuple[Any, Buffers]:
         """Return a group's output, and the buffers with its saved activations in the pass's slot."""
-        return self._loop(lambda carry, c: self._step(this, *carry, c, this.slot), (x, buffers), range(self._checkpoints))
+        return self._loop(lambda carry, c: self._forward(this, *carry, c, this.slot), (x, buffers), range(self._checkpoints))
 
     def backward(self, this: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
         """Return the gradient of a group's input, and the sums with its layers' gradients added if the pass is valid."""
 
-        def step(carry: tuple[Any, list[jax.Array]], c: jax.Array) -> tuple[Any, list[jax.Array]]:
+        def step(carry: tuple[Any, list[jax.Array]], checkpoint: jax.Array) -> tuple[Any, list[jax.Array]]:
             dy, sums = carry
-            return self._step_back(this, dy, tree, self._find(this, buffers, c), sums, c)
+            return self._backward(this, dy, tree, self._saved_leaves(this, buffers, checkpoint), sums, checkpoint)
 
         return self._loop(step, (dy, sums), range(self._checkpoints)[::-1])
 
@@ -175,13 +174,13 @@ class StageLayers:
         The two passes are in different slots. Return (output of `out`, buffers, gradient of the input of `back`, sums).
         """
 
-        def step(carry: Any, c: jax.Array) -> Any:
+        def step(carry: Any, checkpoint: jax.Array) -> Any:
             x, buffers, dy, sums = carry
-            found = self._find(back, buffers, mirror := self._checkpoints - 1 - c)
+            leaves = self._saved_leaves(back, buffers, mirror := self._checkpoints - 1 - checkpoint)
             # No write happens before this read, otherwise the compiler would keep a copy of the buffers.
-            found, slot = jax.lax.optimization_barrier((found, out.slot))
-            dx, sums = self._step_back(back, dy, tree, found, sums, mirror)
-            return *self._step(out, x, buffers, c, slot), dx, sums
+            leaves, slot = jax.lax.optimization_barrier((leaves, out.slot))
+            dx, sums = self._backward(back, dy, tree, leaves, sums, mirror)
+            return *self._forward(out, x, buffers, checkpoint, slot), dx, sums
 
         return self._loop(step, (x, buffers, dy, sums), range(self._checkpoints))
 
@@ -219,25 +218,28 @@ class Pipeline:
 
     def broadcast(self, tree: Any) -> Any:
         """Send the last stage's arrays to all stages, as a sum to which the other stages add zeros."""
-        mine = jax.lax.axis_index(STAGE) == self.last
-        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(mine, x, 0), STAGE), tree)
+        is_last = jax.lax.axis_index(STAGE) == self.last
+        return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, 0), STAGE), tree)
 
     def gradients(
-        self, objective: Any, zero: Zero, base: Params, copies: Params, learnt: Params, batch: Batch, total: jax.Array
+        self, objective: Any, zero: Zero, base: Params, copies: Params, trained_weights: Params, batch: Batch, total: jax.Array
     ) -> tuple[Any, Params]:
-        """Return this device's share of (report, gradients of `learnt`) of a batch, (A, B, T): no sum over devices yet."""
-        return _Step(self, objective, zero, base, copies, learnt, batch, total).run()
+        """Return this device's share of (report, gradients of `trained_weights`) of a batch, (A, B, T).
+
+        There is no sum over devices yet.
+        """
+        return _Step(self, objective, zero, base, copies, trained_weights, batch, total).run()
 
     def hidden(self, model: Transformer, micro: Batch) -> jax.Array:
         """Return the final hidden states of one microbatch, on all stages. Stages run one after the other, without overlap."""
         shared, layers = model.share(micro["segments"], micro["positions"]), self.layers(model)
 
-        def turn(x: Any, own: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
-            of = shared.where(mine)
+        def run_group(x: Any, state: Any, group: jax.Array, is_active: jax.Array) -> tuple[Any, Any]:
+            group_shared = shared.where(is_active)
             body = model.remat.through(model.layer)
-            return layers.through(lambda x, layer, slot, _: slot.run(body, x, layer, of), x, group), own
+            return layers.through(lambda x, layer, slot, _: slot.run(body, x, layer, group_shared), x, group), state
 
-        x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), turn)
+        x, _ = self.run_in_order(model.enter(micro["tokens"], shared), (), run_group)
         return model.final_hidden(x)[0]
 
     def decode(self, model: Transformer, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -248,43 +250,43 @@ class Pipeline:
         shared, cache = model.append(tokens_BT, cache)
         layers = self.layers(model)
 
-        def turn(x: Any, kv: Any, group: jax.Array, mine: jax.Array) -> tuple[Any, Any]:
+        def run_group(x: Any, kv: Any, group: jax.Array, is_active: jax.Array) -> tuple[Any, Any]:
             def body(carry: tuple[Any, Any], block: Any, shared: Shared, kind: Kind) -> tuple[Any, Any]:
                 x, kv = carry
                 return model.element_with_cache(x, block, shared, kind, kv)
 
-            def layer(carry: tuple[Any, Any], block: Any, slot: Slot, i: jax.Array) -> tuple[Any, Any]:
+            def run_layer(carry: tuple[Any, Any], block: Any, slot: Slot, i: jax.Array) -> tuple[Any, Any]:
                 x, kv = carry
                 old = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), kv)
-                x, new = slot.run(body, (x, old), block, shared.where(mine))
+                x, new = slot.run(body, (x, old), block, shared.where(is_active))
                 return x, jax.tree.map(
-                    lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _chosen(mine, new, old)
+                    lambda a, n: jax.lax.dynamic_update_index_in_dim(a, n, i, 0), kv, _select(is_active, new, old)
                 )
 
-            return layers.through(layer, (x, kv), group)
+            return layers.through(run_layer, (x, kv), group)
 
         x, cache = model.enter_with_cache(tokens_BT, shared, cache)
-        x, kv = self.run_in_order(x, cache.kv, turn)
+        x, kv = self.run_in_order(x, cache.kv, run_group)
         return model.final_hidden(x)[0], dataclasses.replace(cache, kv=kv)
 
     def run_in_order(
-        self, x: Any, own: Any, run: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
+        self, x: Any, state: Any, run_group: Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
-        """Return (the last stage's output for the input x, on all stages; this stage's updated state `own`).
+        """Return (the last stage's output for the input x, on all stages; this stage's updated `state`).
 
-        The groups run one after the other, each on its stage, by `run(x, own, group, mine)`. The other stages execute the same
-        SPMD program with `mine` False, and their results are discarded.
+        The groups run one after the other, each on its stage, by `run_group(x, state, group, is_active)`. The other stages
+        execute the same SPMD program with `is_active` False, and their results are discarded.
         """
         stages, turns = self.schedule.stages, self.schedule.stages * self.schedule.groups
         stage = jax.lax.axis_index(STAGE)
 
         def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
-            x, own = run(*carry, t // stages, t % stages == stage)
-            return (self.send(x, 1), own), None
+            x, state = run_group(*carry, t // stages, t % stages == stage)
+            return (self.send(x, 1), state), None
 
-        carry = jax.lax.scan(tick, (x, own), jnp.arange(turns - 1, dtype=jnp.int32))[0]
-        x, own = run(*carry, jnp.int32(self.schedule.groups - 1), stage == self.last)
-        return self.broadcast(x), own
+        carry = jax.lax.scan(tick, (x, state), jnp.arange(turns - 1, dtype=jnp.int32))[0]
+        x, state = run_group(*carry, jnp.int32(self.schedule.groups - 1), stage == self.last)
+        return self.broadcast(x), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,15 +316,15 @@ class _Step:
         zero: Zero,
         base: Params,
         copies: Params,
-        learnt: Params,
+        trained_weights: Params,
         batch: Batch,
         total: jax.Array,
     ):
         self.pipe, self.objective, self.batch, self.total = pipe, objective, batch, total
         self.schedule, self.stage = pipe.schedule, jax.lax.axis_index(STAGE)
-        self.zeros = zero.zero_sums(learnt)
+        self.zeros = zero.zero_sums(trained_weights)
         sums = {name: s for name, s in self.zeros.items() if name == STACK}
-        self.ends = {name: w for name, w in learnt.items() if name != STACK}
+        self.ends = {name: w for name, w in trained_weights.items() if name != STACK}
         self.model_of = lambda ends: pipe.definition.bind(zero.microbatch_weights(base, copies, ends, sums, adds=True))
         self.model = self.model_of(self.ends)
         self.layers = pipe.layers(self.model)
@@ -344,32 +346,32 @@ class _Step:
         """Return the arrays of a microbatch that all layers share, such as rotary tables (Transformer.share)."""
         return self.model.share(micro["segments"], micro["positions"])
 
-    def entry(self, u: jax.Array) -> Any:
-        """Return `Transformer.enter` of the microbatch of forward pass u: the first stage's input if the pass is of group 0."""
-        _, m = self.forward_table[jnp.clip(u, 0, self.schedule.forward_ticks - 1)]
+    def entry(self, unit: jax.Array) -> Any:
+        """Return `Transformer.enter` of the microbatch of a forward pass: the first stage's input if the pass is of group 0."""
+        _, m = self.forward_table[jnp.clip(unit, 0, self.schedule.forward_ticks - 1)]
         micro = self.micro(m)
         return self.model.enter(micro["tokens"], self.shared(micro))
 
     def forward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
         """Return (this stage's forward pass of tick t, the input of the pass)."""
-        u = t - self.stage
-        valid = (u >= 0) & (u < self.schedule.units)
-        u = jnp.clip(u, 0, self.schedule.forward_ticks - 1)
-        group, m = self.forward_table[u]
-        x = _chosen((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
-        return Pass(self.shared(self.micro(m)).where(valid), group, self.forward_slots[u], valid), x
+        unit = t - self.stage
+        valid = (unit >= 0) & (unit < self.schedule.units)
+        unit = jnp.clip(unit, 0, self.schedule.forward_ticks - 1)
+        group, m = self.forward_table[unit]
+        x = _select((self.stage == 0) & (group == 0), carry.entering, carry.arrived)
+        return Pass(self.shared(self.micro(m)).where(valid), group, self.forward_slots[unit], valid), x
 
     def backward_pass(self, t: jax.Array, carry: _Carry) -> tuple[Pass, Any]:
         """Return (this stage's backward pass of tick t, the gradient of the output of the group)."""
-        w = t - self.schedule.wait - (self.pipe.last - self.stage)
-        valid = (w >= 0) & (w < self.schedule.units)
-        w = jnp.clip(w, 0, self.schedule.units - 1)
-        group, m = self.backward_table[w]
+        unit = t - self.schedule.wait - (self.pipe.last - self.stage)
+        valid = (unit >= 0) & (unit < self.schedule.units)
+        unit = jnp.clip(unit, 0, self.schedule.units - 1)
+        group, m = self.backward_table[unit]
         ready = jax.tree.map(lambda r: jax.lax.dynamic_index_in_dim(r, m % self.waiting, keepdims=False), carry.ready)
-        dy = _chosen((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
-        return Pass(self.shared(self.micro(m)), group, self.backward_slots[w], valid), dy
+        dy = _select((self.stage == self.pipe.last) & (group == self.schedule.groups - 1), ready, carry.returned)
+        return Pass(self.shared(self.micro(m)), group, self.backward_slots[unit], valid), dy
 
-    def leave(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
+    def add_loss(self, t: jax.Array, y: Any, carry: _Carry) -> _Carry:
         """Add the loss of the microbatch that leaves the last stage at tick t, and the loss's gradients, to the carry."""
         _, m = self.forward_table[t - self.pipe.last]
         micro = self.micro(m)
@@ -379,22 +381,22 @@ class _Step:
             hidden, statistics = model.final_hidden(self.pipe.broadcast(y))
             return self.objective(hidden, statistics, model.head_VD, micro, self.total)
 
-        (_, made), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.ends, y)
-        place = m % self.waiting
-        ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, place, 0), carry.ready, dy)
-        report = jax.tree.map(jnp.add, carry.report, made)
-        return dataclasses.replace(carry, ready=ready, ends=_added(carry.ends, d_ends), report=report)
+        (_, micro_report), (d_ends, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(self.ends, y)
+        index = m % self.waiting
+        ready = jax.tree.map(lambda r, d: jax.lax.dynamic_update_index_in_dim(r, d, index, 0), carry.ready, dy)
+        report = jax.tree.map(jnp.add, carry.report, micro_report)
+        return dataclasses.replace(carry, ready=ready, ends=_add(carry.ends, d_ends), report=report)
 
-    def entered(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
+    def add_entry_grads(self, t: jax.Array, dx: Any, carry: _Carry) -> _Carry:
         """Add the gradients of embedding and dense layers for the microbatch whose backward pass ends at tick t."""
-        w = t - self.schedule.wait - self.pipe.last
-        valid = (w >= 0) & (w < self.schedule.units) & (self.stage == 0)
-        _, m = self.backward_table[jnp.clip(w, 0, self.schedule.units - 1)]
+        unit = t - self.schedule.wait - self.pipe.last
+        valid = (unit >= 0) & (unit < self.schedule.units) & (self.stage == 0)
+        _, m = self.backward_table[jnp.clip(unit, 0, self.schedule.units - 1)]
         micro = self.micro(m)
         shared = self.shared(micro)
         _, vjp = jax.vjp(lambda ends: self.model_of(ends).enter(micro["tokens"], shared), self.ends)
         d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), dx)
-        return dataclasses.replace(carry, ends=_added(carry.ends, vjp(d_entry)[0]))
+        return dataclasses.replace(carry, ends=_add(carry.ends, vjp(d_entry)[0]))
 
     def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
         """Run tick t of a phase, and return the carry for the next tick."""
@@ -410,10 +412,10 @@ class _Step:
         carry = dataclasses.replace(carry, buffers=buffers)
         if phase.backward:
             carry = dataclasses.replace(carry, stack=stack, returned=self.pipe.send(dx, -1))
-            carry = self.entered(t, dx, carry) if phase.ends else carry
+            carry = self.add_entry_grads(t, dx, carry) if phase.ends else carry
         if phase.forward:
             carry = dataclasses.replace(carry, arrived=self.pipe.send(y, 1))
-            carry = self.leave(t, y, carry) if phase.leaves else carry
+            carry = self.add_loss(t, y, carry) if phase.leaves else carry
             if phase.ends:
                 carry = dataclasses.replace(carry, entering=self.entry(t + 1))
         return carry
@@ -437,14 +439,14 @@ class _Step:
         )
         for count, phases in self.schedule.rounds:
 
-            def one(carry: _Carry, later: jax.Array, phases: tuple[Phase, ...] = phases) -> tuple[_Carry, None]:
+            def run_round(carry: _Carry, offset: jax.Array, phases: tuple[Phase, ...] = phases) -> tuple[_Carry, None]:
                 for phase in phases:
-                    ticks = later + jnp.arange(phase.ticks.start, phase.ticks.stop, dtype=jnp.int32)
+                    ticks = offset + jnp.arange(phase.ticks.start, phase.ticks.stop, dtype=jnp.int32)
                     carry, _ = jax.lax.scan(lambda carry, t, phase=phase: (self.tick(phase, carry, t), None), carry, ticks)
                 return carry, None
 
-            later = jnp.arange(count, dtype=jnp.int32) * (self.schedule.stages * self.schedule.groups)
-            carry = jax.lax.scan(one, carry, later)[0] if count > 1 else one(carry, later[0])[0]
+            offset = jnp.arange(count, dtype=jnp.int32) * (self.schedule.stages * self.schedule.groups)
+            carry = jax.lax.scan(run_round, carry, offset)[0] if count > 1 else run_round(carry, offset[0])[0]
         grads: Params = dict(carry.ends)
         if STACK in self.zeros:
             # By name, which is also the order of a module's leaves.
@@ -452,10 +454,9 @@ class _Step:
         return carry.report, grads
 
 
-def _added(sums: Params, grads: Params) -> Params:
+def _add(sums: Params, grads: Params) -> Params:
     return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
 
 
-def _chosen(mine: jax.Array | bool, x: Any, other: Any) -> Any:
-    """Return x if `mine`, else `other`."""
-    return jax.tree.map(lambda a, b: jnp.where(mine, a, b), x, other)
+def _select(condition: jax.Array | bool, x: Any, y: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)

@@ -91,9 +91,9 @@ class Program:
     @property
     def parameters(self) -> int:
         """Return the number of the model's parameters, without adapters."""
-        every = self.definition.weights
-        called = zip(jax.tree.leaves(names(every)), jax.tree.leaves(every), strict=True)
-        return sum(math.prod(a.shape) for name, a in called if not is_adapter(name))
+        weights = self.definition.weights
+        named_weights = zip(jax.tree.leaves(names(weights)), jax.tree.leaves(weights), strict=True)
+        return sum(math.prod(a.shape) for name, a in named_weights if not is_adapter(name))
 
     @property
     def layer_trips(self) -> int:
@@ -128,8 +128,8 @@ class Program:
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
-    called = jax.tree.map(without_place, names(definition.abstract))
-    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), called)
+    name_tree = jax.tree.map(without_place, names(definition.abstract))
+    moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
     return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers, model.period)
 
 
@@ -147,8 +147,8 @@ def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bo
         rule = "the model does not add gradients layer by layer, as this config has it"
         raise ConfigError([Problem("train.accumulate", "layer", rule, "Set microbatch.")])
     # In a loop, adding in place prevents XLA from overlapping a layer's reduce-scatters with the next iteration.
-    asked = unrolled if train.accumulate == "auto" else train.accumulate == "layer"
-    return definition.uses_plan_run and asked
+    per_layer = unrolled if train.accumulate == "auto" else train.accumulate == "layer"
+    return definition.uses_plan_run and per_layer
 
 
 def make_pipeline(model: Model, placement: Placement, definition: Definition) -> Pipeline | None:
@@ -167,12 +167,12 @@ def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance
     """Return the objective of a train step."""
     head = "embed.embedding" if run.model.tied_head else "head"
     head_learns = any(jax.tree.leaves(jax.tree.map(lambda name, learns: learns and name == head, names(trained), trained)))
-    of_pairs = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
-    how = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
-    spec = LossSpec(zero.numerics, zero.placement, zero, *how, *of_pairs, own_settings(run.own))
+    pair_settings = run.data.most_documents, run.loss.beta, run.loss.label_smoothing
+    settings = run.loss.chunk, run.model.logit_softcap, run.loss.z_loss, head_learns
+    spec = LossSpec(zero.numerics, zero.placement, zero, *settings, *pair_settings, own_settings(run.own))
     family = run.model.family if run.model.outside else ""
-    of_mtp = run.model.mtp_layers, run.loss.mtp_weight
-    return Objective(zero.placement, find_loss(run.loss.name), spec, balance, *of_mtp, family, run.model.d_model)
+    mtp_settings = run.model.mtp_layers, run.loss.mtp_weight
+    return Objective(zero.placement, find_loss(run.loss.name), spec, balance, *mtp_settings, family, run.model.d_model)
 
 
 def check_offload(optimizer: Optimizer, family: str, trained: Params) -> None:
@@ -195,22 +195,22 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     placement = make_placement(run, devices)
     layout, zero = placement.layout, make_zero(run.sharding, placement)
     kernel, kernel_reason = choose_kernel(run, layout.context, devices[0])
-    if wrong := support.problems(run.moe.impl, Hardware.of(devices[0]), run.compute == "f32"):
-        raise ConfigError(wrong)
+    if problems := support.problems(run.moe.impl, Hardware.of(devices[0]), run.compute == "f32"):
+        raise ConfigError(problems)
     definition = make_definition(run, zero, kernel)
     pipe = make_pipeline(run.model, placement, definition)
 
     # The roles of parameters, and the optimizer.
     trained = trained_parameters(run.lora, run.train, definition)
     in_fp8 = fp8_weights(run.precision, run.fp8.exclude, definition)
-    learnt = part(definition.axes, trained)
-    check_groups(run.optimizer, learnt)
-    check_offload(run.optimizer, run.model.family, learnt)
+    trained_axes = part(definition.axes, trained)
+    check_groups(run.optimizer, trained_axes)
+    check_offload(run.optimizer, run.model.family, trained_axes)
     offload = run.optimizer.offload == "moments"
-    how = (run.optimizer, run.dtypes, learnt, placement, zero.numerics)
-    tx = make_optimizer(*how, own_settings(run.own))
+    settings = (run.optimizer, run.dtypes, trained_axes, placement, zero.numerics)
+    tx = make_optimizer(*settings, own_settings(run.own))
     rounding = Rounding(run.train.seed, layout.stages.order if pipe else None)
-    update = streamed(*how, rounding) if offload else at_once(tx, rounding)
+    update = streamed(*settings, rounding) if offload else at_once(tx, rounding)
 
     # The arrays.
     averages = run.train.ema_decay > 0
@@ -223,11 +223,11 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     balance = make_balance(run.model, run.moe, frozen, layout, definition) if run.model.num_experts else None
     objective = make_objective(run, zero, trained, balance)
     adds = not pipe and adds_in_backward(run.train, not run.parallel.scan_layers, definition)
-    local = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
+    local_gradients = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
     param_specs = definition.specs(placement)
     in_specs = param_specs, placement.spec(MICROBATCHES)
     report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.nothing))
-    gradients = placement.shard_map(local, in_specs, (report_specs, part(param_specs, trained)))
+    gradients = placement.shard_map(local_gradients, in_specs, (report_specs, part(param_specs, trained)))
 
     train_step = make_train_step(
         gradients,
@@ -240,15 +240,15 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         ema_decay=run.train.ema_decay,
     )
     without_z = dataclasses.replace(objective.spec, z_loss=0.0)
-    measured = with_cross_entropy(objective.loss)
-    held_out = dataclasses.replace(objective, loss=measured, spec=without_z, balance=None, mtp_layers=0)
-    sums = dict.fromkeys(measured.reports, P())
-    eval_step = placement.shard_map(make_loss(definition, zero, held_out, in_fp8, pipe), in_specs, (P(), P(), sums))
-    of_documents = placement.spec((None, "batch", None))
-    log_probs = placement.shard_map(make_log_probs(definition, zero, held_out, in_fp8, pipe), in_specs, of_documents)
+    eval_loss = with_cross_entropy(objective.loss)
+    eval_objective = dataclasses.replace(objective, loss=eval_loss, spec=without_z, balance=None, mtp_layers=0)
+    sums = dict.fromkeys(eval_loss.reports, P())
+    eval_step = placement.shard_map(make_loss(definition, zero, eval_objective, in_fp8, pipe), in_specs, (P(), P(), sums))
+    document_spec = placement.spec((None, "batch", None))
+    log_probs = placement.shard_map(make_log_probs(definition, zero, eval_objective, in_fp8, pipe), in_specs, document_spec)
 
     metrics = ("loss", "grad_norm", "lr", "verdict", *objective.reports, *(EXPERT_METRICS if balance else ()))
-    whole = replicated(placement)
+    unsharded = replicated(placement)
     in_shardings = shardings(state.params), shardings(eval_batch)
     return Program(
         run,
@@ -265,12 +265,12 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
         train_step=jax.jit(
             train_step,
             in_shardings=(shardings(state), shardings(batch)),
-            out_shardings=(shardings(state), dict.fromkeys(metrics, whole)),
+            out_shardings=(shardings(state), dict.fromkeys(metrics, unsharded)),
             donate_argnums=0,
             # Arrays of a batch that the kernel does not read stay arguments, so that plans find all of them.
             keep_unused=True,
         ),
-        eval_step=jax.jit(eval_step, in_shardings=in_shardings, out_shardings=whole),
+        eval_step=jax.jit(eval_step, in_shardings=in_shardings, out_shardings=unsharded),
         gradients=jax.jit(gradients),
-        log_probs=jax.jit(log_probs, in_shardings=in_shardings, out_shardings=whole),
+        log_probs=jax.jit(log_probs, in_shardings=in_shardings, out_shardings=unsharded),
     )

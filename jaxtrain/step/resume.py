@@ -34,69 +34,73 @@ def compare(
       contents: key of a path -> hashes of its content in the checkpoint and now. They decide whether the key has changed. A
         key without hashes is compared by its text.
     """
-    was, unknown = schema.resolve(old)
-    before = was.flat
+    old_run, unknown = schema.resolve(old)
+    before = old_run.flat
     after = dict(schema.flatten(new))
     allowed = [name.strip() for name in allow_change.split(",") if name.strip()]
     problems = check_allow_change(allow_change)
     notes: list[str] = []
     stored = dict(schema.flatten(old))
     removed = [p.key for p in unknown if p.rule == schema.NO_KEY]
-    gone = {k: v for k, v in stored.items() if any(f"{k}.".startswith(f"{name}.") for name in removed)}
+    dropped = {k: v for k, v in stored.items() if any(f"{k}.".startswith(f"{name}.") for name in removed)}
     problems += [
         dataclasses.replace(p, rule=f"in the checkpoint's config, {p.rule}") for p in unknown if p.rule != schema.NO_KEY
     ]
-    if gone:
-        notes.append(f"in the checkpoint's config, no longer keys: {', '.join(f'{k} = {v!r}' for k, v in gone.items())}")
-    asked: list[tuple[str, Resume]] = []
+    if dropped:
+        notes.append(f"in the checkpoint's config, no longer keys: {', '.join(f'{k} = {v!r}' for k, v in dropped.items())}")
+    needs_approval: list[tuple[str, Resume]] = []
     for name in [*after, *(k for k in before if k not in after)]:
-        moved, (was_in, is_in) = before.get(name) != after.get(name), contents.get(name, ("", ""))
-        if was_in and was_in == is_in:
-            notes += [f"{name}: {_shown(name, before)} -> {_shown(name, after)} (the same content in another place)"] * moved
+        changed, (old_hash, new_hash) = before.get(name) != after.get(name), contents.get(name, ("", ""))
+        if old_hash and old_hash == new_hash:
+            notes += [
+                f"{name}: {_format(name, before)} -> {_format(name, after)} (the same content in another place)"
+            ] * changed
             continue
-        if not moved and was_in == is_in:
+        if not changed and old_hash == new_hash:
             continue
         if name == "model.head_dim" and _width_of_heads(before) == before[name] and _width_of_heads(after) == after[name]:
             continue  # follows from another key, which is reported
         if name == "lora.targets" and not (before["lora.rank"] and after["lora.rank"]):
             continue  # not read, or lora.rank is reported
-        change = f"{_shown(name, before)} -> {_shown(name, after)}" if moved else f"{_shown(name, after)} has other content"
+        change = (
+            f"{_format(name, before)} -> {_format(name, after)}" if changed else f"{_format(name, after)} has other content"
+        )
         rule = resume_of(name)
         if name == groups.KEY and groups.moved(before[name]) != groups.moved(after[name]):
             rule = Resume("never", "parameters that change their optimizer store other tensors")
-        if name == "model.attention_pattern" and _delta_nets(was) != _delta_nets(schema.resolve(new)[0]):
+        if name == "model.attention_pattern" and _delta_net_layers(old_run) != _delta_net_layers(schema.resolve(new)[0]):
             rule = Resume("never", "delta nets and softmax attention have other weights")
         if name in ("dtypes.m", "dtypes.v") and "int8" in (before[name], after[name]):
             rule = Resume("never", "8-bit blocks are other tensors, and moments are not converted to them or from them")
-        if name == "train.grad_accum" and was.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
+        if name == "train.grad_accum" and old_run.model.num_experts and any(after[f"moe.{loss}"] for loss in EXPERT_LOSSES):
             rule = Resume("ask", "moe.balance_loss and moe.z_loss are computed per microbatch, and sum to other values")
         if name == "data.max_segments" and {before[name], after[name]} == {0, schema.MOST_DOCUMENTS}:
             rule = Resume("free", "the same sequences")
         if rule.word == "free" and _decides_drops(name, before, after):
             rule = Resume("ask", "with moe.capacity_factor above 0, experts drop other tokens")
-        if rule.word == "free" or (rule.word == "ask" and name in _matching(allowed, [name])):
+        if rule.word == "free" or (rule.word == "ask" and name in _match_keys(allowed, [name])):
             notes.append(f"{name}: {change} ({rule.reason})")
         elif rule.word == "ask":
-            asked.append((name, rule))
+            needs_approval.append((name, rule))
         else:
             problems.append(
                 Problem(
                     name,
                     after.get(name),
-                    f"was {_shown(name, before)} in the checkpoint and can never change on resume: {rule.reason}",
+                    f"was {_format(name, before)} in the checkpoint and can never change on resume: {rule.reason}",
                     "Set it back, or start a new run in another --workdir (--config.init.from starts it from these weights)",
                 )
             )
     settings = [name for name in {**before, **after} if name.startswith(f"{schema.OWN}.")]
     for name in allowed:
-        if name.startswith(f"{schema.OWN}.") and not _matching([name], settings):
+        if name.startswith(f"{schema.OWN}.") and not _match_keys([name], settings):
             rule = "neither the checkpoint's config nor this one has such a key"
             remedy = schema.nearest(name, settings) if settings else "Take it out of the list"
             problems.append(Problem("checkpoint.allow_change", name, rule, remedy))
-    allowed = [name for name in allowed if _matching([name], [*settings, *schema.declared()])]
-    everything = ",".join(dict.fromkeys([*allowed, *(name for name, _ in asked)]))
-    for name, rule in asked:
-        former = f"was {_shown(name, before)}" if before.get(name) != after.get(name) else "had other content"
+    allowed = [name for name in allowed if _match_keys([name], [*settings, *schema.declared()])]
+    everything = ",".join(dict.fromkeys([*allowed, *(name for name, _ in needs_approval)]))
+    for name, rule in needs_approval:
+        former = f"was {_format(name, before)}" if before.get(name) != after.get(name) else "had other content"
         problems.append(
             Problem(
                 name,
@@ -119,8 +123,7 @@ def check_trained(meta: Mapping[str, Any], folder: str) -> list[Problem]:
     return [Problem("--workdir", folder, rule, f"Name another folder, with --config.init.from={folder}")]
 
 
-def _delta_nets(run: schema.RunConfig) -> list[int]:
-    """Return the layers that have gated delta nets."""
+def _delta_net_layers(run: schema.RunConfig) -> list[int]:
     return [i for i, kind in enumerate(run.model.kinds) if kind == schema.DELTA]
 
 
@@ -146,13 +149,13 @@ def check_allow_change(allow_change: str) -> list[Problem]:
     Fixed keys are the keys that can never change on resume.
 
     A pattern that also matches other keys is valid, although `compare` refuses all changes of the fixed keys."""
-    known = list(schema.declared())
+    keys = list(schema.declared())
     problems: list[Problem] = []
-    for name in filter(None, (part.strip() for part in allow_change.split(","))):
-        matched = [name] if name.startswith(f"{schema.OWN}.") else _matching([name], known)
+    for name in filter(None, (pattern.strip() for pattern in allow_change.split(","))):
+        matched = [name] if name.startswith(f"{schema.OWN}.") else _match_keys([name], keys)
         fixed = [k for k in matched if resume_of(k).word == "never"]
         if not matched:
-            problems.append(Problem("checkpoint.allow_change", name, schema.NO_KEY, schema.nearest(name, known)))
+            problems.append(Problem("checkpoint.allow_change", name, schema.NO_KEY, schema.nearest(name, keys)))
         elif fixed == matched:
             problems.append(
                 Problem("checkpoint.allow_change", name, f"{fixed[0]} can never change on resume", "Take it out of the list")
@@ -160,11 +163,11 @@ def check_allow_change(allow_change: str) -> list[Problem]:
     return problems
 
 
-def _matching(patterns: list[str], keys: list[str]) -> list[str]:
+def _match_keys(patterns: list[str], keys: list[str]) -> list[str]:
     return [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)]
 
 
-def _shown(name: str, values: Mapping[str, Any]) -> str:
+def _format(name: str, values: Mapping[str, Any]) -> str:
     return repr(values[name]) if name in values else "not set"
 
 
@@ -178,12 +181,12 @@ def markdown() -> str:
         "ask": "Only if named in `--config.checkpoint.allow_change=KEY,KEY`",
         "never": "Never",
     }
-    known = {name: resume_of(name) for name in (*schema.declared(), f"{schema.OWN}.*")}
+    rules = {name: resume_of(name) for name in (*schema.declared(), f"{schema.OWN}.*")}
     rows: dict[Resume, list[str]] = {}
-    for name, rule in known.items():
+    for name, rule in rules.items():
         section = name.partition(".")[0]
-        whole = section != name and {r for k, r in known.items() if k.startswith(f"{section}.")} == {rule}
-        rows.setdefault(rule, []).append(f"`{section}.*`" if whole else f"`{name}`")
+        covers_section = section != name and {r for k, r in rules.items() if k.startswith(f"{section}.")} == {rule}
+        rows.setdefault(rule, []).append(f"`{section}.*`" if covers_section else f"`{name}`")
     lines: list[str] = []
     for word, heading in headings.items():
         lines += [f"**{heading}:**", "", "| keys | reason |", "|---|---|"]

@@ -79,14 +79,14 @@ class Schedule:
         """Return the number of ticks of a step."""
         return self.wait + self.forward_ticks
 
-    def forward_unit(self, u: int) -> tuple[int, int]:
-        """Return (group of the stage, microbatch) of forward unit u."""
-        run, within = divmod(u, self.stages * self.groups)
+    def forward_unit(self, unit: int) -> tuple[int, int]:
+        """Return (group of the stage, microbatch) of a forward unit."""
+        run, within = divmod(unit, self.stages * self.groups)
         return within // self.stages, run * self.stages + within % self.stages
 
-    def backward_unit(self, w: int) -> tuple[int, int]:
-        """Return (group of the stage, microbatch) of backward unit w."""
-        group, microbatch = self.forward_unit(w)
+    def backward_unit(self, unit: int) -> tuple[int, int]:
+        """Return (group of the stage, microbatch) of a backward unit."""
+        group, microbatch = self.forward_unit(unit)
         return self.groups - 1 - group, microbatch
 
     @functools.cached_property
@@ -100,19 +100,19 @@ class Schedule:
         free: list[int] = []
         waiting: list[tuple[int, int]] = []  # (tick of the backward pass, slot)
         by_forward: list[int] = []
-        of: dict[tuple[int, int], int] = {}
+        slot_of: dict[tuple[int, int], int] = {}
         count = 0
-        for u in range(self.forward_ticks):
-            while waiting and waiting[0][0] < u:
+        for tick in range(self.forward_ticks):
+            while waiting and waiting[0][0] < tick:
                 heapq.heappush(free, heapq.heappop(waiting)[1])
             slot = heapq.heappop(free) if free else count
             count += slot == count
             by_forward.append(slot)
-            unit = self.forward_unit(u) if u < self.units else None
-            heapq.heappush(waiting, (done[unit] if unit else u, slot))
+            unit = self.forward_unit(tick) if tick < self.units else None
+            heapq.heappush(waiting, (done[unit] if unit else tick, slot))
             if unit:
-                of[unit] = slot
-        return tuple(by_forward), tuple(of[self.backward_unit(w)] for w in range(self.units)), count
+                slot_of[unit] = slot
+        return tuple(by_forward), tuple(slot_of[self.backward_unit(w)] for w in range(self.units)), count
 
     @functools.cached_property
     def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
@@ -138,17 +138,17 @@ class Schedule:
                 phases.append(Phase(range(t, t + 1), *kind(t)))
         rounds: list[tuple[int, tuple[Phase, ...]]] = []
         while phases:
-            again = self._count_repeats(phases)
-            rounds.append((again, tuple(phases[: 2 if again > 1 else 1])))
-            phases = phases[again * len(rounds[-1][1]) :]
+            repeats = self._count_repeats(phases)
+            rounds.append((repeats, tuple(phases[: 2 if repeats > 1 else 1])))
+            phases = phases[repeats * len(rounds[-1][1]) :]
         return tuple(rounds)
 
     def _count_repeats(self, phases: list["Phase"]) -> int:
         """Return how many times the first two phases occur in a row, each pair stages x groups ticks after the previous."""
         count = 1
-        while (here := phases[2 * count : 2 * count + 2]) and len(here) == 2:
+        while (following := phases[2 * count : 2 * count + 2]) and len(following) == 2:
             shift = count * self.stages * self.groups
-            if [p.later(shift) for p in phases[:2]] != here:
+            if [p.later(shift) for p in phases[:2]] != following:
                 break
             count += 1
         return count

@@ -61,12 +61,12 @@ def begin_average(state: TrainState, abstract: TrainState) -> TrainState:
     if not abstract.ema:
         return state
 
-    def values(params: Params) -> Params:
+    def copy_weights(params: Params) -> Params:
         # The averages are new arrays, because the step donates them and the weights.
         return jax.tree.map(lambda e, w: jnp.copy(w).astype(e.dtype), abstract.ema, params)
 
-    learnt = part(state.params, jax.tree.map(lambda _: True, abstract.ema))
-    return dataclasses.replace(state, ema=jax.jit(values, out_shardings=shardings(abstract.ema))(learnt))
+    trained_params = part(state.params, jax.tree.map(lambda _: True, abstract.ema))
+    return dataclasses.replace(state, ema=jax.jit(copy_weights, out_shardings=shardings(abstract.ema))(trained_params))
 
 
 def abstract_state(
@@ -86,43 +86,44 @@ def abstract_state(
     layers: the arrangement of layers on pipeline stages; None without stages.
     average: the trained parameters have averages, on the devices.
     """
-    abstract = jax.eval_shape(lambda params: _placed(params, layers), definition.abstract)
+    abstract = jax.eval_shape(lambda params: _place_layers(params, layers), definition.abstract)
 
-    def place(path: Any, a: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
+    def shard_param(path: Any, a: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
         name = ".".join(str(k.key) for k in path)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement.sharding(axes, name, a.shape))
 
-    params = jax.tree_util.tree_map_with_path(place, abstract, definition.axes)
-    whole = replicated(placement)
+    params = jax.tree_util.tree_map_with_path(shard_param, abstract, definition.axes)
+    unsharded = replicated(placement)
 
-    def moment(a: Any, p: jax.ShapeDtypeStruct) -> Any:
-        if isinstance(a, optax.MaskedNode):
-            return a
-        if is_blocks(a) and dividing(p.sharding, a.scales.shape).spec != p.sharding.spec:
-            rule = f"a block of 8-bit moments of a parameter {p.shape} would lie on two devices, split as {p.sharding.spec}"
+    def shard_moment(moment: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(moment, optax.MaskedNode):
+            return moment
+        if is_blocks(moment) and dividing(leaf.sharding, moment.scales.shape).spec != leaf.sharding.spec:
+            rule = (
+                f"a block of 8-bit moments of a parameter {leaf.shape} would lie on two devices, split as {leaf.sharding.spec}"
+            )
             remedy = "Set dtypes.m and dtypes.v to bf16, or a smaller mesh.tensor."
             raise ConfigError([Problem("mesh", None, rule, remedy)])
-        home = p.sharding.with_memory_kind(ON_HOST) if offload else p.sharding
-        if is_blocks(a):
-            return Blocks(_like(a.codes, home), _like(a.scales, home))
-        return _like(a, home if a.shape == p.shape else whole)
+        sharding = leaf.sharding.with_memory_kind(ON_HOST) if offload else leaf.sharding
+        if is_blocks(moment):
+            return Blocks(_like(moment.codes, sharding), _like(moment.scales, sharding))
+        return _like(moment, sharding if moment.shape == leaf.shape else unsharded)
 
-    every = jax.tree.map(lambda _: True, abstract) if trained is None else trained
+    mask = jax.tree.map(lambda _: True, abstract) if trained is None else trained
     optimizer = optax.tree_map_params(
         tx,
-        moment,
-        jax.eval_shape(tx.init, part(abstract, every)),
-        part(params, every),
-        transform_non_params=lambda a: _like(a, whole),
+        shard_moment,
+        jax.eval_shape(tx.init, part(abstract, mask)),
+        part(params, mask),
+        transform_non_params=lambda a: _like(a, unsharded),
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
-    guarded = jax.tree.map(lambda a: _like(a, whole), jax.eval_shape(guard.fresh))
-    ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), part(params, every)) if average else ()
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, optimizer, guarded, ema, layers)
+    guard_state = jax.tree.map(lambda a: _like(a, unsharded), jax.eval_shape(guard.fresh))
+    ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), part(params, mask)) if average else ()
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=unsharded), params, optimizer, guard_state, ema, layers)
 
 
-def _placed(params: Params, layers: Arrangement | None) -> Params:
-    """Return a model's parameters with each layer in its slot of the stack."""
+def _place_layers(params: Params, layers: Arrangement | None) -> Params:
     if layers is None:
         return params
     return jax.tree_util.tree_map_with_path(
@@ -152,35 +153,35 @@ def create_state(
     trained: the parameters that have moments; None: all. only: the parameters to create; None: all.
     """
 
-    def chosen(tree: Params, choice: Params | None) -> Params:
+    def select(tree: Params, choice: Params | None) -> Params:
         return tree if choice is None else part(tree, choice)
 
-    layouts = shardings(chosen(abstract.params, only))
+    layouts = shardings(select(abstract.params, only))
 
-    def values(key: jax.Array) -> Params:
-        return _placed(chosen(definition.init(key), only), abstract.layers)
+    def init_params(key: jax.Array) -> Params:
+        return _place_layers(select(definition.init(key), only), abstract.layers)
 
-    params = jax.jit(values, out_shardings=layouts)(jax.random.key(seed))
-    learnt = chosen(params, trained)
+    params = jax.jit(init_params, out_shardings=layouts)(jax.random.key(seed))
+    trained_params = select(params, trained)
     leaves, tree = jax.tree.flatten(shardings(abstract.optimizer))
     if any(sharding.memory_kind == ON_HOST for sharding in leaves):
         # One at a time: on its way to the host each is on the device, which may have no memory for all.
-        made = [
-            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(learnt)
+        moments = [
+            jax.jit(lambda params, i=i: jax.tree.leaves(tx.init(params))[i], out_shardings=sharding)(trained_params)
             for i, sharding in enumerate(leaves)
         ]
-        optimizer = jax.tree.unflatten(tree, made)
+        optimizer = jax.tree.unflatten(tree, moments)
     else:
-        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(learnt)
+        optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(trained_params)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
-    guarded = jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))()
-    return begin_average(TrainState(step, params, optimizer, guarded, layers=abstract.layers), abstract)
+    guard_state = jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))()
+    return begin_average(TrainState(step, params, optimizer, guard_state, layers=abstract.layers), abstract)
 
 
 def dotted_name(path: Any) -> str:
     """Return the dotted name of a leaf from its path: attributes and dict keys, without positions in tuples."""
-    parts = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
-    return ".".join(p for p in parts if p)
+    keys = [str(getattr(k, "name", None) or getattr(k, "key", "")) for k in path]
+    return ".".join(p for p in keys if p)
 
 
 def is_moment(path: Any) -> bool:
@@ -200,12 +201,12 @@ def split_layer(name: str, period: int) -> tuple[str, int | None]:
 
     period: layers in each element of the stack.
     """
-    found = re.match(r"(.*?\.layers)\.(\d+)\.", name)
-    if not found:
+    match = re.match(r"(.*?\.layers)\.(\d+)\.", name)
+    if not match:
         return name, None
-    element, place = divmod(int(found[2]), period)
-    within = f".{place_name(place, period)}" if period > 1 else ""
-    return found[1] + within + name[found.end() - 1 :], element
+    element, index = divmod(int(match[2]), period)
+    within = f".{place_name(index, period)}" if period > 1 else ""
+    return match[1] + within + name[match.end() - 1 :], element
 
 
 class NamedLeaf(NamedTuple):
@@ -223,7 +224,7 @@ class NamedLeaf(NamedTuple):
     @property
     def places(self) -> list[tuple[int, str]]:
         """Return (slot, name of the tensor) for each layer of a stack."""
-        return [(place, layer_name(self.name, layer)) for place, layer in enumerate(self.order) if layer is not None]
+        return [(slot, layer_name(self.name, layer)) for slot, layer in enumerate(self.order) if layer is not None]
 
     @property
     def rows(self) -> list[str | None]:
@@ -245,19 +246,19 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
     """Return name -> shape, dtype and sharding of every tensor of a state. Each layer of a stack has its own tensors."""
     out: Tensors = {}
     for leaf in named_leaves(abstract):
-        a = leaf.array
+        array = leaf.array
         if leaf.stacked:
-            home = stacks.layer_sharding(a.shape, a.sharding)
-            one = jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=home)
-            named = {name: one for _, name in leaf.places}
+            sharding = stacks.layer_sharding(array.shape, array.sharding)
+            layer = jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=sharding)
+            tensors = {name: layer for _, name in leaf.places}
         else:
-            named = {leaf.name: a}
-        clash = named.keys() & out.keys()
+            tensors = {leaf.name: array}
+        clash = tensors.keys() & out.keys()
         if clash:
             raise ValueError(
                 f"two tensors of the train state are called {min(clash)}: give the optimizer's fields distinct names"
             )
-        out.update(named)
+        out.update(tensors)
     return out
 
 
@@ -265,12 +266,12 @@ def to_tensors(state: TrainState) -> Tensors:
     """Return copies of a state's tensors by name. They stay valid when the state is donated to the next step."""
     out: Tensors = {}
     for leaf in named_leaves(state):
-        a = leaf.array
+        array = leaf.array
         if leaf.stacked:
-            layer = stacks.copy_layer(a.shape, a.sharding)
-            out |= {name: layer(a, place) for place, name in leaf.places}
+            layer = stacks.copy_layer(array.shape, array.sharding)
+            out |= {name: layer(array, slot) for slot, name in leaf.places}
         else:
-            out[leaf.name] = stacks.copy(a.shape, a.sharding)(a)
+            out[leaf.name] = stacks.copy(array.shape, array.sharding)(array)
     return out
 
 
@@ -281,23 +282,23 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
     None. The layers of a stack in host memory have separate entries, (3,) each. `digests_by_name` waits for the digests.
     compiled: the compiled program of digests.program for the arrays in device memory; None: compile it now.
     """
-    found = named_leaves(state)
+    leaves = named_leaves(state)
     out: list[tuple[list[str | None], Any]] = []
-    here = [leaf for leaf in found if leaf.array.sharding.memory_kind != ON_HOST]
-    arrays = [leaf.array for leaf in here]
-    made = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in here])
-    out += [(leaf.rows, digest) for leaf, digest in zip(here, made, strict=True)]
-    for leaf in (leaf for leaf in found if leaf.array.sharding.memory_kind == ON_HOST):
-        for place, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
-            part = stacks.copy_to_device(leaf.array, place) if leaf.stacked else leaf.array
-            out.append(([name], digests.digest_arrays({name: part})[name]))
+    device_leaves = [leaf for leaf in leaves if leaf.array.sharding.memory_kind != ON_HOST]
+    arrays = [leaf.array for leaf in device_leaves]
+    results = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in device_leaves])
+    out += [(leaf.rows, digest) for leaf, digest in zip(device_leaves, results, strict=True)]
+    for leaf in (leaf for leaf in leaves if leaf.array.sharding.memory_kind == ON_HOST):
+        for slot, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
+            array = stacks.copy_to_device(leaf.array, slot) if leaf.stacked else leaf.array
+            out.append(([name], digests.digest_arrays({name: array})[name]))
     return out
 
 
-def digests_by_name(made: list[tuple[list[str | None], Any]]) -> dict[str, np.ndarray]:
+def digests_by_name(entries: list[tuple[list[str | None], Any]]) -> dict[str, np.ndarray]:
     """Return the digest of each tensor, uint32 (3,), from the result of `to_digests`."""
-    rows = ((names, np.asarray(found).reshape(-1, 3)) for names, found in made)
-    return {name: digest for names, found in rows for name, digest in zip(names, found, strict=True) if name is not None}
+    rows = ((names, np.asarray(values).reshape(-1, 3)) for names, values in entries)
+    return {name: digest for names, values in rows for name, digest in zip(names, values, strict=True) if name is not None}
 
 
 def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
@@ -306,11 +307,11 @@ def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
     for leaf in named_leaves(state):
         if not leaf.name.startswith(prefix):
             continue
-        whole = np.array(leaf.array)  # a copy: the state may be donated
+        array = np.array(leaf.array)  # a copy: the state may be donated
         if leaf.stacked:
-            out |= {name.removeprefix(prefix): whole[place] for place, name in leaf.places}
+            out |= {name.removeprefix(prefix): array[slot] for slot, name in leaf.places}
         else:
-            out[leaf.name.removeprefix(prefix)] = whole
+            out[leaf.name.removeprefix(prefix)] = array
     return out
 
 
@@ -319,28 +320,28 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
     Each tensor is removed from `tensors` when it is used, so it is in memory once.
     """
-    others = {dotted_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
+    fresh_leaves = {dotted_name(path): a for path, a in jax.tree_util.tree_leaves_with_path(fresh)}
 
-    def make(path: Any, a: jax.ShapeDtypeStruct) -> jax.Array:
-        leaf = _leaf(abstract, path, a)
+    def make_leaf(path: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+        leaf = _leaf(abstract, path, target)
         names = [layer_name(leaf.name, layer) for layer in range(len(leaf.places))] if leaf.stacked else [leaf.name]
-        if names[0] not in tensors and leaf.name in others:
-            return others[leaf.name]
-        parts = [tensors.pop(name) for name in names]
-        return stacks.stack(parts, leaf.order, a) if leaf.stacked else parts[0]
+        if names[0] not in tensors and leaf.name in fresh_leaves:
+            return fresh_leaves[leaf.name]
+        layers = [tensors.pop(name) for name in names]
+        return stacks.stack(layers, leaf.order, target) if leaf.stacked else layers[0]
 
-    return jax.tree_util.tree_map_with_path(make, abstract)
+    return jax.tree_util.tree_map_with_path(make_leaf, abstract)
 
 
 def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Return `sharding` for an array of this shape: a dimension that its mesh axes do not divide evenly is replicated."""
-    parts = [
+    dim_axes = [
         axes
         if axes and size % math.prod(sharding.mesh.shape[a] for a in (axes if isinstance(axes, tuple) else (axes,))) == 0
         else None
         for size, axes in zip(shape, [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))], strict=True)
     ]
-    return NamedSharding(sharding.mesh, P(*parts), memory_kind=sharding.memory_kind)
+    return NamedSharding(sharding.mesh, P(*dim_axes), memory_kind=sharding.memory_kind)
 
 
 def without_params(state: TrainState) -> TrainState:

@@ -12,20 +12,20 @@ BYTES = {"f32": 4.0, "bf16": 2.0, INT8: 1.0}
 BYTES |= {"fp8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "mxfp4": (4 + 8 / 32) / 8}
 
 
-def least_gib(run: RunConfig, parts: Collection[str]) -> float:
+def least_gib(run: RunConfig, components: Collection[str]) -> float:
     """Return GiB of one copy of these parts of a state, at least: params, moments, grads.
 
     With adapters or train.freeze these are the parameters alone: frozen weights have no moments and no gradients. The base
     weights of adapters have the compute dtype, or the format of `lora.base`. The average of the weights (train.ema_decay)
     counts with any parts. The second moments of Muon's AdamW part are left out.
     """
-    moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ()) if "moments" in parts else ()
-    held = [run.dtypes.params, *(getattr(run.dtypes, name) for name in moments)]
-    held += [run.dtypes.grads] if "grads" in parts else []
-    held += ["f32"] if run.train.ema_decay else []
+    moments = {"adamw": ("m", "v"), "muon": ("m",)}.get(run.optimizer.name, ()) if "moments" in components else ()
+    dtypes = [run.dtypes.params, *(getattr(run.dtypes, name) for name in moments)]
+    dtypes += [run.dtypes.grads] if "grads" in components else []
+    dtypes += ["f32"] if run.train.ema_decay else []
     if run.lora.rank or run.train.freeze.strip():
-        held = [run.compute if run.lora.rank else run.dtypes.params]
-    total = flops.parameters(run.model)["total"] * sum(BYTES[name] for name in held)
+        dtypes = [run.compute if run.lora.rank else run.dtypes.params]
+    total = flops.parameters(run.model)["total"] * sum(BYTES[name] for name in dtypes)
     base = rules.in_base(run.model, run.lora.base) if run.lora.rank else {}
     for count, inputs, outputs in base.values():
         total += count * inputs * outputs * (BYTES[run.lora.base] - BYTES[run.compute])

@@ -59,14 +59,14 @@ def make_train_step(
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else None
             lr = jnp.asarray(schedule(state.step), jnp.float32)
-            verdict, guarded = guard.judge(state.guard, value, norm, spike)
+            verdict, guard_state = guard.judge(state.guard, value, norm, spike)
             old = part(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = filled(state.params, params)
             params = balance.moved(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
             ema = moved_average(state.ema, part(params, trained), ema_decay, verdict == guard.TAKEN) if ema_decay else ()
             done = state.step + (verdict != guard.HELD)
-        new = TrainState(done.astype(jnp.int32), params, optimizer, guarded, ema, state.layers)
+        new = TrainState(done.astype(jnp.int32), params, optimizer, guard_state, ema, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
         metrics |= {name: x for name, x in report.items() if name != EXPERTS}
         return new, metrics | balance.metrics(report[EXPERTS]) if balance else metrics
@@ -81,7 +81,7 @@ def moved_average(ema: Params, params: Params, decay: float, taken: jax.Array) -
     average of constant weights would approach 0.9998 times the weights.
     """
 
-    def move(e: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.where(taken, e + (1 - decay) * (w.astype(e.dtype) - e), e)
+    def move(average: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.where(taken, average + (1 - decay) * (weight.astype(average.dtype) - average), average)
 
     return jax.tree.map(move, ema, params)

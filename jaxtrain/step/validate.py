@@ -110,15 +110,15 @@ def validate(run: RunConfig, devices: Devices, workdir: Path) -> list[Problem]:
     problems += [] if "train.memory_fraction" in bad else overlay(run, devices, os.environ)[1]
     reported = {p.key for p in problems}
     problems += [p for p in check_places(run, workdir) if p.key not in reported]
-    problems += _shown(run.sample, run.log)
+    problems += _sample_and_log(run.sample, run.log)
     problems += _host_memory(run, devices, bad)
     # Imported here: the data pipeline is in a higher layer, and the imports depend on the source.
     from jaxtrain.data import opening
 
     if not bad & {"model.vocab_size", "data.seq_len", "data.max_segments"}:
         reported |= {p.key for p in problems}
-        found = opening.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
-        problems += [p for p in found if p.key not in reported]
+        data_problems = opening.check(run.data, run.model.vocab_size, run.eval.every_steps > 0, run.loss, bool(run.init.from_))
+        problems += [p for p in data_problems if p.key not in reported]
     return problems
 
 
@@ -151,19 +151,21 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
     If a float is too large, too small, or not read at all, the problem says the last.
     """
     values = run.flat
-    wrong = {p.key: p for p in check_keys(values)}
-    if not wrong:
-        return _beside(run, devices, set())
+    key_problems = {p.key: p for p in check_keys(values)}
+    if not key_problems:
+        return _combined_problems(run, devices, set())
     keys = schema.declared()
-    floats = {key for key in wrong if isinstance(values[key], float)}
-    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in wrong})
-    not_read = {p.key: p for p in _beside(run, devices, wrong.keys() - floats) if p.key in floats} if floats else {}
-    found = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in wrong.items()]
-    return found + [p for p in _beside(run, devices, set(wrong)) if p.key not in wrong]
+    floats = {key for key in key_problems if isinstance(values[key], float)}
+    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in key_problems})
+    not_read = (
+        {p.key: p for p in _combined_problems(run, devices, key_problems.keys() - floats) if p.key in floats} if floats else {}
+    )
+    problems = [dataclasses.replace(not_read.get(key, p), value=p.value) for key, p in key_problems.items()]
+    return problems + [p for p in _combined_problems(run, devices, set(key_problems)) if p.key not in key_problems]
 
 
-def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
-    o, d = run.optimizer, run.dtypes
+def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
+    optimizer, dtypes = run.optimizer, run.dtypes
     problems = list(check_layout(run, devices, bad))
     problems += check_schedule(run.pipeline, bad)
     problems += rules.check_model(run.model, bad)
@@ -173,28 +175,31 @@ def _beside(run: RunConfig, devices: Devices, bad: set[str]) -> list[Problem]:
         if run.model.family in FAMILIES:  # weights of other families have names only after the model is built
             problems += eight_bit(run.precision, run.fp8.exclude, matmuls(run.model))[1]
     problems += schema.parse_options(run.compiler.options)[1]
-    problems += _schedule(o, run.train.steps, bad)
-    problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else too_coarse(o, d)
+    problems += _schedule(optimizer, run.train.steps, bad)
+    problems += [] if bad & {"dtypes.v", "optimizer.beta2"} else too_coarse(optimizer, dtypes)
     problems += _repeatable(run.train, run.compiler, devices)
-    problems += groups.problems(o.groups, o.name)
-    problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(o)
-    if o.offload == "moments" and o.name not in groups.METHODS:
-        rule, instead = f"updates layer by layer, and {o.name} may need all of them at once", " or ".join(groups.METHODS)
+    problems += groups.problems(optimizer.groups, optimizer.name)
+    problems += [] if bad & {"optimizer.lr", "optimizer.weight_decay"} else groups.too_fast(optimizer)
+    if optimizer.offload == "moments" and optimizer.name not in groups.METHODS:
+        rule, instead = (
+            f"updates layer by layer, and {optimizer.name} may need all of them at once",
+            " or ".join(groups.METHODS),
+        )
         problems.append(Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {instead}."))
     if run.lora.rank and "lora.rank" not in bad:
-        problems += _lora(run.train, run.init, d)
+        problems += _lora(run.train, run.init, dtypes)
         problems += [] if bad & {"lora.base", *OF_SHAPES} else _base(run, devices)
         if run.model.family in FAMILIES:
-            known = run.model.adaptable(run.lora.experts != "none")
-            problems += rules.wrong_targets(run.lora, known, run.model.num_experts > 0) or rules.unused_experts(
+            adaptable = run.model.adaptable(run.lora.experts != "none")
+            problems += rules.wrong_targets(run.lora, adaptable, run.model.num_experts > 0) or rules.unused_experts(
                 run.lora, run.model
             )
     if run.loss.of_pairs:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
         problems += _mtp(run, bad)
-    told = {p.key for p in problems}
-    return problems + [p for key, p in unread.problems(run.flat, READ_WITH, bad).items() if key not in told]
+    reported = {p.key for p in problems}
+    return problems + [p for key, p in unread.problems(run.flat, READ_WITH, bad).items() if key not in reported]
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
@@ -209,8 +214,8 @@ def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
             yield from filter(None, [own_parts.not_found(name, value)])
         elif key.choices and value not in key.choices:
             yield _no_choice(name, value, key)
-        elif wrong := key.out_of_range(value):
-            rule, remedy = wrong
+        elif violation := key.out_of_range(value):
+            rule, remedy = violation
             yield Problem(name, value, rule, FIT if isinstance(value, int) and value <= declaration.MOST else remedy)
 
 
@@ -243,42 +248,48 @@ def _remat(remat: Remat, model: Model, bad: set[str]) -> Iterable[Problem]:
         yield Problem("remat.every", remat.every, f"there are only model.num_layers = {model.num_layers} layers", FIT)
 
 
-def _schedule(o: Optimizer, steps: int, bad: set[str]) -> Iterable[Problem]:
+def _schedule(optimizer: Optimizer, steps: int, bad: set[str]) -> Iterable[Problem]:
     if bad & {"optimizer.warmup_steps", "optimizer.decay_steps", "optimizer.schedule", "train.steps"}:
         return
-    if o.warmup_steps > steps:
+    if optimizer.warmup_steps > steps:
         rule = f"the run has only train.steps = {steps}, so the learning rate would never reach its peak"
-        yield Problem("optimizer.warmup_steps", o.warmup_steps, rule, f"Set {steps} or less.")
-    elif o.schedule != "constant":
-        decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-        if max(1, o.warmup_steps) + decay > steps:  # the first step has the peak without a warm-up
-            named = "optimizer.decay_steps" if o.decay_steps else "optimizer.warmup_steps"
-            value = o.decay_steps or o.warmup_steps
-            rule = f"warmup ({o.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
-            yield Problem(named, value, rule, "Shorten one of them, or train longer.")
-    if o.schedule != "constant" and o.lr_min > o.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
-        lower = o.lr / 10 if o.lr > 10 * declaration.SMALLEST else 0
-        yield Problem("optimizer.lr_min", o.lr_min, f"is above the peak, optimizer.lr = {o.lr:g}", f"Set {lower:g}.")
+        yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, f"Set {steps} or less.")
+    elif optimizer.schedule != "constant":
+        decay = optimizer.decay_steps or (steps // 5 if optimizer.schedule == "wsd" else 0)
+        if max(1, optimizer.warmup_steps) + decay > steps:  # the first step has the peak without a warm-up
+            key = "optimizer.decay_steps" if optimizer.decay_steps else "optimizer.warmup_steps"
+            value = optimizer.decay_steps or optimizer.warmup_steps
+            rule = f"warmup ({optimizer.warmup_steps}) and decay ({decay}) together are longer than train.steps = {steps}"
+            yield Problem(key, value, rule, "Shorten one of them, or train longer.")
+    if optimizer.schedule != "constant" and optimizer.lr_min > optimizer.lr and not bad & {"optimizer.lr", "optimizer.lr_min"}:
+        lower = optimizer.lr / 10 if optimizer.lr > 10 * declaration.SMALLEST else 0
+        yield Problem(
+            "optimizer.lr_min", optimizer.lr_min, f"is above the peak, optimizer.lr = {optimizer.lr:g}", f"Set {lower:g}."
+        )
 
 
-def _steps(c: Checkpoint, p: Profile, evaluates: bool, steps: int, workdir: Path, bad: set[str]) -> Iterable[Problem]:
-    if c.keep_best and not evaluates:
+def _steps(
+    checkpoint: Checkpoint, profile: Profile, evaluates: bool, steps: int, workdir: Path, bad: set[str]
+) -> Iterable[Problem]:
+    if checkpoint.keep_best and not evaluates:
         rule = "the lowest held-out loss decides which is the best, and eval.every_steps=0 computes none"
         yield Problem("checkpoint.keep_best", True, rule, "Set eval.every_steps=100.")
     if "train.steps" in bad:
         return
-    folder = checkpoints_folder(c.dir, workdir)
+    folder = checkpoints_folder(checkpoint.dir, workdir)
     if "checkpoint.step" in bad:
         pass
-    elif c.step > steps:
+    elif checkpoint.step > steps:
         rule = f"is beyond the last step, train.steps = {steps}"
-        yield Problem("checkpoint.step", c.step, rule, "Set an earlier one, or -1.")
-    elif c.step >= 0 and not folder.is_dir():
-        yield Problem("checkpoint.step", c.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir.")
-    if not bad & {"profile.start", "profile.steps"} and p.start > 0 and p.start + p.steps > steps:
-        rule = f"tracing {p.steps} steps from there goes past the last step, train.steps = {steps}"
-        yield Problem("profile.start", p.start, rule, "Start earlier, or 0 for no trace.")
-    yield from check_allow_change(c.allow_change)
+        yield Problem("checkpoint.step", checkpoint.step, rule, "Set an earlier one, or -1.")
+    elif checkpoint.step >= 0 and not folder.is_dir():
+        yield Problem(
+            "checkpoint.step", checkpoint.step, f"there is no {folder} to resume from", "Set -1, or the run's own --workdir."
+        )
+    if not bad & {"profile.start", "profile.steps"} and profile.start > 0 and profile.start + profile.steps > steps:
+        rule = f"tracing {profile.steps} steps from there goes past the last step, train.steps = {steps}"
+        yield Problem("profile.start", profile.start, rule, "Start earlier, or 0 for no trace.")
+    yield from check_allow_change(checkpoint.allow_change)
 
 
 # Logical axes of the weights. A mesh axis that shards none of them holds replicas.
@@ -295,9 +306,9 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
         return
     split = {axis for name, onto in layout.rules if name in OF_WEIGHTS for axis in onto}
     copies = math.prod(size for axis, size in layout.mesh if axis not in split)
-    here = devices.node or devices.count  # devices in this process
-    need = least_gib(run, ("params", "moments", "grads")) * copies * here / devices.count
-    have = devices.memory_gib * here
+    local_devices = devices.node or devices.count  # devices in this process
+    need = least_gib(run, ("params", "moments", "grads")) * copies * local_devices / devices.count
+    have = devices.memory_gib * local_devices
     if need > have:
         rule = f"a step takes at least {need:.1f} GiB for parameters, moments and gradients, and {have:.1f} GiB of this "
         rule += "machine's memory are available"
@@ -375,15 +386,15 @@ def _mtp(run: RunConfig, bad: set[str]) -> Iterable[Problem]:
         yield Problem(key, m.mtp_layers, rule, "Set 1.")
 
 
-def _shown(sample: Sample, log: Log) -> Iterable[Problem]:
+def _sample_and_log(sample: Sample, log: Log) -> Iterable[Problem]:
     """Yield a problem for samples that would never be written, and for a tracker with a wrong value or without its package."""
     if sample.every_steps > 0 and sample.max_tokens == 0:
         rule = "sample.max_tokens = 0 writes no samples"
         yield Problem("sample.every_steps", sample.every_steps, rule, "Set it to 0, or sample.max_tokens above 0.")
     for name, form, words in TRACKERS:
-        where = getattr(log, name)
-        if where and not re.fullmatch(form, where):
-            yield Problem(f"log.{name}", where, f"must be {words}", f"For example --config.log.{name}=pretraining.")
-        elif where and importlib.util.find_spec(name) is None:
+        value = getattr(log, name)
+        if value and not re.fullmatch(form, value):
+            yield Problem(f"log.{name}", value, f"must be {words}", f"For example --config.log.{name}=pretraining.")
+        elif value and importlib.util.find_spec(name) is None:
             remedy = f"Set log.{name} to '', or install it. {installed.remedy(name)}"
-            yield Problem(f"log.{name}", where, f"the package {name} is not installed", remedy)
+            yield Problem(f"log.{name}", value, f"the package {name} is not installed", remedy)

@@ -48,21 +48,21 @@ OF_SHAPES = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim
 OF_SHAPES |= {f"model.{name}" for name in ("attention_pattern", *OF_DELTA)}
 
 
-def layer_matrices(m: Model) -> dict[str, dict[str, int]]:
+def layer_matrices(model: Model) -> dict[str, dict[str, int]]:
     """Return name of a matrix of a model's layers -> its logical axes, each with its length. There is one of each shape."""
-    found = {
-        "attention.wq": {"embed": m.d_model, "heads": m.num_heads, "head_dim": m.head_dim},
-        "attention.wk": {"embed": m.d_model, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim},
+    matrices = {
+        "attention.wq": {"embed": model.d_model, "heads": model.num_heads, "head_dim": model.head_dim},
+        "attention.wk": {"embed": model.d_model, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim},
     }
-    if m.delta_layers:
-        found["delta.wq"] = {"embed": m.d_model, "heads": m.linear_key_heads, "head_dim": m.linear_key_dim}
-        found["delta.wv"] = {"embed": m.d_model, "heads": m.linear_value_heads, "head_dim": m.linear_value_dim}
-        found["delta.wa"] = {"embed": m.d_model, "heads": m.linear_value_heads}
-    if width := m.shared_d_ff if m.num_experts else m.d_ff:
-        found["mlp.gate"] = {"embed": m.d_model, "mlp": width}
-    if m.num_experts:
-        found["an expert's mlp.gate"] = {"experts": m.num_experts, "expert_embed": m.d_model, "mlp": m.d_ff}
-    return {name: {"layers": m.num_layers} | lengths for name, lengths in found.items()}
+    if model.delta_layers:
+        matrices["delta.wq"] = {"embed": model.d_model, "heads": model.linear_key_heads, "head_dim": model.linear_key_dim}
+        matrices["delta.wv"] = {"embed": model.d_model, "heads": model.linear_value_heads, "head_dim": model.linear_value_dim}
+        matrices["delta.wa"] = {"embed": model.d_model, "heads": model.linear_value_heads}
+    if width := model.shared_d_ff if model.num_experts else model.d_ff:
+        matrices["mlp.gate"] = {"embed": model.d_model, "mlp": width}
+    if model.num_experts:
+        matrices["an expert's mlp.gate"] = {"experts": model.num_experts, "expert_embed": model.d_model, "mlp": model.d_ff}
+    return {name: {"layers": model.num_layers} | lengths for name, lengths in matrices.items()}
 
 
 def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -70,8 +70,8 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 
     bad: keys that have an invalid value.
     """
-    layout, wrong = find_layout(run, devices)
-    yield from wrong
+    layout, problems = find_layout(run, devices)
+    yield from problems
     m, hardware, context = run.model, None, None
     yield from _rules(dict(run.sharding.rules), m.family)
     if devices.kind == "cpu" or devices.sm:
@@ -79,17 +79,17 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
         hardware = Hardware(devices.kind, divmod(devices.sm, 10), name)
     if layout:  # an invalid mesh is reported alone, because uneven dimensions would be a consequence
         # With these rules no mesh axis shards two axes of an array: each axis of an array may have other mesh axes.
-        wrong = rule_problems(layout, run.sharding)
-        refused = {p.key.rpartition(".")[2] for p in wrong}
-        rules = tuple((axis, () if rule_of(axis) in refused else onto) for axis, onto in layout.rules)
+        problems = rule_problems(layout, run.sharding)
+        refused_rules = {p.key.rpartition(".")[2] for p in problems}
+        rules = tuple((axis, () if rule_of(axis) in refused_rules else onto) for axis, onto in layout.rules)
         allowed = dataclasses.replace(layout, rules=rules)
         context, split = _context(run, allowed, bad)
         uneven = [*_divisions(run.flat, allowed, bad), *_batch(run.train, allowed, bad)]
         if not any(p.key == "train.global_batch" for p in uneven):
             uneven += _ramp(run.train, allowed, bad)
-        yield from [p for p in uneven if p.key != "data.seq_len" or not any(other.key == p.key for other in split)]
+        yield from [p for p in uneven if p.key != "data.seq_len" or not any(problem.key == p.key for problem in split)]
         yield from split
-        yield from wrong
+        yield from problems
         if layout.pipelined:
             yield from check_pipeline(m, run.train, run.optimizer, run.remat, layout.stages, bad)
         yield from check_experts(run, hardware, layout, bad)
@@ -103,16 +103,16 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
 def in_use(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:
     """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
     layout, _ = find_layout(run, devices)
-    found: dict[str, object] = {f"mesh.{axis}": size for axis, size in (layout.mesh if layout else ())}
+    values: dict[str, object] = {f"mesh.{axis}": size for axis, size in (layout.mesh if layout else ())}
     if run.optimizer.schedule != "constant" and run.train.steps > 0:
-        found["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
+        values["optimizer.decay_steps"] = run.optimizer.decay(run.train.steps)
     if run.model.sliding_window:
-        found["model.local_rope_base"] = run.model.local_rope_base or run.model.rope_base
+        values["model.local_rope_base"] = run.model.local_rope_base or run.model.rope_base
     if (gpu := devices.gpu) and not run.log.peak_tflops and run.compute in ("f32", "bf16"):
-        found["log.peak_tflops"] = gpu.peak(run.compute)
+        values["log.peak_tflops"] = gpu.peak(run.compute)
     if run.train.accumulate == "auto":
-        found["train.accumulate"] = "microbatch" if run.parallel.scan_layers else "layer"
-    return found | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
+        values["train.accumulate"] = "microbatch" if run.parallel.scan_layers else "layer"
+    return values | ({} if run.checkpoint.dir else {"checkpoint.dir": str(workdir / "checkpoints")})
 
 
 def find_layout(run: RunConfig, devices: Devices) -> tuple[Layout | None, list[Problem]]:
@@ -122,9 +122,9 @@ def find_layout(run: RunConfig, devices: Devices) -> tuple[Layout | None, list[P
     if devices.count < 1:
         rule = f"no device to run on ({devices.source})"
         return None, [Problem("devices", devices.count, rule, "Set JAX_NUM_CPU_DEVICES=1.")]
-    what = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
+    description = f"{devices.count} {devices.name} device{'s' if devices.count != 1 else ''} ({devices.source})"
     try:
-        return resolve_layout(run, devices.count, devices.node or devices.count, what), []
+        return resolve_layout(run, devices.count, devices.node or devices.count, description), []
     except ConfigError as error:
         need = math.prod(size for axis in MESH_AXES if (size := getattr(run.mesh, axis)) > 0)
         if (devices.kind, devices.count) == ("cpu", 1) and need > 1:  # the default of a machine without GPUs
@@ -147,7 +147,7 @@ def _rules(rules: Mapping[str, str], family: str) -> Iterable[Problem]:
 
 def _context(run: RunConfig, layout: Layout, bad: set[str]) -> tuple[Context | None, list[Problem]]:
     """Return context parallelism and its problems: heads, data.seq_len and kinds of layers, if mesh axes shard a sequence."""
-    m, found, context = run.model, [], layout.context
+    m, problems, context = run.model, [], layout.context
     tensor, ranks = layout.shards("heads"), layout.shards("sequence")
     if bad & {"parallel.context", "model.num_heads", "model.num_kv_heads"} or m.num_heads % tensor:
         return None, []
@@ -156,13 +156,13 @@ def _context(run: RunConfig, layout: Layout, bad: set[str]) -> tuple[Context | N
         rule += f", each shared by {context.ulysses} ranks" if context.ulysses > 1 else ""
         rule = f"does not divide over {context.ulysses} ranks" if context.ring == 1 else rule
         rule += f" (mesh.seq = {ranks}, parallel.context = {run.parallel.context})"
-        found.append(Problem("data.seq_len", run.data.seq_len, rule, f"{FIT}make mesh.seq smaller."))
+        problems.append(Problem("data.seq_len", run.data.seq_len, rule, f"{FIT}make mesh.seq smaller."))
     if m.delta_layers and "model.linear_key_heads" not in bad and not m.linear_key_heads % tensor:
-        found += _delta_context(run, context, tensor, ranks)
+        problems += _delta_context(run, context, tensor, ranks)
     if layout.pipelined:
-        whole = not ulysses_problem(ranks, m.num_heads // tensor, max(1, m.num_kv_heads // tensor))
-        found += check_kinds(m, layout.stages, context, whole, bad)
-    return context, found
+        fits_ulysses = not ulysses_problem(ranks, m.num_heads // tensor, max(1, m.num_kv_heads // tensor))
+        problems += check_kinds(m, layout.stages, context, fits_ulysses, bad)
+    return context, problems
 
 
 def _delta_context(run: RunConfig, context: Context, tensor: int, ranks: int) -> Iterable[Problem]:
@@ -182,8 +182,8 @@ def _delta_context(run: RunConfig, context: Context, tensor: int, ranks: int) ->
         return
     most = max(group for group in range(1, ranks) if ranks % group == 0 and fits(group))
     rule += f"does not divide {keys} key heads and {heads[0]} query heads"
-    other = "" if most == 1 or run.parallel.context == "ulysses" else " and parallel.context=ulysses"
-    yield Problem("mesh.seq", ranks, rule, f"Set {most}{other}.")
+    context_hint = "" if most == 1 or run.parallel.context == "ulysses" else " and parallel.context=ulysses"
+    yield Problem("mesh.seq", ranks, rule, f"Set {most}{context_hint}.")
 
 
 def _divisions(values: Mapping[str, Any], layout: Layout, bad: set[str]) -> Iterable[Problem]:
@@ -191,14 +191,14 @@ def _divisions(values: Mapping[str, Any], layout: Layout, bad: set[str]) -> Iter
     for key, axis, needed in DIMENSIONS:
         if needed and not values[needed]:
             continue
-        value, parts = values[key], layout.shards(axis)
-        if axis == "kv_heads" and (parts % value == 0 or value == values["model.num_heads"]):
+        value, shards = values[key], layout.shards(axis)
+        if axis == "kv_heads" and (shards % value == 0 or value == values["model.num_heads"]):
             continue  # each key/value head is replicated over several ranks; or the problem is that of model.num_heads
-        if key not in bad and value % parts:
+        if key not in bad and value % shards:
             axes = layout.mesh_axes(axis)
             over = " x ".join(f"mesh.{a} = {layout.size(a)}" for a in axes)
-            named = f"sharding.rules.{rule_of(axis)}"
-            rule = f"does not divide over {over} ({named} = {values[named]!r})"
+            rule_key = f"sharding.rules.{rule_of(axis)}"
+            rule = f"does not divide over {over} ({rule_key} = {values[rule_key]!r})"
             remedy = f"{FIT}set mesh sizes that divide it"
             less = "+".join(a for a in axes if a != "stage")
             remedy += f", or sharding.rules.{axis}={less or repr('')}." if "stage" in axes else "."
@@ -207,11 +207,11 @@ def _divisions(values: Mapping[str, Any], layout: Layout, bad: set[str]) -> Iter
 
 def _batch(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if microbatches do not divide evenly over the devices that shard the batch."""
-    batch, accum, parts = train.global_batch, train.grad_accum, layout.shards("batch")
-    unit = accum * parts
+    batch, accum, shards = train.global_batch, train.grad_accum, layout.shards("batch")
+    unit = accum * shards
     if bad & {"train.global_batch", "train.grad_accum"} or batch % unit == 0:
         return
-    over = f"does not divide over {parts} devices ({' x '.join(layout.mesh_axes('batch'))})"
+    over = f"does not divide over {shards} devices ({' x '.join(layout.mesh_axes('batch'))})"
     rule = f"a batch of {batch} {over}"
     if accum > 1:
         rule = f"a microbatch of {batch // accum} (train.grad_accum = {accum}) {over}"
@@ -229,25 +229,25 @@ def _ramp(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
     if bad & {"train.global_batch", "train.grad_accum"}:
         return
     key, text, full = "train.batch_ramp", train.batch_ramp, train.global_batch
-    ramp, wrong = parse_ramp(text, full)
-    if wrong:
-        yield Problem(key, text, *wrong)
+    ramp, violation = parse_ramp(text, full)
+    if violation:
+        yield Problem(key, text, *violation)
     rows, shards, stages = full // train.grad_accum, layout.shards("batch"), layout.stages
     # The microbatches of interleaved stages come in runs of as many as there are stages.
-    run = rows * stages.stages if stages.groups > 1 else rows
+    unit = rows * stages.stages if stages.groups > 1 else rows
 
-    def fitting(size: int) -> int:
+    def nearest_fit(size: int) -> int:
         """Return the nearest size that divides; 0 if that is none."""
-        return round(size / shards) * shards if size < run == rows else round(size / run) * run
+        return round(size / shards) * shards if size < unit == rows else round(size / unit) * unit
 
-    if not any(size != fitting(size) for size, _ in ramp.parts):
+    if not any(size != nearest_fit(size) for size, _ in ramp.parts):
         return
-    size = next(size for size, _ in ramp.parts if size != fitting(size))
+    size = next(size for size, _ in ramp.parts if size != nearest_fit(size))
     rule = f"{size} sequences do not divide into microbatches of {rows}"
-    if size < run == rows:
+    if size < unit == rows:
         rule = f"{size} sequences do not divide over {shards} devices ({' x '.join(layout.mesh_axes('batch'))})"
-    elif run > rows:
+    elif unit > rows:
         rule += f" in runs of mesh.stage = {stages.stages}"
-    fit = {fitting(size): until for size, until in ramp.parts}
-    nearest_one = Ramp(full, tuple((size, until) for size, until in fit.items() if 0 < size < full))
-    yield Problem(key, text, rule, f"Set '{nearest_one}'.")
+    fit = {nearest_fit(size): until for size, until in ramp.parts}
+    nearest_ramp = Ramp(full, tuple((size, until) for size, until in fit.items() if 0 < size < full))
+    yield Problem(key, text, rule, f"Set '{nearest_ramp}'.")

@@ -8,11 +8,11 @@ from jaxtrain.config.schema import FIT, GLOBAL, LOCAL, UNROTATED, Model, Optimiz
 from jaxtrain.models.activations import parse_tensors
 
 
-def check_schedule(p: Pipeline, bad: set[str]) -> Iterable[Problem]:
+def check_schedule(pipeline: Pipeline, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if pipeline.schedule needs more groups. bad: keys that have an invalid value."""
-    if p.schedule == "interleaved" and p.groups < 2 and not bad & {"pipeline.schedule", "pipeline.groups"}:
+    if pipeline.schedule == "interleaved" and pipeline.groups < 2 and not bad & {"pipeline.schedule", "pipeline.groups"}:
         rule = "needs several groups of layers on each stage, and pipeline.groups = 1"
-        yield Problem("pipeline.schedule", p.schedule, rule, "Set pipeline.groups to 2 or more, or 1f1b.")
+        yield Problem("pipeline.schedule", pipeline.schedule, rule, "Set pipeline.groups to 2 or more, or 1f1b.")
 
 
 def check_pipeline(
@@ -39,7 +39,7 @@ def check_pipeline(
         yield from _layers(model, remat, layers, bad)
 
 
-def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool, bad: set[str]) -> Iterable[Problem]:
+def check_kinds(model: Model, layers: Arrangement, context: Context, fits_ulysses: bool, bad: set[str]) -> Iterable[Problem]:
     """Yield a problem if stages would run layers of different kinds at once, with keys sent or gathered over a ring.
 
     The kinds are sliding window and full attention. All stages run one program, in which a layer's kind chooses one of several
@@ -47,34 +47,36 @@ def check_kinds(model: Model, layers: Arrangement, context: Context, whole: bool
     in different branches would deadlock. An all-to-all waits only for its own group, which is within one stage. So with Ulysses
     and no ring, stages may run different kinds.
 
-    layers: the arrangement of layers on stages. context: sharding over the seq axis. whole: Ulysses supports all ranks of the
-    seq axis in one group. bad: keys that have an invalid value.
+    layers: the arrangement of layers on stages. context: sharding over the seq axis. fits_ulysses: Ulysses supports all ranks
+    of the seq axis in one group. bad: keys that have an invalid value.
     """
-    own = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
+    layout_keys = {"model.num_layers", "model.sliding_window", "pipeline.schedule", "pipeline.groups"}
     letters = set(model.attention_pattern) - {LOCAL, GLOBAL, UNROTATED}
-    if bad & own or letters or context.ring == 1 or model.stack_length < layers.stages * layers.groups:
+    if bad & layout_keys or letters or context.ring == 1 or model.stack_length < layers.stages * layers.groups:
         return
     kinds = model.kinds.replace(UNROTATED, GLOBAL)
     first = kinds[0]
     # An empty slot runs as a layer of the first kind.
-    places = "".join(first if layer is None else kinds[layer] for layer in layers.order)
-    groups = [places[i : i + layers.per_group] for i in range(0, len(places), layers.per_group)]
-    other = next((group for group in groups if group != groups[0]), None)
-    if other is None:
+    slot_kinds = "".join(first if layer is None else kinds[layer] for layer in layers.order)
+    groups = [slot_kinds[i : i + layers.per_group] for i in range(0, len(slot_kinds), layers.per_group)]
+    different = next((group for group in groups if group != groups[0]), None)
+    if different is None:
         return
-    rule = f"stages would deadlock: some run layers {groups[0]} while others run {other}"
+    rule = f"stages would deadlock: some run layers {groups[0]} while others run {different}"
     rule += f" (l: sliding window, g: all tokens), which have different collectives over mesh.seq = {context.size}"
-    remedy = "Set parallel.context=ulysses." if whole else f"Set mesh.stage=1 and mesh.seq={layers.stages * context.size}."
+    remedy = (
+        "Set parallel.context=ulysses." if fits_ulysses else f"Set mesh.stage=1 and mesh.seq={layers.stages * context.size}."
+    )
     yield Problem("mesh.stage", layers.stages, rule, remedy)
 
 
 def _layers(model: Model, remat: Remat, layers: Arrangement, bad: set[str]) -> Iterable[Problem]:
     count = layers.stages * layers.groups
-    of = f"mesh.stage = {layers.stages}" + (f" x pipeline.groups = {layers.groups}" if layers.groups > 1 else "")
+    groups_text = f"mesh.stage = {layers.stages}" + (f" x pipeline.groups = {layers.groups}" if layers.groups > 1 else "")
     if model.stack_length < count:
-        rule = f"some of the {count} groups of layers ({of}) would be empty"
+        rule = f"some of the {count} groups of layers ({groups_text}) would be empty"
         rule += f": a stage has whole periods of {model.attention_pattern}" if model.period > 1 else ""
         yield Problem("model.num_layers", model.num_layers, rule, f"{FIT}set a smaller mesh.stage.")
     elif "remat.every" not in bad and remat.policy != "none" and layers.per_group % remat.every:
-        rule = f"does not divide the {layers.per_group} layers that a stage runs at a time ({of})"
+        rule = f"does not divide the {layers.per_group} layers that a stage runs at a time ({groups_text})"
         yield Problem("remat.every", remat.every, rule, FIT)

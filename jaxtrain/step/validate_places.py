@@ -28,30 +28,30 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
 
     if "stdlib" in (run.data.source, *parse_sets(run.data.eval_source)[0].values()):
         written["paths.data"] = run.paths.data
-    for key, place in written.items():
+    for key, path in written.items():
         checkpoints = key == "checkpoint.dir"
-        yield from remote(key, place, checkpoints) or ([] if is_bucket(place) else writable(key, Path(place).expanduser()))
+        yield from remote(key, path, checkpoints) or ([] if is_bucket(path) else writable(key, Path(path).expanduser()))
     resumes = bool(_steps(run.checkpoint.dir, workdir))  # then init.from is not read, or only for the base of adapters
-    for key, place in (("init.from", run.init.from_), ("init.base", run.init.base)):
-        gone = remote(key, place, checkpoints=True)
-        yield from gone
-        elsewhere = place.startswith("hf:") or is_bucket(place) or (key == "init.from" and resumes)
-        if place and not gone and not elsewhere and not os.path.isdir(Path(place).expanduser()):
+    for key, path in (("init.from", run.init.from_), ("init.base", run.init.base)):
+        problems = remote(key, path, checkpoints=True)
+        yield from problems
+        elsewhere = path.startswith("hf:") or is_bucket(path) or (key == "init.from" and resumes)
+        if path and not problems and not elsewhere and not os.path.isdir(Path(path).expanduser()):
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
-            yield Problem(key, place, "no such folder", remedy)
+            yield Problem(key, path, "no such folder", remedy)
     yield from remote("data.source", run.data.source)
     yield from remote("data.eval_source", run.data.eval_source)
 
 
-def checkpoints_folder(asked: str, workdir: Path) -> Path:
-    """Return the local folder of checkpoints. asked: checkpoint.dir."""
-    return Path(asked).expanduser() if asked else workdir / "checkpoints"
+def checkpoints_folder(checkpoint_dir: str, workdir: Path) -> Path:
+    """Return the local folder of checkpoints. checkpoint_dir: checkpoint.dir."""
+    return Path(checkpoint_dir).expanduser() if checkpoint_dir else workdir / "checkpoints"
 
 
-def _steps(asked: str, workdir: Path) -> list[int] | None:
+def _steps(checkpoint_dir: str, workdir: Path) -> list[int] | None:
     """Return the steps in the folder of checkpoints, ascending; None if it is in a bucket, or does not exist."""
-    folder = checkpoints_folder(asked, workdir)
-    if is_bucket(asked or str(workdir)) or not os.path.isdir(folder):
+    folder = checkpoints_folder(checkpoint_dir, workdir)
+    if is_bucket(checkpoint_dir or str(workdir)) or not os.path.isdir(folder):
         return None
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and (p / "meta.json").is_file())
 
@@ -66,13 +66,13 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     folder, steps = checkpoints_folder(run.checkpoint.dir, workdir), _steps(run.checkpoint.dir, workdir)
     if steps is None:
         return []
-    asked = run.checkpoint.step
-    if asked >= 0:
+    step = run.checkpoint.step
+    if step >= 0:
         # A restarted run may have deleted the step that it rolled back to.
-        if asked in steps or RESTART in os.environ:
+        if step in steps or RESTART in os.environ:
             return []
-        known = ", ".join(map(str, steps)) or "none"
-        return [Problem("checkpoint.step", asked, f"{folder} has no such step", f"Set one of its steps: {known}.")]
+        available = ", ".join(map(str, steps)) or "none"
+        return [Problem("checkpoint.step", step, f"{folder} has no such step", f"Set one of its steps: {available}.")]
     newest = max(steps, default=0)
     if newest > run.train.steps:
         rule, remedy = f"the newest checkpoint is at step {newest} already", f"Set {newest} or more, or another --workdir."
@@ -104,9 +104,9 @@ def check_settings_given(loaded: Loaded, workdir: Path) -> list[Problem]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     settings = [word for word in words if word.startswith("--config")]
-    own = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
+    set_keys = {key for key, origin in loaded.origins.items() if origin in ("command line", "derived")}
     now = loaded.run.flat
-    if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - own):
+    if not settings or all(stored[key] == now[key] for key in stored.keys() & now.keys() - set_keys):
         return []
     rule = "the folder has a run with other settings, and this command has no --config"
     return [Problem("--workdir", str(workdir), rule, f"Add those of the run: {shlex.join(settings)}")]
@@ -129,46 +129,48 @@ def check_lock(workdir: Path) -> list[Problem]:
     return []
 
 
-def remote(key: str, place: str, checkpoints: bool = False) -> list[Problem]:
-    """Return a problem if `place` is the address of an object store, which Path would read as a local folder.
+def remote(key: str, path: str, checkpoints: bool = False) -> list[Problem]:
+    """Return a problem if `path` is the address of an object store, which Path would read as a local folder.
 
     checkpoints: the place is for checkpoints, which may be at gs:// and s3://.
     """
-    why = refused(place, checkpoints)
-    return [Problem(key, place, *why)] if why else []
+    why = refused(path, checkpoints)
+    return [Problem(key, path, *why)] if why else []
 
 
-def _not_for_checkpoints(place: str) -> tuple[str, str] | None:
+def _not_for_checkpoints(path: str) -> tuple[str, str] | None:
     """Return (rule, remedy) if Orbax and TensorStore would read this path as another one; None if not."""
-    if "[" in place:
+    if "[" in path:
         return "has a [ in its path, which Orbax reads as a pattern of file names", "Name a path without it."
     try:
-        place.encode()
+        path.encode()
     except UnicodeEncodeError:
         return "is no path of UTF-8, and checkpoints cannot be saved there", "Name another place."
-    if not place.isascii() and sys.getfilesystemencoding() != "utf-8":
+    if not path.isascii() and sys.getfilesystemencoding() != "utf-8":
         rule = f"is read in {sys.getfilesystemencoding()} by this Python program, and as UTF-8 where checkpoints are saved"
         return rule, "Set PYTHONUTF8=1 before Python starts."
     return None
 
 
-def writable(key: str, place: Path) -> list[Problem]:
-    """Return a problem if the folder `place` cannot be created or written in. Writes nothing.
+def writable(key: str, folder: Path) -> list[Problem]:
+    """Return a problem if `folder` cannot be created or written in. Writes nothing.
 
-    `place`, or its nearest parent that exists, must be a folder that this user may write to. Permission bits let root write
+    `folder`, or its nearest parent that exists, must be a folder that this user may write to. Permission bits let root write
     anywhere, so read-only mounts and the kernel's own file systems are checked as well.
     """
-    place = Path(os.path.abspath(place))
-    if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(place))):
-        return [Problem(key, str(place), *unsaved)]
-    if len(os.fsencode(place)) > LONGEST_PATH or any(len(os.fsencode(part)) > LONGEST_NAME for part in place.parts):
-        return [Problem(key, str(place), "is longer than a path or a name may be", "Name another place.")]
-    nearest_parent = next(p for p in (place, *place.parents) if os.path.lexists(p))
+    folder = Path(os.path.abspath(folder))
+    if key in ("--workdir", "workdir", "checkpoint.dir") and (unsaved := _not_for_checkpoints(str(folder))):
+        return [Problem(key, str(folder), *unsaved)]
+    if len(os.fsencode(folder)) > LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in folder.parts):
+        return [Problem(key, str(folder), "is longer than a path or a name may be", "Name another place.")]
+    nearest_parent = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not nearest_parent.is_dir():
-        return [Problem(key, str(place), f"{nearest_parent} is a file, not a folder", "Name another place.")]
+        return [Problem(key, str(folder), f"{nearest_parent} is a file, not a folder", "Name another place.")]
     real = nearest_parent.resolve()
     kernel = len(real.parts) > 1 and real.parts[1] in ("proc", "sys")
     read_only = os.statvfs(real).f_flag & os.ST_RDONLY
     if kernel or read_only or not os.access(real, os.W_OK | os.X_OK):
-        return [Problem(key, str(place), f"{nearest_parent} is not writable", "Name another place, or change its permissions.")]
+        return [
+            Problem(key, str(folder), f"{nearest_parent} is not writable", "Name another place, or change its permissions.")
+        ]
     return []

@@ -55,22 +55,22 @@ def average(
     """
     folder = Path(out).expanduser()
     weights = list(weights) or [1.0] * len(paths)
-    if problems := [*_wrong_numbers(paths, weights), *_wrong_place(paths, out)]:
+    if problems := [*_number_problems(paths, weights), *_path_problems(paths, out)]:
         raise ConfigError(problems)
     check_new(folder)
-    origins = [_opened(path, ema) for path in paths]
-    if problem := _difference(paths, origins) or _within(folder, paths, origins):
+    origins = [_open(path, ema) for path in paths]
+    if problem := _difference(paths, origins) or _overlap_problem(folder, paths, origins):
         raise ConfigError([problem])
     first = origins[0]
     stored = _weights_of(first)
     size = sum(_bytes(a) for a in stored.values())
     check_space(folder, size)
     for origin, weight in zip(origins, weights, strict=True):
-        what = "the average of the weights of " * ema
-        say(f"{weight:g} of {math.fsum(weights):g}: {what}{origin.name}")
+        prefix = "the average of the weights of " * ema
+        say(f"{weight:g} of {math.fsum(weights):g}: {prefix}{origin.name}")
     for origin in origins[1:]:  # such as a base and its chat model
-        if other := [key for key, value in first.meta["text"].items() if origin.meta["text"].get(key) != value]:
-            say(f"{', '.join(other)} of the texts: as in {first.name}, other than in {origin.name}")
+        if different_keys := [key for key, value in first.meta["text"].items() if origin.meta["text"].get(key) != value]:
+            say(f"{', '.join(different_keys)} of the texts: as in {first.name}, other than in {origin.name}")
 
     wanted = {
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=spread(a.shape, jax.local_devices()))
@@ -78,23 +78,23 @@ def average(
     }
     tensors: Tensors = {}
     with progress_bar(size * len(origins)) as progress:
-        for part in _parts(wanted):
-            for name, mean in _averaged(part, origins, weights, progress).items():
-                tensors[name] = jax.make_array_from_callback(mean.shape, part[name].sharding, mean.__getitem__)
+        for chunk in _chunks(wanted):
+            for name, mean in _average_chunk(chunk, origins, weights, progress).items():
+                tensors[name] = jax.make_array_from_callback(mean.shape, chunk[name].sharding, mean.__getitem__)
     config, tokenizer = _config(first)
     averaged = [
         {"path": origin.path, "step": origin.step, "weight": weight, "ema": ema}
         for origin, weight in zip(origins, weights, strict=True)
     ]
-    more = {"averaged": averaged, "text": first.meta["text"], "positions": min(origin.positions for origin in origins)}
-    save(folder, config, tensors, more, tokenizer)
+    meta = {"averaged": averaged, "text": first.meta["text"], "positions": min(origin.positions for origin in origins)}
+    save(folder, config, tensors, meta, tokenizer)
     say(f"wrote {decimal(size)} to {out}")
 
 
 # ---- Refusals
 
 
-def _wrong_numbers(paths: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
+def _number_problems(paths: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
     if len(paths) < 2:
         yield Problem("CKPT", paths[0], "is alone, and an average is of two or more", "Name another checkpoint after it.")
     shown = ",".join(f"{weight:g}" for weight in weights)
@@ -105,7 +105,7 @@ def _wrong_numbers(paths: Sequence[str], weights: Sequence[float]) -> Iterator[P
         yield Problem("--weights", shown, "their sum is 0, and it divides", "Write numbers that add up to another one.")
 
 
-def _wrong_place(paths: Sequence[str], out: str) -> Iterator[Problem]:
+def _path_problems(paths: Sequence[str], out: str) -> Iterator[Problem]:
     if refused := stores.refused(out):
         yield Problem("--out", out, *refused)
     for path in paths:
@@ -114,17 +114,17 @@ def _wrong_place(paths: Sequence[str], out: str) -> Iterator[Problem]:
             yield Problem("CKPT", path, "is no checkpoint of jaxtrain", fix)
 
 
-def _within(out: Path, paths: Sequence[str], origins: Sequence[Origin]) -> Problem | None:
+def _overlap_problem(out: Path, paths: Sequence[str], origins: Sequence[Origin]) -> Problem | None:
     """Return a problem if the folder to write is in the folder of a run, or of checkpoints, that is averaged."""
     for path, origin in zip(paths, origins, strict=True):
-        there = Path(origin.path).parent
-        places = [there, *[there.parent] * (there.name == "checkpoints"), Path(path).expanduser()]
-        if not stores.is_bucket(origin.path) and any(out.resolve().is_relative_to(place.resolve()) for place in places):
+        parent = Path(origin.path).parent
+        folders = [parent, *[parent.parent] * (parent.name == "checkpoints"), Path(path).expanduser()]
+        if not stores.is_bucket(origin.path) and any(out.resolve().is_relative_to(folder.resolve()) for folder in folders):
             return Problem("--out", str(out), f"is in the folder of {origin.name}", "Name a folder beside it.")
     return None
 
 
-def _opened(path: str, ema: bool) -> Origin:
+def _open(path: str, ema: bool) -> Origin:
     origin = open_origin(path)
     if origin.adapters:
         rule = "holds adapters, and the product of averaged factors is not the average of their products"
@@ -138,12 +138,14 @@ def _difference(paths: Sequence[str], origins: Sequence[Origin]) -> Problem | No
     first = origins[0]
     run, stored, text = first.run(), _weights_of(first), first.meta["text"]
     for path, origin in zip(paths[1:], origins[1:], strict=True):
-        other = origin.run()
-        model, theirs = _computed(run), _computed(other)
-        if key := next((key for key in sorted(model.keys() | theirs.keys()) if model.get(key) != theirs.get(key)), ""):
-            rule = f"{key} is {theirs.get(key)!r} there, and {model.get(key)!r} in {paths[0]}"
+        other_run = origin.run()
+        model, other_model = _model_settings(run), _model_settings(other_run)
+        if key := next(
+            (key for key in sorted(model.keys() | other_model.keys()) if model.get(key) != other_model.get(key)), ""
+        ):
+            rule = f"{key} is {other_model.get(key)!r} there, and {model.get(key)!r} in {paths[0]}"
             return Problem("CKPT", path, rule, "Average checkpoints of one model.")
-        if rule := _other_tensor(stored, _weights_of(origin), paths[0]):
+        if rule := _tensor_difference(stored, _weights_of(origin), paths[0]):
             return Problem("CKPT", path, rule, "Average checkpoints with the same tensors (dtypes.params decides their types).")
         if len({text["tokenizer_sha256"], origin.meta["text"]["tokenizer_sha256"]} - {""}) > 1:
             rule = f"it was trained with another tokenizer than {paths[0]} (tokenizer_sha256 in meta.json)"
@@ -151,20 +153,20 @@ def _difference(paths: Sequence[str], origins: Sequence[Origin]) -> Problem | No
     return None
 
 
-def _computed(run: Any) -> dict[str, Any]:
+def _model_settings(run: Any) -> dict[str, Any]:
     """Return key -> value of the sections of a config that decide what weights compute."""
-    own = {f"own.{name}": value for name, value in run.own} if run.model.outside else {}
-    return {f"model.{name}": x for name, x in dataclasses.asdict(run.model).items() if name != "init_std"} | own
+    own_settings = {f"own.{name}": value for name, value in run.own} if run.model.outside else {}
+    return {f"model.{name}": x for name, x in dataclasses.asdict(run.model).items() if name != "init_std"} | own_settings
 
 
-def _other_tensor(stored: Tensors, theirs: Tensors, first: str) -> str:
+def _tensor_difference(stored: Tensors, tensors: Tensors, first: str) -> str:
     """Return the first difference of a checkpoint's tensors from those of `first`; "" if there is none."""
-    for name in sorted(stored.keys() | theirs.keys()):
-        if name not in theirs or name not in stored:
+    for name in sorted(stored.keys() | tensors.keys()):
+        if name not in tensors or name not in stored:
             return f"has no tensor {name}, which {first} has" if name in stored else f"has {name}, which {first} has not"
-        here, there = stored[name], theirs[name]
-        if (here.shape, here.dtype) != (there.shape, there.dtype):
-            kinds = [f"{a.dtype.name} {list(a.shape)}" for a in (there, here)]
+        expected, tensor = stored[name], tensors[name]
+        if (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):
+            kinds = [f"{a.dtype.name} {list(a.shape)}" for a in (tensor, expected)]
             return f"{name} is {kinds[0]} there, and {kinds[1]} in {first}"
     return ""
 
@@ -180,40 +182,40 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
     return math.prod(a.shape) * a.dtype.itemsize
 
 
-def _parts(wanted: Tensors) -> Iterator[Tensors]:
+def _chunks(wanted: Tensors) -> Iterator[Tensors]:
     """Yield the tensors in parts of at most PART bytes, or of one tensor."""
-    part: Tensors = {}
-    for name, a in wanted.items():
-        if part and sum(map(_bytes, part.values())) + _bytes(a) > PART:
-            yield part
-            part = {}
-        part[name] = a
-    yield part
+    chunk: Tensors = {}
+    for name, abstract in wanted.items():
+        if chunk and sum(map(_bytes, chunk.values())) + _bytes(abstract) > PART:
+            yield chunk
+            chunk = {}
+        chunk[name] = abstract
+    yield chunk
 
 
-def _averaged(
-    part: Tensors, origins: Sequence[Origin], weights: Sequence[float], progress: Callable[[str, int], None]
+def _average_chunk(
+    chunk: Tensors, origins: Sequence[Origin], weights: Sequence[float], progress: Callable[[str, int], None]
 ) -> dict[str, np.ndarray]:
     """Return the averages of some tensors. Raises ConfigError for tensors that have none."""
     sums: dict[str, np.ndarray] = {}
     for origin, weight in zip(origins, weights, strict=True):
-        found = origin.read(part)
-        for name, a in part.items():
-            x = np.asarray(found.pop(name))
-            if jnp.issubdtype(a.dtype, jnp.floating):
+        tensors = origin.read(chunk)
+        for name, abstract in chunk.items():
+            x = np.asarray(tensors.pop(name))
+            if jnp.issubdtype(abstract.dtype, jnp.floating):
                 weighted = sums.setdefault(name, np.zeros(x.shape))
                 for block in _blocks(x):
                     weighted.reshape(-1)[block] += x.reshape(-1)[block].astype(np.float64) * weight
             elif not np.array_equal(sums.setdefault(name, x), x):
-                rule = f"{name} holds {a.dtype.name}, which has no average, and is not the same as in {origins[0].name}"
+                rule = f"{name} holds {abstract.dtype.name}, which has no average, and is not the same as in {origins[0].name}"
                 raise ConfigError([Problem("CKPT", origin.path, rule, "Average checkpoints that share it.")])
-            progress(name, _bytes(a))
+            progress(name, _bytes(abstract))
     total = math.fsum(weights)
-    for name, a in part.items():
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            mean = np.empty(a.shape, a.dtype)
+    for name, abstract in chunk.items():
+        if jnp.issubdtype(abstract.dtype, jnp.floating):
+            mean = np.empty(abstract.shape, abstract.dtype)
             for block in _blocks(mean):
-                mean.reshape(-1)[block] = rounded(sums[name].reshape(-1)[block] / total, a.dtype)
+                mean.reshape(-1)[block] = rounded(sums[name].reshape(-1)[block] / total, abstract.dtype)
             sums[name] = mean
     return sums
 
@@ -246,8 +248,12 @@ def _config(first: Origin) -> tuple[dict[str, Any], Path | None]:
     make its checkpoints those of the new folder.
     """
     config: Mapping[str, Any] = first.meta["config"]
-    there, run = first.run().data.tokenizer, Path(first.path).parent.parent
-    inside = Path(there).is_dir() and not stores.is_bucket(first.path) and Path(there).resolve().is_relative_to(run.resolve())
-    copied = Path(there) if inside else None
-    data = {**config["data"], "tokenizer": COPIED if copied else there}
-    return {**config, "data": data, "checkpoint": {**config["checkpoint"], "dir": ""}}, copied
+    tokenizer, run_folder = first.run().data.tokenizer, Path(first.path).parent.parent
+    is_inside = (
+        Path(tokenizer).is_dir()
+        and not stores.is_bucket(first.path)
+        and Path(tokenizer).resolve().is_relative_to(run_folder.resolve())
+    )
+    tokenizer_folder = Path(tokenizer) if is_inside else None
+    data = {**config["data"], "tokenizer": COPIED if tokenizer_folder else tokenizer}
+    return {**config, "data": data, "checkpoint": {**config["checkpoint"], "dir": ""}}, tokenizer_folder

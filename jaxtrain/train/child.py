@@ -71,13 +71,13 @@ def run_case(
     """
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps({**request, "answer_file": str(answered)}), encoding="utf-8")
+        request_file, answer_file = Path(folder, "request.json"), Path(folder, "answer.json")
+        request_file.write_text(json.dumps({**request, "answer_file": str(answer_file)}), encoding="utf-8")
         command = [python, str(script)] if script else [sys.executable, "-m", __spec__.name, function]
-        command += [str(asked), str(answered)]
+        command += [str(request_file), str(answer_file)]
         log = log or Path(folder, "log.txt")
         code, output = run_program(command, log, environ=environ, limit_s=limit_s, killed_s=killed_s)
-        answer = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {}
+        answer = json.loads(answer_file.read_text(encoding="utf-8")) if answer_file.exists() else {}
     if answer.get("verdict", LATE) == LATE:  # the case ended before its final answer
         late = {"verdict": LATE, "why": f"not done after {duration(limit_s)}"} if code is None and limit_s else None
         answer |= late or {"verdict": FAILED, "why": f"exit code {code}: {last_lines(output)}"}
@@ -163,15 +163,15 @@ def error_line(error: BaseException) -> str:
 
 def main(argv: list[str]) -> int:
     """Run a case. argv: FUNCTION REQUEST ANSWER, with the JSON files of request and answer."""
-    function, asked, answered = argv
+    function, request_file, answer_file = argv
     module, _, name = function.partition(":")
     case = getattr(importlib.import_module(module), name)
     try:
-        answer = case(json.loads(Path(asked).read_text(encoding="utf-8")))
+        answer = case(json.loads(Path(request_file).read_text(encoding="utf-8")))
     except Exception as error:
-        answer = json.loads(Path(answered).read_text(encoding="utf-8")) if Path(answered).exists() else {}
-        found = own_parts.problem_of(error)
-        if problems := error.problems if isinstance(error, ConfigError) else [found] if found else []:
+        answer = json.loads(Path(answer_file).read_text(encoding="utf-8")) if Path(answer_file).exists() else {}
+        own_problem = own_parts.problem_of(error)
+        if problems := error.problems if isinstance(error, ConfigError) else [own_problem] if own_problem else []:
             why = "; ".join(dict.fromkeys(map(str, problems)))
             answer |= {"verdict": REFUSED, "why": why, "problems": [dataclasses.asdict(problem) for problem in problems]}
         elif "RESOURCE_EXHAUSTED" in str(error):  # JAX's JaxRuntimeError
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> int:
             answer |= {"verdict": NO_MEMORY, "why": str(error).splitlines()[0][:200]}
         else:
             raise
-    write_atomic(Path(answered), json.dumps(answer))
+    write_atomic(Path(answer_file), json.dumps(answer))
     return 0
 
 

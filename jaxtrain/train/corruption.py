@@ -60,80 +60,80 @@ class Verifier:
         """
         jax.block_until_ready(current)
         began = time.perf_counter()
-        kept = state.to_tensors(current)
-        jax.block_until_ready(kept)
+        copies = state.to_tensors(current)
+        jax.block_until_ready(copies)
         copied = time.perf_counter()
         first = self.by_device(train_step(current, batch)[0])
         once = time.perf_counter()
-        homes = {name: a.sharding for name, a in state.abstract_tensors(self._abstract).items()}
-        again = state.from_tensors(self._abstract, {name: jax.device_put(x, homes[name]) for name, x in kept.items()})
-        del kept
-        result, values = train_step(again, batch)
+        shardings = {name: a.sharding for name, a in state.abstract_tensors(self._abstract).items()}
+        restored = state.from_tensors(self._abstract, {name: jax.device_put(x, shardings[name]) for name, x in copies.items()})
+        del copies
+        result, values = train_step(restored, batch)
         second = self.by_device(result)
         self._compare(first, second, done)
-        self._replicas(second, done)
+        self._check_replicas(second, done)
         extra = time.perf_counter() - began - (once - copied)
         self._say(f"step {done} repeated: the same bits on {self._mesh.size} devices; it cost {extra:.2f} s more than one step")
         return result, values
 
     def _compare(self, first: np.ndarray, second: np.ndarray, done: int) -> None:
-        wrong = (first != second).any(axis=2)
-        if not wrong.any():
+        mismatch = (first != second).any(axis=2)
+        if not mismatch.any():
             return
-        where = np.flatnonzero(wrong.any(axis=1))
-        names = [self._names[i] for i in np.flatnonzero(wrong.any(axis=0))]
-        devices = [self._mesh.devices.flat[i] for i in where]
+        device_indices = np.flatnonzero(mismatch.any(axis=1))
+        names = [self._names[i] for i in np.flatnonzero(mismatch.any(axis=0))]
+        devices = [self._mesh.devices.flat[i] for i in device_indices]
         if len(devices) < self._mesh.size:
-            who = f"on {_listed(devices)} alone"
+            device_text = f"on {_list_devices(devices)} alone"
         else:
-            who = f"on all devices, as sums over devices spread it; each by itself: {compare_matmuls()}"
+            device_text = f"on all devices, as sums over devices spread it; each by itself: {compare_matmuls()}"
         raise Corrupted(
-            f"step {done} gave other bits when it was repeated, {who} ({len(names)} tensors, among them {names[0]}). "
+            f"step {done} gave other bits when it was repeated, {device_text} ({len(names)} tensors, among them {names[0]}). "
             "Nothing is saved from here. Take the device out of service (docs/checkpoints.md)."
         )
 
-    def _replicas(self, found: np.ndarray, done: int) -> None:
-        where = np.indices(self._mesh.devices.shape).reshape(self._mesh.devices.ndim, -1)
+    def _check_replicas(self, sums: np.ndarray, done: int) -> None:
+        coordinates = np.indices(self._mesh.devices.shape).reshape(self._mesh.devices.ndim, -1)
         for i, (name, spec) in enumerate(zip(self._names, self._specs, strict=True)):
-            used = {a for part in spec if part for a in ((part,) if isinstance(part, str) else part)}
+            used = {a for entry in spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
             axes = [d for d, axis in enumerate(self._mesh.axis_names) if axis in used]
             groups = collections.defaultdict(list)
             for device in range(self._mesh.size):
-                groups[tuple(where[axes, device].tolist())].append(device)
+                groups[tuple(coordinates[axes, device].tolist())].append(device)
             for group in groups.values():
-                bits = [tuple(found[device, i].tolist()) for device in group]
+                bits = [tuple(sums[device, i].tolist()) for device in group]
                 usual, times = collections.Counter(bits).most_common(1)[0]
                 odd = [self._mesh.devices.flat[d] for d, b in zip(group, bits, strict=True) if b != usual]
                 if odd:
-                    who = (
-                        _listed(odd)
+                    device_text = (
+                        _list_devices(odd)
                         if times > len(group) / 2
-                        else f"one of {_listed([self._mesh.devices.flat[d] for d in group])}"
+                        else f"one of {_list_devices([self._mesh.devices.flat[d] for d in group])}"
                     )
                     raise Corrupted(
-                        f"after step {done}, {name} on {who} differs from the same numbers on the other devices. Nothing is "
-                        "saved from here. Take the device out of service."
+                        f"after step {done}, {name} on {device_text} differs from the same numbers on the other devices. "
+                        "Nothing is saved from here. Take the device out of service."
                     )
 
 
 def _leaves(tree: TrainState) -> list[tuple[str, Any]]:
     """Return (name, array) of every array in device memory. XLA cannot compute on arrays in host memory."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in found if x.sharding.memory_kind != ON_HOST]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(p).lstrip("."), x) for p, x in leaves if x.sharding.memory_kind != ON_HOST]
 
 
 def compare_matmuls() -> str:
     """Return a sentence: whether all devices of this process compute the same bits of one matmul."""
     key = jax.random.key(0)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ x), x))
-    found = {}
+    results = {}
     for device in jax.local_devices():
         x = jax.device_put(jax.random.normal(key, (PROBE, PROBE)) / math.sqrt(PROBE), device)
-        found[device] = digests.text(jax.jit(digests.sums)(product(x)))
-    usual = collections.Counter(found.values()).most_common(1)[0][0]
-    odd = [device for device, bits in found.items() if bits != usual]
-    return f"{_listed(odd)} computes other results than the others" if odd else "all agree on a test matmul"
+        results[device] = digests.text(jax.jit(digests.sums)(product(x)))
+    usual = collections.Counter(results.values()).most_common(1)[0][0]
+    odd = [device for device, bits in results.items() if bits != usual]
+    return f"{_list_devices(odd)} computes other results than the others" if odd else "all agree on a test matmul"
 
 
-def _listed(devices: list[Any]) -> str:
+def _list_devices(devices: list[Any]) -> str:
     return ", ".join(f"device {d.id} ({d.device_kind}, process {d.process_index})" for d in devices)

@@ -54,19 +54,19 @@ class Bads:
         self.in_a_row = 0
         self.row.clear()
 
-    def add(self, bad: Bad) -> bool:
+    def add(self, skip: Bad) -> bool:
         """Add a skipped step. Return whether the run has diverged, that is, `most` steps in a row or more were skipped."""
         self.in_a_row += 1
         self.skipped += 1
-        self.row.append(bad)
+        self.row.append(skip)
         return self.in_a_row >= self._most
 
 
-def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool) -> str:
+def explain(reason: str, newest: int, applied: int, weights: bool, rollback: bool) -> str:
     """Return the message of a run that has diverged, with what to do.
 
     Args:
-      what: what has happened, in words.
+      reason: what has happened, in words.
       newest: the newest complete checkpoint; -1 for none.
       applied: number of steps that were applied since the start of the run.
       weights: whether weights are infinite or NaN.
@@ -85,7 +85,7 @@ def explain(what: str, newest: int, applied: int, weights: bool, rollback: bool)
         fix += ", or look at the data of these steps" if not weights else ""
         fix += "" if weights or rollback else ", or set train.on_divergence=rollback to skip it"
     at = f"the newest checkpoint, step {newest}" if newest >= 0 else "step 0, since there is no checkpoint"
-    return f"{what}. Nothing is saved from here. {fix}. The same command goes on from {at}."
+    return f"{reason}. Nothing is saved from here. {fix}. The same command goes on from {at}."
 
 
 def describe_batches(batches: Sequence[int]) -> str:

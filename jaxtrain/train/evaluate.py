@@ -56,7 +56,7 @@ def evaluate(
     distinct, repeats = getattr(batches, "distinct", None), getattr(batches, "repeats", None)
     end = bisect.bisect_left(range(sequences), distinct(sequences), key=distinct) if distinct and repeats else sequences
     feed = BatchFeed(batches, 0, abstract, context, count=-(-end // size))
-    made = []
+    results = []
     try:
         for i in range(-(-end // size)):
             host = None if unwanted() else feed.next(unwanted)
@@ -66,13 +66,13 @@ def evaluate(
             unused = numbers >= end
             if repeats is not None:
                 unused |= repeats(numbers)
-            made.append(eval_step(params, feed.place(mask_rows(host, unused))))
+            results.append(eval_step(params, feed.place(mask_rows(host, unused))))
     finally:
         feed.close()
-    if not made:
+    if not results:
         return {"loss": math.nan}
     sums, counts = [], []
-    for loss, count, reported in made:
+    for loss, count, reported in results:
         if unwanted():
             return None
         sums.append({name: float(x) for name, x in ({"loss": loss} | reported).items()})
@@ -165,34 +165,34 @@ class HeldOut:
             return alone and services.stop_requested
 
         self._newest = None
-        found: dict[str, dict[str, float]] = {}
+        set_means: dict[str, dict[str, float]] = {}
         with services.phase("step", "eval"):
             for name, batches in self._sets.items():
-                how = (program.eval_batch, program.context, self._run.eval.sequences, unwanted)
-                means = evaluate(eval_step, params, batches, *how)
+                eval_args = (program.eval_batch, program.context, self._run.eval.sequences, unwanted)
+                means = evaluate(eval_step, params, batches, *eval_args)
                 if means is None:
                     return
-                found[name] = means
-            self._newest = done, math.fsum(means["loss"] for means in found.values()) / len(found)
-            lines = [self._write(done, name, means) for name, means in found.items()]
+                set_means[name] = means
+            self._newest = done, math.fsum(means["loss"] for means in set_means.values()) / len(set_means)
+            lines = [self._write(done, name, means) for name, means in set_means.items()]
             services.receipt.update(held_out=[{k: finite(v) for k, v in line.items() if k != "kind"} for line in lines])
 
     def _write(self, done: int, name: str, means: Mapping[str, float]) -> dict[str, Any]:
         loss = means["loss"]
-        of = f"of {name} " * bool(name) + "by the average of the weights " * bool(self._average)
-        said = f"step {done}: held-out loss {of}{loss:.4f}"
+        label = f"of {name} " * bool(name) + "by the average of the weights " * bool(self._average)
+        text = f"step {done}: held-out loss {label}{loss:.4f}"
         if "rewards/margins" in means:
-            said += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
-            self._services.console.say(said)
+            text += f", {means['rewards/accuracies']:.1%} of the pairs in order, mean margin {means['rewards/margins']:.4f}"
+            self._services.console.say(text)
             return self._services.writers.eval(step=done, name=name, **self._average, **means)
         plain = means.get(CROSS_ENTROPY, loss)  # an own loss need not be in nats per token
         batches = self._sets[name]
         evaluated = getattr(batches, "bytes_per_token_of", lambda _: batches.bytes_per_token)
         bits = bits_per_byte(plain, evaluated(self._run.eval.sequences))
         if CROSS_ENTROPY in means:
-            said += f" ({self._run.loss.name}), cross entropy {plain:.4f}"
-        said += f", {bits:.3f} bits a byte" if bits else ""
-        self._services.console.say(f"{said}, perplexity {perplexity(plain):.5g}")
+            text += f" ({self._run.loss.name}), cross entropy {plain:.4f}"
+        text += f", {bits:.3f} bits a byte" if bits else ""
+        self._services.console.say(f"{text}, perplexity {perplexity(plain):.5g}")
         units = {"bits_per_byte": bits, "perplexity": perplexity(plain)}
         return self._services.writers.eval(step=done, **self._average, **means, **units, name=name)
 
@@ -224,20 +224,20 @@ class SampleWriter:
             if self._sampler is None:
                 self._sampler = generation.Sampler(self._run, self._program.placement)
             texts = self._texts(self._sampler, params)
-            made = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
-            self._writers.samples(made)
+            new_samples = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
+            self._writers.samples(new_samples)
             console = self._services.console
             console.end_live()
-            for sample in made:
-                where = f"prompt {sample.prompt}, " if sample.prompt else ""
+            for sample in new_samples:
+                prompt_label = f"prompt {sample.prompt}, " if sample.prompt else ""
                 at = f"step {done}, " if done < self._run.train.steps else ""
                 at += "by the average of the weights, " if self._run.train.ema_decay else ""
-                console.say(f"sample ({where}{at}{self._writers.samples_path}):\n{sample.text}")
+                console.say(f"sample ({prompt_label}{at}{self._writers.samples_path}):\n{sample.text}")
 
     def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:
         """Return the continuation of each prompt, then the answer to each conversation with the reference answer below."""
-        asked, tokenizer = self._run.sample, self._tokenizer
-        ask = samples.Ask(asked.prompt, asked.max_tokens, asked.temperature)
+        settings, tokenizer = self._run.sample, self._tokenizer
+        ask = samples.Ask(settings.prompt, settings.max_tokens, settings.temperature)
         texts = []
         if ask.prompt or not self._questions:
             texts = generation.continue_all(sampler, params, tokenizer, ask, self._stops)

@@ -50,11 +50,11 @@ def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> It
     handle = lock(setup.workdir) if jax.process_index() == 0 else NO_LOCK
     try:
         views = peers.gather("start", json.dumps(view(setup, overlay)), AGREE_S)
-        seen = [json.loads(each) for each in views]
+        facts = [json.loads(each) for each in views]
         for name, remedy in ALIKE.items():
-            if len({json.dumps(each[name], sort_keys=True) for each in seen}) > 1:
-                found = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(seen[:4]))
-                raise SharedRefusal([Problem(name, None, f"the processes of this run do not see the same ({found})", remedy)])
+            if len({json.dumps(each[name], sort_keys=True) for each in facts}) > 1:
+                values = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(facts[:4]))
+                raise SharedRefusal([Problem(name, None, f"the processes of this run do not see the same ({values})", remedy)])
         if peers.gather("lock", "locked" if handle is None else "", AGREE_S)[0]:
             rule, remedy = "another run is at work in this folder", "Wait for it, stop it, or name another folder."
             raise SharedRefusal([Problem("--workdir", str(setup.workdir), rule, remedy)])
@@ -86,9 +86,9 @@ def check_shared(folder: str, workdir: Path, checkpoints: Checkpoints, peers: Pe
 def refuse_together(name: str, peers: Peers, check: Callable[[], list[Problem]]) -> None:
     """Run a check on process 0. If it finds problems, raise SharedRefusal on all processes."""
     problems = check() if jax.process_index() == 0 else []
-    found = json.loads(peers.gather(name, json.dumps([dataclasses.astuple(p) for p in problems]), AGREE_S)[0])
-    if found:
-        raise SharedRefusal([Problem(*each) for each in found])
+    problem_fields = json.loads(peers.gather(name, json.dumps([dataclasses.astuple(p) for p in problems]), AGREE_S)[0])
+    if problem_fields:
+        raise SharedRefusal([Problem(*each) for each in problem_fields])
 
 
 def check_references(setup: Setup) -> list[Problem]:
@@ -124,15 +124,17 @@ def room_note(setup: Setup) -> str:
 
     Old steps are deleted after a new one is complete, so checkpoint.keep + 1 of them are on the disk at a time.
     """
-    c, steps, storage = setup.run.checkpoint, setup.run.train.steps, setup.checkpoints.storage
+    checkpoint, steps, storage = setup.run.checkpoint, setup.run.train.steps, setup.checkpoints.storage
     size = setup.program.checkpoint_bytes
     if jax.process_index() or (room := storage.room()) is None:
         return ""
-    start, every = setup.start.step, c.every_steps
+    start, every = setup.start.step, checkpoint.every_steps
     saves = steps // every - start // every + (steps % every > 0) if every else 1
-    more = (steps // c.keep_every - start // c.keep_every if c.keep_every else 0) + c.keep_best
-    there = [step for step in setup.checkpoints.steps() if not c.keep_every or step % c.keep_every]
-    need = min(saves, c.keep + 1 + more - len(there))
+    more = (
+        steps // checkpoint.keep_every - start // checkpoint.keep_every if checkpoint.keep_every else 0
+    ) + checkpoint.keep_best
+    saved_steps = [step for step in setup.checkpoints.steps() if not checkpoint.keep_every or step % checkpoint.keep_every]
+    need = min(saves, checkpoint.keep + 1 + more - len(saved_steps))
     if room >= need * size:
         return ""
     fits = room // size
@@ -189,33 +191,33 @@ def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
 # ---- The files of an attempt
 
 
-def open_services(opened: contextlib.ExitStack, setup: Setup, env: dict[str, Any], guards: Guards) -> Services:
-    """Open the files of an attempt, and handle signals, until `opened` is closed. `close_files` completes them.
+def open_services(exit_stack: contextlib.ExitStack, setup: Setup, env: dict[str, Any], guards: Guards) -> Services:
+    """Open the files of an attempt, and handle signals, until `exit_stack` is closed. `close_files` completes them.
 
     env: the entry `env` of the receipt. Raises ConfigError if a tracker cannot be opened, and NotWritten for the other files.
     """
     workdir, process, peers = setup.workdir, jax.process_index(), guards.peers
     try:
-        given = to_dict(setup.asked)
-        trackers = open_trackers(workdir, setup.run.log, given, resumed=setup.start.resumed, process_index=process)
+        config = to_dict(setup.asked)
+        trackers = open_trackers(workdir, setup.run.log, config, resumed=setup.start.resumed, process_index=process)
     except TrackerError as error:
         raise ConfigError([Problem(error.key, setup.run.flat[error.key], error.reason, error.remedy)]) from error
     writers, receipt = Writers(workdir, trackers.all, process_index=process), Receipt(workdir, process_index=process)
-    born = time.time() - (process_age_s() if guards.own_process else 0.0)
+    start_time = time.time() - (process_age_s() if guards.own_process else 0.0)
     try:
         preflight = keep_preflight(workdir) if process == 0 else None
         note = receipt.start(first_facts(setup) | trackers.facts | {"env": env, "preflight": preflight})
         guards.record.receipt = receipt
         # The log is closed last: all else may have something to tell.
-        console = opened.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
-        ledger = opened.enter_context(Ledger(workdir / goodput.FILE, born, active=process == 0))
+        console = exit_stack.enter_context(Console(workdir, process, setup.run.train.steps, work=setup.run.ramp.before))
+        ledger = exit_stack.enter_context(Ledger(workdir / goodput.FILE, start_time, active=process == 0))
     except NotWritten as error:
         with contextlib.suppress(NotWritten):  # it is the same disk
             guards.record.finish(REFUSED, str(error))
         writers.close(REFUSED)
         raise
     guards.record.ledger = ledger
-    stop = opened.enter_context(Stop(peers.ask_to_stop))
+    stop = exit_stack.enter_context(Stop(peers.ask_to_stop))
     if note:
         console.warn(note)
     return Services(console, writers, receipt, ledger, guards.watchdog, peers, stop)
@@ -240,14 +242,14 @@ def keep_preflight(workdir: Path) -> dict[str, Any] | None:
     """Copy the findings of preflight into the run's folder. Return its verdict and the checks that did not pass, or None."""
     path = os.environ.get(PREFLIGHT)
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
+        report = json.loads(Path(path).read_text(encoding="utf-8")) if path else None
     except (OSError, ValueError) as error:
         return {"error": f"{PREFLIGHT}={path}: {error}"}
-    if not found:
+    if not report:
         return None
-    files.write_atomic(workdir / "preflight.json", json.dumps(found, indent=1) + "\n")
-    checks = [{"host": node["host"], **check} for node in found["nodes"] for check in node["checks"]]
-    return {"verdict": found["verdict"], "checks": [check for check in checks if check["state"] != "ok"]}
+    files.write_atomic(workdir / "preflight.json", json.dumps(report, indent=1) + "\n")
+    checks = [{"host": node["host"], **check} for node in report["nodes"] for check in node["checks"]]
+    return {"verdict": report["verdict"], "checks": [check for check in checks if check["state"] != "ok"]}
 
 
 def first_facts(setup: Setup) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Sampler:
         self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
         check_decodes(run.model.family, run.sample.max_tokens, self.definition)
         self._pipe = make_pipeline(run.model, self.placement, self.definition)
-        self._places = placement.layout.stages.places if self._pipe else 0
+        self._num_slots = placement.layout.stages.places if self._pipe else 0
         self.run = run
         self._dtype = DTYPES[run.compute]
         specs = self.definition.specs(self.placement), self.cache_specs, P()
@@ -66,13 +66,13 @@ class Sampler:
         """Return the PartitionSpecs of a key/value cache."""
         model = self.run.model
         _, heads = cached_arrays(model, self.placement)
-        kv, of_dense = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
+        kv, dense_kv = (self.placement.spec((*first, None, None, heads, None)) for first in (("layers",), ()))
         state = self.placement.spec(("layers", None, "heads", None, None))
-        convolved = self.placement.spec(("layers", None, None, "heads", None))
-        of_layers = [(state, *(convolved,) * 3) if letter == DELTA else (kv, kv) for letter in model.kinds[: model.period]]
-        made: Any = Cache
-        of_stack = tuple(of_layers) if model.period > 1 else of_layers[0]
-        return made(of_stack, ((of_dense, of_dense),) * model.dense_layers, P(), P(), P())
+        conv_spec = self.placement.spec(("layers", None, None, "heads", None))
+        layer_specs = [(state, *(conv_spec,) * 3) if letter == DELTA else (kv, kv) for letter in model.kinds[: model.period]]
+        cache_type: Any = Cache
+        stack_spec = tuple(layer_specs) if model.period > 1 else layer_specs[0]
+        return cache_type(stack_spec, ((dense_kv, dense_kv),) * model.dense_layers, P(), P(), P())
 
     def _decode(self, params: Params, cache: Cache, tokens_BT: jax.Array) -> tuple[jax.Array, Cache]:
         """Return the logits of the token that follows `tokens_BT`, f32 (B, V), and the cache with `tokens_BT` added."""
@@ -86,7 +86,7 @@ class Sampler:
 
     def empty_cache(self, rows: int, room: int) -> Cache:
         """Return an empty key/value cache on the devices, for `rows` sequences of up to `room` tokens."""
-        empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._places)
+        empty = empty_cache(self.run.model, self.placement, rows, room, self._dtype, self._num_slots)
         return jax.device_put(empty, jax.tree.map(lambda spec: NamedSharding(self.placement.mesh, spec), self.cache_specs))
 
     def tokens(
@@ -133,8 +133,8 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
     order = jnp.argsort(-logits_V)
     probabilities = jax.nn.softmax(logits_V[order] / temperature)
     before = jnp.cumsum(probabilities) - probabilities
-    kept = jnp.where(before < top_p, jnp.log(probabilities), -jnp.inf)
-    return order[jax.random.categorical(key, kept)].astype(jnp.int32)
+    nucleus = jnp.where(before < top_p, jnp.log(probabilities), -jnp.inf)
+    return order[jax.random.categorical(key, nucleus)].astype(jnp.int32)
 
 
 def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, room: int = 0, *, stops: Sequence[int]) -> str:
@@ -143,21 +143,21 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, ro
     stops: ids. room: as in `Sampler.tokens`.
     """
     prompt = prompt_ids(tokenizer, ask.prompt, sampler.run.model.vocab_size)
-    made = continue_ids(sampler, params, prompt, ask, stops, room)
-    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *made])
+    ids = continue_ids(sampler, params, prompt, ask, stops, room)
+    return tokenizer.decode([*prompt[len(tokenizer.bos) :], *ids])
 
 
 def continue_ids(
     sampler: Sampler, params: Params, prompt: Sequence[int], ask: Ask, stops: Sequence[int], room: int = 0
 ) -> list[int]:
     """Return the ids that continue a prompt of ids, up to the first of `stops`, which is left out, or max_tokens of them."""
-    made: list[int] = []
-    how = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
-    for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **how):
+    ids: list[int] = []
+    options = {"temperature": ask.temperature, "top_p": ask.top_p, "seed": ask.seed}
+    for token in sampler.tokens(params, prompt, max_tokens=ask.max_tokens, room=room, **options):
         if token in stops:
             break
-        made.append(token)
-    return made
+        ids.append(token)
+    return ids
 
 
 def prompt_ids(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
@@ -189,8 +189,8 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, sto
     """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
     asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
     vocab_size = sampler.run.model.vocab_size
-    room = max(len(prompt_ids(tokenizer, one.prompt, vocab_size)) for one in asks) + ask.max_tokens
-    return [continue_text(sampler, params, tokenizer, one, room, stops=stops) for one in asks]
+    room = max(len(prompt_ids(tokenizer, request.prompt, vocab_size)) for request in asks) + ask.max_tokens
+    return [continue_text(sampler, params, tokenizer, request, room, stops=stops) for request in asks]
 
 
 class Loaded(NamedTuple):
@@ -238,21 +238,21 @@ class Chat:
             raise TokenizerError("the model has no tokenizer. Fix: name its folder, --tokenizer=DIR")
         self.tokenizer, text = text_format.load(text, spec)
         date = datetime.date.today().isoformat()
-        own = None if template else text.chat_template(self.tokenizer.control_tokens(), date)
-        self.template: ChatTemplate = own or load_template(spec, self.tokenizer, template, date)
+        model_template = None if template else text.chat_template(self.tokenizer.control_tokens(), date)
+        self.template: ChatTemplate = model_template or load_template(spec, self.tokenizer, template, date)
         # A template that was not that of the training may end turns by a token that no file of the model names.
         self.stops = tuple({*text.stops, *self.template.turn_ends()})
 
-    def prompt(self, talk: Conversation) -> list[int]:
+    def prompt(self, conversation: Conversation) -> list[int]:
         """Return the ids of a conversation with the beginning of an answer. Raises RowError if the template cannot write it."""
-        ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(talk)))])
+        ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(conversation)))])
         return ids.tolist()
 
-    def answer(self, model: Loaded, talk: Conversation, ask: Ask) -> str:
+    def answer(self, model: Loaded, conversation: Conversation, ask: Ask) -> str:
         """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
 
         Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.
         """
-        ids = self.prompt(talk)
+        ids = self.prompt(conversation)
         check_vocabulary(self.tokenizer, ids, model.run.model.vocab_size)
         return self.tokenizer.decode(continue_ids(model.sampler, model.params, ids, ask, self.stops))

@@ -34,8 +34,8 @@ def open_history(workdir: Path) -> History:
         raise ConfigError(imported)
     if is_custom(run.data.source):
         raise SeenError(f"data.source = {run.data.source}: only of token files is it known what a step reads")
-    place = position.position(checkpoints.directory, step, stored.get("tokens", 0), run.ramp, run.data.seq_len)
-    entries = position.extended(stored.get("positions", []), position.record(place, run.train, run.data))
+    data_position = position.position(checkpoints.directory, step, stored.get("tokens", 0), run.ramp, run.data.seq_len)
+    entries = position.extended(stored.get("positions", []), position.record(data_position, run.train, run.data))
     if entries[0]["step"]:
         rule = f"its checkpoints do not record which data the steps 1 to {entries[0]['step']} have read"
         raise SeenError(
@@ -47,7 +47,7 @@ def open_history(workdir: Path) -> History:
     path = workdir / "metrics.jsonl"
     done = [line["step"] for line in metrics.read(path) if line["kind"] == "train"] if path.exists() else []
     skipped = [_skipped(item, stretches) for item in position.read(checkpoints.directory)]
-    return History(stretches, _mixture(run, workdir, step, meta, place), max([step, *done[-1:]]), skipped)
+    return History(stretches, _mixture(run, workdir, step, meta, data_position), max([step, *done[-1:]]), skipped)
 
 
 def _config(workdir: Path) -> RunConfig:
@@ -80,20 +80,20 @@ def _newest(checkpoints: Checkpoints) -> tuple[int, dict[str, Any]]:
     return (0, {}) if step is None else (step, checkpoints.meta(step))
 
 
-def _mixture(run: RunConfig, workdir: Path, step: int, meta: Mapping[str, Any], place: position.Position) -> Mixture:
+def _mixture(run: RunConfig, workdir: Path, step: int, meta: Mapping[str, Any], data_position: position.Position) -> Mixture:
     """Return the mixture of a run that resumes from a checkpoint with this meta.json.
 
     The files of the config are opened only if the checkpoint has others: they may have moved since.
     """
     stored = meta.get("data", {})
-    begin, seq_len = place.begin * run.ramp.unit, run.data.seq_len
+    begin, seq_len = data_position.begin * run.ramp.unit, run.data.seq_len
     if "mixture" in stored and meta["config"]["data"]["source"] == run.data.source:
         mixture = Mixture(stored["mixture"]["sources"], stored["mixture"]["phases"][-1]["weights"], seq_len)
         mixture.start(stored["mixture"], stored["tokens"], step, begin)
         return mixture
-    how: dict[str, Any] = {"split": "train", "global_batch": run.ramp.unit, "data_dir": Path(run.paths.data).expanduser()}
+    options: dict[str, Any] = {"split": "train", "global_batch": run.ramp.unit, "data_dir": Path(run.paths.data).expanduser()}
     try:
-        source = open_source(run.data, run.data.source, **how)
+        source = open_source(run.data, run.data.source, **options)
     except ConfigError as e:
         rule = f"{e.problems[0].key} = {e.problems[0].value}: {e.problems[0].rule}"
         raise SeenError(
@@ -101,10 +101,10 @@ def _mixture(run: RunConfig, workdir: Path, step: int, meta: Mapping[str, Any], 
         ) from e
     source.start_mixture(stored, step, begin)
     receipt = workdir / "receipt.json"
-    read = json.loads(receipt.read_text(encoding="utf-8")).get("data") or {} if receipt.exists() else {}
+    read_data = json.loads(receipt.read_text(encoding="utf-8")).get("data") or {} if receipt.exists() else {}
     contents = {each["content_sha256"] for each in source.mixture.sources}
-    if other := [file["name"] for file in read.get("files", ()) if file["content_sha256"] not in contents]:
-        raise SeenError(f"{other[0]}: is another file than the run has read. Fix: put the former one back there")
+    if changed_files := [file["name"] for file in read_data.get("files", ()) if file["content_sha256"] not in contents]:
+        raise SeenError(f"{changed_files[0]}: is another file than the run has read. Fix: put the former one back there")
     return source.mixture
 
 
@@ -117,11 +117,15 @@ def _skipped(item: Mapping[str, Any], stretches: Sequence[Stretch]) -> Skipped:
 
 
 def _stretch(entry: Mapping[str, Any], last: int) -> Stretch:
-    place, unit = position.position_of(entry), entry["unit"]
+    data_position, unit = position.position_of(entry), entry["unit"]
 
     def rows(step: int) -> np.ndarray:
-        return (np.asarray(place.batches(step - 1))[:, None] * unit + np.arange(unit)).ravel()
+        return (np.asarray(data_position.batches(step - 1))[:, None] * unit + np.arange(unit)).ravel()
 
     data = Data(**{key: entry[key] for key in ("seq_len", "seed", "packing", "max_segments")})
-    skipped = [(max(first, place.begin) * unit, end * unit) for first, end in place.skipped if end > place.begin]
+    skipped = [
+        (max(first, data_position.begin) * unit, end * unit)
+        for first, end in data_position.skipped
+        if end > data_position.begin
+    ]
     return Stretch(entry["step"] + 1, last, rows, data, skipped)

@@ -57,11 +57,11 @@ NAME_ONE = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Fac
 
 
 class BadInit(ValueError):
-    """The weights of init.from are damaged or not finite, as another attempt would find. alike: all processes find it."""
+    """The weights of init.from are damaged or not finite, as another attempt would find. on_all_processes: all find it."""
 
-    def __init__(self, message: str, alike: bool):
+    def __init__(self, message: str, on_all_processes: bool):
         super().__init__(message)
-        self.alike = alike
+        self.alike = on_all_processes
 
 
 def import_named_parts(run: RunConfig) -> None:
@@ -115,8 +115,8 @@ def choose_start(
     """
     reasons = dict(damaged)
     # If the user names a step, the newest checkpoint is not read: it may be damaged.
-    at = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
-    if at is None:
+    step = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
+    if step is None:
         beginning = position.position(checkpoints.directory, 0, 0, run.ramp, run.data.seq_len)
         if run.init.from_ and program.adapters:
             return begin_adapters(program, beginning)
@@ -126,29 +126,29 @@ def choose_start(
             rule = "adapters need the weights of a trained model, and init.from names none"
             raise ConfigError([schema.Problem("init.from", "", rule, NAME_ONE)])
         return Start(0, False, False, beginning, (), {})
-    meta = checkpoints.meta(at)
+    meta = checkpoints.meta(step)
     if imported := resume.check_trained(meta, str(checkpoints.directory)):
         raise ConfigError(imported)
     same = tokenizer.contents(meta, run.data.tokenizer)
     notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
-    if at > run.train.steps:
+    if step > run.train.steps:
         problems.append(
             schema.Problem(
-                "train.steps", run.train.steps, f"the checkpoint is at step {at} already", "Set more, or another --workdir"
+                "train.steps", run.train.steps, f"the checkpoint is at step {step} already", "Set more, or another --workdir"
             )
         )
     if problems:
         raise ConfigError(problems)
-    was = schema.resolve(meta["config"])[0]
-    notes += changed_rate((was.optimizer, was.train.steps), (run.optimizer, run.train.steps), at)
-    place = position.position(checkpoints.directory, at, meta["data"]["tokens"], run.ramp, run.data.seq_len)
+    old_run = schema.resolve(meta["config"])[0]
+    notes += changed_rate((old_run.optimizer, old_run.train.steps), (run.optimizer, run.train.steps), step)
+    data_position = position.position(checkpoints.directory, step, meta["data"]["tokens"], run.ramp, run.data.seq_len)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = adapters = ""
     if program.adapters:
         _, base = check_base(program, lora.base_on_resume(meta, run.init))
         adapters = meta["base"].get("adapters", "")
-    return Start(at, True, cast, place, tuple(notes), meta["data"], base, adapters, reasons)
+    return Start(step, True, cast, data_position, tuple(notes), meta["data"], base, adapters, reasons)
 
 
 def changed_rate(was: tuple[Optimizer, int], now: tuple[Optimizer, int], done: int) -> list[str]:
@@ -217,15 +217,15 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
     """
     run = program.run
     source, key = open_origin(path), "init.base" if path == run.init.base else "init.from"
-    there, here = source.meta["config"]["model"], schema.to_dict(run)["model"]
+    source_model, run_model = source.meta["config"]["model"], schema.to_dict(run)["model"]
     settings = source.meta["config"].get(schema.OWN, {})
     problems = []
-    of, family = there.get("family", ""), run.model.family
-    theirs = models.family(of).STRUCTURE if of in models.FAMILIES else None  # other modules may not be here
-    if theirs and getattr(models.family(family), "STRUCTURE", theirs) != theirs:
+    label, family = source_model.get("family", ""), run.model.family
+    source_structure = models.family(label).STRUCTURE if label in models.FAMILIES else None  # other modules may not be here
+    if source_structure and getattr(models.family(family), "STRUCTURE", source_structure) != source_structure:
         # Settings of another function with tensors of the same names and shapes.
-        rule = f"its weights are those of model.family = {of}, which computes another function: {theirs}"
-        problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {of}."))
+        rule = f"its weights are those of model.family = {label}, which computes another function: {source_structure}"
+        problems.append(schema.Problem("model.family", family, rule, f"Set model.family to {label}."))
     if run.init.what != "weights" and (source.folder or {"hugging_face", "peft", "averaged"} & source.meta.keys()):
         rule = f"{source.name} holds no optimizer's state"
         problems.append(schema.Problem("init.what", run.init.what, rule, "Set weights."))
@@ -250,20 +250,20 @@ def check_init_source(program: Program, path: str) -> tuple[str, ...]:
         raise ConfigError(problems)
     stored = source.stored
     wanted = init_tensors(program, source)
-    wrong = arrays.differences(stored, wanted, subset=True, cast=True)
+    differences = arrays.differences(stored, wanted, subset=True, cast=True)
     unused = sorted(name for name in stored.keys() - wanted.keys() if name.startswith("params."))
     if not run.model.mtp_layers:  # a model may drop its modules of multi-token prediction: its logits do not depend on them
         unused = [name for name in unused if not name.startswith(f"params.{MTP}.")]
-    wrong += [f"{name}: in the source, not in this model" for name in unused]
-    if wrong:
-        rule = f"{source.name} does not fit this model: {'; '.join(wrong[:4])}"
-        rule += f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        of = f"its config.json (python -m jaxtrain hf config {path})" if source.folder else "that run (its config.json)"
-        raise ConfigError([schema.Problem(key, path, rule, f"Give the model the sizes of {of}.")])
+    differences += [f"{name}: in the source, not in this model" for name in unused]
+    if differences:
+        rule = f"{source.name} does not fit this model: {'; '.join(differences[:4])}"
+        rule += f"; and {len(differences) - 4} more" if len(differences) > 4 else ""
+        label = f"its config.json (python -m jaxtrain hf config {path})" if source.folder else "that run (its config.json)"
+        raise ConfigError([schema.Problem(key, path, rule, f"Give the model the sizes of {label}.")])
     return tuple(
-        f"model.{name}: {there.get(name)!r} in {key}, {value!r} here"
-        for name, value in here.items()
-        if there.get(name) != value
+        f"model.{name}: {source_model.get(name)!r} in {key}, {value!r} here"
+        for name, value in run_model.items()
+        if source_model.get(name) != value
     ) + tuple(
         f"own.{name}: {settings[name]!r} in {key}, {value!r} here"
         for name, value in run.own
@@ -292,13 +292,13 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     held-out set is "". Without evaluation (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
-    how: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
-    train = open_source(run.data, run.data.source, split="train", global_batch=run.ramp.unit, **how)
+    options: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
+    train = open_source(run.data, run.data.source, split="train", global_batch=run.ramp.unit, **options)
     if not run.eval.every_steps:
         return train, {}
     rows = run.train.global_batch // run.train.grad_accum
     return train, {
-        name: open_source(run.data, source, split="validation", global_batch=rows, **how)
+        name: open_source(run.data, source, split="validation", global_batch=rows, **options)
         for name, source in opening.parse_sets(run.data.eval_source)[0].items()
     }
 
@@ -312,21 +312,21 @@ def initial_state(
     BadInit.
     """
     run, abstract, digest = program.run, program.state, ""
-    bare = dataclasses.replace(abstract, ema=())
+    bare_state = dataclasses.replace(abstract, ema=())
     if start.resumed:
         stored = checkpoints.stored(start.step)
         averaged = any(name.startswith(state.EMA) for name in stored)
         unused = averaged and not abstract.ema
-        abstract = abstract if averaged else bare
+        abstract = abstract if averaged else bare_state
         wanted = state.abstract_tensors(program.saved(abstract))
         tensors = checkpoints.restore(start.step, wanted, subset=unused, cast=start.cast)
         if start.base:
             base = restore_base(start.base, base_tensors(program), program.definition, program.placement)
             tensors, digest = tensors | base.tensors, base.digest
         words = "passing over damaged checkpoints, going on from step {step}:" if start.damaged else None
-        moved = checkpoints.set_aside(start.step, *([words] if words else []))
-        if moved:
-            say(moved)
+        message = checkpoints.set_aside(start.step, *([words] if words else []))
+        if message:
+            say(message)
         if unused:
             say(f"average of the weights: not restored from step {start.step}, because train.ema_decay = 0")
         restored = state.from_tensors(abstract, tensors)
@@ -337,7 +337,7 @@ def initial_state(
         return begin_average(program, fresh, 0, say), digest
     source = open_origin(start.base or run.init.from_)
     fresh = dataclasses.replace(fresh, ema=()) if program.adapters else state.without_params(fresh)
-    before = source
+    weights_source = source
     try:
         if program.adapters:
             base = read_base(source, base_tensors(program), program.definition, program.placement)
@@ -345,10 +345,12 @@ def initial_state(
         else:
             tensors, report = source.read(init_tensors(program, source)), ""
         if start.adapters:
-            before = open_origin(start.adapters)
-            own = {name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")}
-            tensors |= before.read(own)
-            say(f"adapters of {before.name}, trained further")
+            weights_source = open_origin(start.adapters)
+            adapters = {
+                name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")
+            }
+            tensors |= weights_source.read(adapters)
+            say(f"adapters of {weights_source.name}, trained further")
     except (Damaged, HuggingFaceError) as error:
         raise BadInit(f"init.from = {run.init.from_!r}: {error}", isinstance(error, Damaged | NotFinite)) from error
     say(f"initial {run.init.what} from {source.name}; step and learning-rate schedule start at 0")
@@ -356,10 +358,10 @@ def initial_state(
         say(report)
     for note in source.notes:
         say(f"note: {note}")
-    if before.averaged:
+    if weights_source.averaged:
         command = "hf export-adapter" if start.adapters else "hf export"
-        say(f"note: {before.name} has an average of its weights too, which is not used; {command} --ema writes it")
-    return begin_average(program, state.from_tensors(bare, tensors, fresh), 0, say), digest
+        say(f"note: {weights_source.name} has an average of its weights too, which is not used; {command} --ema writes it")
+    return begin_average(program, state.from_tensors(bare_state, tensors, fresh), 0, say), digest
 
 
 def begin_average(program: Program, current: state.TrainState, step: int, say: Callable[[str], None]) -> state.TrainState:
@@ -385,11 +387,11 @@ class Restored:
     base: dict[str, str]  # the entry `base` of meta.json; {} without adapters
 
 
-def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services) -> Restored:
+def restore(user_run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services) -> Restored:
     """Make the first state and report it. If the digests of a checkpoint do not match, restore the next older checkpoint.
 
     Args:
-      asked: the config as the user gave it, to compare with the config of an older checkpoint.
+      user_run: the config as the user gave it, to compare with the config of an older checkpoint.
 
     Raises Damaged if `checkpoint.step` names a damaged checkpoint, and CheckpointError if all checkpoints are damaged.
     """
@@ -401,18 +403,18 @@ def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Check
                 current, digest = initial_state(program, start, checkpoints, console.say)
             break
         except Damaged as error:
-            if not start.resumed or asked.checkpoint.step >= 0:
+            if not start.resumed or user_run.checkpoint.step >= 0:
                 raise
             console.warn(str(error))
-            start = choose_start(asked, checkpoints, program, {**start.damaged, start.step: str(error)})
+            start = choose_start(user_run, checkpoints, program, {**start.damaged, start.step: str(error)})
             console.say(f"resuming from step {start.step} in {checkpoints.directory}")
-    base = _base(start, digest, checkpoints)
+    base = _base_entry(start, digest, checkpoints)
     services.ledger.back(start.step)
     services.receipt.update(
         resumed_from_step=start.step if start.resumed else None,
         passed_over={str(step): reason for step, reason in start.damaged.items()},
     )
-    services.receipt.began(_origin(asked.init.from_, start, current, checkpoints))
+    services.receipt.began(_origin_entry(user_run.init.from_, start, current, checkpoints))
     if start.resumed:
         with services.ledger.during("restore"):
             jax.block_until_ready(current)
@@ -422,7 +424,7 @@ def restore(asked: RunConfig, program: Program, start: Start, checkpoints: Check
     return Restored(current, start, base)
 
 
-def _base(start: Start, found: str, checkpoints: Checkpoints) -> dict[str, str]:
+def _base_entry(start: Start, digest: str, checkpoints: Checkpoints) -> dict[str, str]:
     """Return the entry `base` of meta.json: path and digest of the adapters' base weights; {} for a run without adapters.
 
     `adapters` is the path of the adapters that the run began with, if any. Raises CheckpointError if this run's adapters were
@@ -432,8 +434,8 @@ def _base(start: Start, found: str, checkpoints: Checkpoints) -> dict[str, str]:
         return {}
     if start.resumed or start.adapters:
         meta = checkpoints.meta(start.step) if start.resumed else open_origin(start.adapters).meta
-        lora.check_same(meta, start.base, found)
-    return {"path": start.base, "digest": found} | ({"adapters": start.adapters} if start.adapters else {})
+        lora.check_same(meta, start.base, digest)
+    return {"path": start.base, "digest": digest} | ({"adapters": start.adapters} if start.adapters else {})
 
 
 def continue_sources(train: Train, start: Start, data: Any, say: Callable[[str], None]) -> None:
@@ -460,7 +462,7 @@ def _report_mixture(steps: int, start: Start, data: Any, say: Callable[[str], No
     say(f"data: epochs of each source at step {steps}: {', '.join(read)}")
 
 
-def _origin(path: str, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
+def _origin_entry(path: str, start: Start, current: state.TrainState, checkpoints: Checkpoints) -> dict[str, Any] | None:
     """Return folder, step and digest of the source of the first state, for the receipt; None if the source is the seed.
 
     path: init.from.

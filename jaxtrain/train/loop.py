@@ -169,12 +169,12 @@ class Loop:
             return
         on_host, on_device = batch
         self._tracer.before_step(self.done)
-        metrics = self._take(on_device)
+        metrics = self._dispatch(on_device)
         before = self.metrics.read() if metrics is not None else None
-        if before is not None and not self._note(before):
-            if self._skipped(before):
+        if before is not None and not self._log_metrics(before):
+            if self._handle_skip(before):
                 return
-            metrics = self._take(on_device)  # the guard skipped this step too
+            metrics = self._dispatch(on_device)  # the guard skipped this step too
         if metrics is None:
             return
         if self._tracer.tracing or not self.saver.snapshots.ready:
@@ -199,7 +199,7 @@ class Loop:
             rows = self.feed.next(lambda: services.stop_requested and not services.may_start(self.done + 1))
             return None if rows is None else (rows, self.feed.place(rows))
 
-    def _take(self, batch: Any) -> train_step.Metrics | None:
+    def _dispatch(self, batch: Any) -> train_step.Metrics | None:
         """Dispatch a step and return its metrics; None if the metrics of the step before caused a rollback instead.
 
         The metrics of the step before are read only if this step is computed twice (train.sdc_check_every).
@@ -215,7 +215,6 @@ class Loop:
         return metrics
 
     def _note_slow_step(self) -> None:
-        """Report if the step that ends now was far slower than others."""
         before, self._seconds = self._seconds, self.services.ledger.seconds()
         saving, self._saving = self._saving, self.saver.checkpoints.pending
         if not before:
@@ -233,10 +232,10 @@ class Loop:
         A new run evaluates the weights that it begins from. A resumed run may have been ended after a save and before both.
         """
         done = self.done
-        missing = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
-        missing.append(self.samples.due(done) and not self.samples.written(done))
+        due = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
+        due.append(self.samples.due(done) and not self.samples.written(done))
         # Process 0 decides, because other nodes may not see its files.
-        evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(missing), AGREE_S)[0])
+        evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(due), AGREE_S)[0])
         if evaluates:
             self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=False)
         if samples:
@@ -267,13 +266,13 @@ class Loop:
 
     def save(self) -> None:
         """Begin to save the newest state. Raises CheckpointError after saver.MOST_FAILURES failed saves in a row."""
-        read = self.start.position.read(self.done)
-        rows = read * self.run.ramp.unit
+        batches_read = self.start.position.read(self.done)
+        rows = batches_read * self.run.ramp.unit
         data: dict[str, Any] = {"tokens": rows * self.run.data.seq_len, "fingerprint": self.data.fingerprint}
         if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
             data["mixture"] = mixture.state(rows)
-        here = position.record(self.start.position, self.run.train, self.setup.asked.data)
-        data["positions"] = position.extended(self.start.data.get("positions", ()), here)
+        entry = position.record(self.start.position, self.run.train, self.setup.asked.data)
+        data["positions"] = position.extended(self.start.data.get("positions", ()), entry)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
         if (held_out := self.held_out.loss_of(self.done)) is not None:
             meta |= {HELD_OUT: held_out, HELD_OUT_SETS: self.held_out.sets}
@@ -290,8 +289,8 @@ class Loop:
         self._started, services = True, self.services
         self._slow_start.cancel()
         seconds = services.ledger.seconds()
-        parts = ", ".join(f"{cause} {duration(s)}" for cause, s in seconds.items())
-        services.console.say(f"first step {duration(sum(seconds.values()))} after the start: {parts}")
+        times = ", ".join(f"{cause} {duration(s)}" for cause, s in seconds.items())
+        services.console.say(f"first step {duration(sum(seconds.values()))} after the start: {times}")
         services.receipt.update(start_s=seconds)
         for name in own_settings(self.run.own).unread:
             services.console.warn(f"own.{name}: the family, loss, optimizer and data source of this run do not read it")
@@ -302,19 +301,19 @@ class Loop:
 
     def _read_metrics(self) -> bool:
         """Read the metrics of the newest step now. Return whether they caused a rollback to a checkpoint."""
-        found = self.metrics.read()
-        return found is not None and not self._note(found) and self._skipped(found)
+        metrics = self.metrics.read()
+        return metrics is not None and not self._log_metrics(metrics) and self._handle_skip(metrics)
 
-    def _note(self, found: StepMetrics) -> bool:
+    def _log_metrics(self, metrics: StepMetrics) -> bool:
         """Write the metrics of a step. Return whether the step was applied."""
         if not self._started:
             self._end_start()
-        self._recent = [*self._recent[-9:], (found.step, found.loss, time.time())]
-        if found.taken:
+        self._recent = [*self._recent[-9:], (metrics.step, metrics.loss, time.time())]
+        if metrics.taken:
             self.skips.took()
-            self.loss = found.loss
-        self.log.note(found, self.start.position.read(found.step), self.skips.skipped + (not found.taken))
-        return found.taken
+            self.loss = metrics.loss
+        self.log.note(metrics, self.start.position.read(metrics.step), self.skips.skipped + (not metrics.taken))
+        return metrics.taken
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that the watchdog reports at a hang."""
@@ -329,33 +328,35 @@ class Loop:
 
     # ---- Skipped steps
 
-    def _skipped(self, found: StepMetrics) -> bool:
+    def _handle_skip(self, metrics: StepMetrics) -> bool:
         """Report a skipped step, and release the guard. Return whether the run was rolled back to a checkpoint instead.
 
         After train.max_skipped_steps skipped steps in a row, or if the weights are not finite, roll back, or raise Diverged if
         train.on_divergence=stop.
         """
-        bad = skipped.describe(self.setup, found, self.start.position)
-        self.services.console.warn(bad.words)
+        skip = skipped.describe(self.setup, metrics, self.start.position)
+        self.services.console.warn(skip.words)
         if not self._kept_bundle:
             self._kept_bundle = True
-            how = (self.start.position, self.saver, self.services)
-            skipped.keep_bundle(self.setup, self.compiled, self.current, bad, found.batch, *how)
+            bundle_args = (self.start.position, self.saver, self.services)
+            skipped.keep_bundle(self.setup, self.compiled, self.current, skip, metrics.batch, *bundle_args)
         # Skipped steps do not change the weights, so they are read at the first of them.
-        wrong = "" if self.skips.row or bad.verdict == guard.SPIKE else skipped.list_not_finite(self.current)
-        if not self.skips.add(bad) and not wrong:
+        not_finite = "" if self.skips.row or skip.verdict == guard.SPIKE else skipped.list_not_finite(self.current)
+        if not self.skips.add(skip) and not not_finite:
             self._release_guard()
             return False
-        said = f"{self.skips.in_a_row} steps in a row were skipped, the last one step {bad.step} with loss {bad.loss:.6g}"
-        if wrong:
-            said = f"weights are infinite or NaN before step {bad.step}, so that all further steps would be skipped: {wrong}"
+        reason = f"{self.skips.in_a_row} steps in a row were skipped, the last one step {skip.step} with loss {skip.loss:.6g}"
+        if not_finite:
+            reason = (
+                f"weights are infinite or NaN before step {skip.step}, so that all further steps would be skipped: {not_finite}"
+            )
         self.saver.finish()
         if self.run.train.on_divergence == "stop":
-            raise Diverged(explain(said, self.saver.newest, self.applied, bool(wrong), rollback=False))
-        skipped.check_rollback(self.saver, said, self.applied, bool(wrong))
+            raise Diverged(explain(reason, self.saver.newest, self.applied, bool(not_finite), rollback=False))
+        skipped.check_rollback(self.saver, reason, self.applied, bool(not_finite))
         self.feed.close()
         self.current = None  # its memory is needed
-        restored = skipped.roll_back(self.setup, self.saver, self.services, self.skips.row, said)
+        restored = skipped.roll_back(self.setup, self.saver, self.services, self.skips.row, reason)
         self.metrics.drop()
         self.log.rates.exclude()
         self._begin(restored)

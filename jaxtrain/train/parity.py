@@ -100,9 +100,9 @@ class Comparison:
     @property
     def wrong(self) -> list[str]:
         """Return a text for each value beyond its bound."""
-        named = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
-        named |= {"gradient": self.gradient, "update": self.parameter}
-        return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in named.items() if not m.ok]
+        measures = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
+        measures |= {"gradient": self.gradient, "update": self.parameter}
+        return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in measures.items() if not m.ok]
 
 
 # ---- training
@@ -129,9 +129,9 @@ def take_steps(
 
 def open_rows(run: RunConfig) -> Any:
     """Return the source of a run's training batches."""
-    how: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
-    how["vocab_size"] = run.model.vocab_size
-    return open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **how)
+    options: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
+    options["vocab_size"] = run.model.vocab_size
+    return open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **options)
 
 
 def compile_step(
@@ -172,27 +172,27 @@ def is_float32(precision: str, dtypes: Dtypes) -> bool:
 # ---- comparing
 
 
-def bounds(reference: Trained, exact: Trained | None, parts: int, tokens: int) -> Bounds:
+def bounds(reference: Trained, exact: Trained | None, shards: int, tokens: int) -> Bounds:
     """Return the tolerated differences of a run from `reference`.
 
     Args:
       exact: the reference's steps in float32; None if the reference and the run are in float32.
-      parts: devices x microbatches of the run. Each has a part of every sum over the batch.
+      shards: devices x microbatches of the run. Each has a part of every sum over the batch.
       tokens: number of tokens of a batch.
     """
     names = reference.gradients
     if exact is None:
         why = "rounding of float32"
         return Bounds(EXACT, EXACT, dict.fromkeys(names, EXACT), dict.fromkeys(names, MOVED), why)
-    factor = math.sqrt(2 + math.log2(parts))
-    whole = _norm(_apart(reference.gradients, exact.gradients)) / _norm(exact.gradients)
-    gradients = {n: factor * max(whole, d) for n, d in gradient_errors(reference, exact).items()}
-    moved = weight_errors(reference, exact, gradients)
-    typical = math.sqrt(float(np.mean([d * d for d in moved.values()])))
-    weights = {n: factor * (1 + 3 / math.sqrt(names[n].size)) * max(typical, d) for n, d in moved.items()}
-    loss = factor * max(whole / math.sqrt(tokens), *relative(reference.loss, exact.loss))
-    why = f"sqrt(2 + log2 {parts}) = {factor:.2f} times the first layout's difference from float32"
-    return Bounds(loss, factor * whole, gradients, weights, why)
+    factor = math.sqrt(2 + math.log2(shards))
+    global_error = _norm(_apart(reference.gradients, exact.gradients)) / _norm(exact.gradients)
+    gradients = {n: factor * max(global_error, d) for n, d in gradient_errors(reference, exact).items()}
+    errors = weight_errors(reference, exact, gradients)
+    typical = math.sqrt(float(np.mean([d * d for d in errors.values()])))
+    weights = {n: factor * (1 + 3 / math.sqrt(names[n].size)) * max(typical, d) for n, d in errors.items()}
+    loss = factor * max(global_error / math.sqrt(tokens), *relative(reference.loss, exact.loss))
+    why = f"sqrt(2 + log2 {shards}) = {factor:.2f} times the first layout's difference from float32"
+    return Bounds(loss, factor * global_error, gradients, weights, why)
 
 
 def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
@@ -204,8 +204,8 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
     if shapes[0] != shapes[1] or len(got.loss) != len(reference.loss):
         raise ValueError("runs of different models or lengths cannot be compared")
 
-    def steps(mine: np.ndarray, theirs: np.ndarray, bound: float) -> Measure:
-        return worst({f"step {i + 1}": d for i, d in enumerate(relative(mine, theirs))}, bound)
+    def steps(values: np.ndarray, expected: np.ndarray, bound: float) -> Measure:
+        return worst({f"step {i + 1}": d for i, d in enumerate(relative(values, expected))}, bound)
 
     unequal = {n: float(np.mean(a != got.start[n])) for n, a in reference.start.items()}
     return Comparison(
@@ -246,15 +246,15 @@ def weight_errors(got: Trained, reference: Trained, resolved: Mapping[str, float
     A weight counts if its first gradient is clearly above rounding (see the module), or exactly zero in both runs. Frozen
     tensors have no gradient and are left out. So are the biases of routers, whose step is the sign of a small difference.
     """
-    found, lengths = {}, _lengths(reference.gradients)
-    for name, g in reference.gradients.items():
-        mine = got.weights[name].astype(np.float64) - reference.weights[name].astype(np.float64)
-        clear = np.abs(g) > 2 * resolved[name] * lengths[name] / math.sqrt(g.size)
-        clear |= (g == 0) & (got.gradients[name] == 0)
-        off = _norm(mine[clear])
-        moved = _norm(reference.weights[name][clear].astype(np.float64) - reference.start[name][clear])
-        found[name] = off / moved if moved else (math.inf if off else 0.0)
-    return found
+    errors, lengths = {}, _lengths(reference.gradients)
+    for name, gradient in reference.gradients.items():
+        deviation = got.weights[name].astype(np.float64) - reference.weights[name].astype(np.float64)
+        clear = np.abs(gradient) > 2 * resolved[name] * lengths[name] / math.sqrt(gradient.size)
+        clear |= (gradient == 0) & (got.gradients[name] == 0)
+        error = _norm(deviation[clear])
+        change = _norm(reference.weights[name][clear].astype(np.float64) - reference.start[name][clear])
+        errors[name] = error / change if change else (math.inf if error else 0.0)
+    return errors
 
 
 def _apart(got: Arrays, reference: Arrays) -> Arrays:
@@ -267,5 +267,5 @@ def _norm(a: np.ndarray | Arrays) -> float:
 
 def _lengths(gradients: Arrays) -> dict[str, float]:
     """Return for each tensor its norm, or (global norm) * sqrt(its elements / all elements) if that is larger."""
-    whole, size = _norm(gradients), sum(a.size for a in gradients.values())
-    return {n: max(_norm(a), whole * math.sqrt(a.size / size)) for n, a in gradients.items()}
+    global_norm, size = _norm(gradients), sum(a.size for a in gradients.values())
+    return {n: max(_norm(a), global_norm * math.sqrt(a.size / size)) for n, a in gradients.items()}

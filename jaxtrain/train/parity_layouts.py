@@ -87,9 +87,9 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
     # word, which may have dots, and = follow.
     for item in re.split(r",(?!\w+=)", text):
         mesh, *overrides = re.split(r"/(?=[\w.]+=)", item.strip())
-        sizes, wrong = _sizes(mesh)
+        sizes, errors = _sizes(mesh)
         before = len(problems)
-        problems += [Problem("--meshes", item, *w) for w in wrong]
+        problems += [Problem("--meshes", item, *w) for w in errors]
         for override in overrides:
             key = override.partition("=")[0]
             if key.startswith("mesh."):
@@ -111,10 +111,10 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
     if mesh == "one":
         return {}, []
     sizes: dict[str, int] = {}
-    for part in re.split(r"(?<=\d)x", mesh):
-        form = re.fullmatch(r"([A-Za-z_]+)(\d+)", part)
+    for token in re.split(r"(?<=\d)x", mesh):
+        form = re.fullmatch(r"([A-Za-z_]+)(\d+)", token)
         if not form:
-            return {}, [(f"{part!r} is no axis with its size", f"Write {FORM}.")]
+            return {}, [(f"{token!r} is no axis with its size", f"Write {FORM}.")]
         axis, size = form[1], int(form[2])
         if axis not in MESH_AXES:
             return {}, [(f"no mesh axis {axis!r}", nearest(axis, list(MESH_AXES)))]
@@ -146,16 +146,16 @@ def load_all(
       argv, more: as for `load`.
       leave_out: whether layouts with problems are left out, if there are two without.
     """
-    found = [(layout, *load(layout, argv, *more)) for layout in layouts]
-    fine = [item for item in found if not item[2]]
+    loaded = [(layout, *load(layout, argv, *more)) for layout in layouts]
+    valid = [item for item in loaded if not item[2]]
     lines = []
-    if leave_out and len(fine) > 1:
-        lines = [f"left out: {layout.name}: {wrong[0]}" for layout, _, wrong in found if wrong]
-        found = fine
-    problems = together([(layout.name, wrong) for layout, _, wrong in found])
-    if found and not problems:
-        problems = find_problems([run for _, run, _ in found], [layout for layout, _, _ in found])
-    return [(layout, run) for layout, run, _ in found], lines, problems
+    if leave_out and len(valid) > 1:
+        lines = [f"left out: {layout.name}: {layout_problems[0]}" for layout, _, layout_problems in loaded if layout_problems]
+        loaded = valid
+    problems = together([(layout.name, layout_problems) for layout, _, layout_problems in loaded])
+    if loaded and not problems:
+        problems = find_problems([run for _, run, _ in loaded], [layout for layout, _, _ in loaded])
+    return [(layout, run) for layout, run, _ in loaded], lines, problems
 
 
 def devices(count: int, source: str = "") -> Devices:
@@ -163,11 +163,11 @@ def devices(count: int, source: str = "") -> Devices:
 
     If the GPUs cannot be used, return them with the reason in `problem`.
     """
-    found = hardware.probe()
-    if found.problem:
-        return found  # GPUs that cannot be used are an error, not a reason to compare on CPUs
-    if found.kind == "gpu" and found.count >= count:
-        return dataclasses.replace(found, count=count, source=source or found.source)
+    probed = hardware.probe()
+    if probed.problem:
+        return probed  # GPUs that cannot be used are an error, not a reason to compare on CPUs
+    if probed.kind == "gpu" and probed.count >= count:
+        return dataclasses.replace(probed, count=count, source=source or probed.source)
     return Devices("cpu", "cpu", count, hardware.available_gib() / count, source or "CPU devices")
 
 
@@ -186,16 +186,16 @@ def in_float32(run: RunConfig) -> RunConfig:
     return changed
 
 
-def together(named: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
+def together(layout_problems: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
     """Return the problems of several layouts: each problem once if all layouts share it, else with each layout's name."""
-    seen = Counter(str(p) for _, problems in named for p in {str(p): p for p in problems}.values())
+    counts = Counter(str(p) for _, problems in layout_problems for p in {str(p): p for p in problems}.values())
     out: dict[str, Problem] = {}
-    for name, problems in named:
+    for name, problems in layout_problems:
         for p in problems:
-            shared = seen[str(p)] == len(named)
+            shared = counts[str(p)] == len(layout_problems)
             key = p.key if shared or name in str(p) else f"--meshes={name}: {p.key}"
-            made = dataclasses.replace(p, key=key)
-            out[str(made)] = made
+            problem = dataclasses.replace(p, key=key)
+            out[str(problem)] = problem
     return list(out.values())
 
 

@@ -83,9 +83,9 @@ def show(result: Result, console: Console) -> None:
             _say(console, f"{row.layout.name}: {why}", "red")
     for line in _bounds(result.rows):
         _say(console, line)
-    others = [row for row in result.rows if row.verdict != "reference"]
-    agree = sum(row.verdict == AGREES for row in others)
-    verdict = f"{agree} of {len(others)} layouts agree with {first}"
+    compared = [row for row in result.rows if row.verdict != "reference"]
+    agree = sum(row.verdict == AGREES for row in compared)
+    verdict = f"{agree} of {len(compared)} layouts agree with {first}"
     _say(console, verdict, "bold green" if result.agrees else "bold red")
 
 
@@ -107,10 +107,10 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
     lines: dict[str, None] = {}
     for row in rows:
         if row.bounds:
-            b = row.bounds
-            numbers = f"loss {b.loss:.1e}, gradient norm {b.grad_norm:.1e}"
-            numbers += f", gradient {max(b.gradients.values()):.1e}, update {max(b.weights.values()):.1e}"
-            lines[f"bounds: {numbers} ({b.why})"] = None
+            bounds = row.bounds
+            numbers = f"loss {bounds.loss:.1e}, gradient norm {bounds.grad_norm:.1e}"
+            numbers += f", gradient {max(bounds.gradients.values()):.1e}, update {max(bounds.weights.values()):.1e}"
+            lines[f"bounds: {numbers} ({bounds.why})"] = None
     return list(lines)
 
 
@@ -122,7 +122,7 @@ def _say(console: Console, line: str, style: str = "") -> None:
 def to_json(result: Result) -> dict[str, Any]:
     """Return the results for --json, with losses and gradient norms of all steps."""
 
-    def measured(comparison: Comparison | None) -> dict[str, Any] | None:
+    def to_measures(comparison: Comparison | None) -> dict[str, Any] | None:
         if comparison is None:
             return None
         values = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison)}
@@ -135,9 +135,9 @@ def to_json(result: Result) -> dict[str, Any]:
             "overrides": list(row.layout.overrides),
             "verdict": row.verdict.lower(),
             "why": [row.failed] if row.failed else row.comparison.wrong if row.comparison else [],
-            "loss": _listed(row.trained.loss) if row.trained else None,
-            "grad_norm": _listed(row.trained.grad_norm) if row.trained else None,
-            "difference": measured(row.comparison),
+            "loss": _finite_values(row.trained.loss) if row.trained else None,
+            "grad_norm": _finite_values(row.trained.grad_norm) if row.trained else None,
+            "difference": to_measures(row.comparison),
             "seconds": round(row.seconds, 2),
         }
         for row in result.rows
@@ -150,7 +150,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "types": result.types,
         "devices": result.devices,
         "agrees": result.agrees,
-        "yardstick": measured(result.yardstick),
+        "yardstick": to_measures(result.yardstick),
         "layouts": rows,
     }
 
@@ -159,7 +159,7 @@ def _measure(m: Measure) -> dict[str, Any]:
     return {"value": _finite(m.value), "bound": m.bound, "where": m.where, "ok": m.ok}
 
 
-def _listed(values: np.ndarray) -> list[float | None]:
+def _finite_values(values: np.ndarray) -> list[float | None]:
     return [_finite(float(v)) for v in values]
 
 

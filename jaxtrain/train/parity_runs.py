@@ -14,7 +14,7 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.runtime.startup import set_environment, start_jax
 from jaxtrain.runtime.words import first_line
-from jaxtrain.train import parity_layouts as named
+from jaxtrain.train import parity_layouts
 from jaxtrain.train.parity_layouts import Layout
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ Runs = list[tuple[Layout, RunConfig]]
 def start_devices(runs: Runs) -> None:
     """Set the environment that JAX reads when it starts, and start JAX."""
     most = max(layout.devices for layout, _ in runs)
-    found = named.devices(most)
-    if found.kind == "cpu":
+    devices = parity_layouts.devices(most)
+    if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         if hardware.probe().count < most:
             os.environ["JAX_NUM_CPU_DEVICES"] = str(most)
@@ -36,8 +36,8 @@ def start_devices(runs: Runs) -> None:
         if "xla_backend_optimization_level" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
     else:
-        set_environment(environment.overlay(runs[0][1], found, os.environ)[0])
-    start_jax(found)
+        set_environment(environment.overlay(runs[0][1], devices, os.environ)[0])
+    start_jax(devices)
 
 
 class FirstLayoutFailed(ValueError):
@@ -58,7 +58,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
     from jaxtrain.train import parity, parity_report
 
     exact = yardstick = None
-    (reference, first), *others = runs
+    (reference, first), *later_runs = runs
     in_float32 = all(parity.is_float32(run.precision, run.dtypes) for _, run in runs)
     types = "float32" if in_float32 else first.precision
     total, done = len(runs) + (not in_float32), 0
@@ -73,12 +73,14 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
             with busy if console.is_terminal else contextlib.nullcontext():
                 trained = parity.train(run, jax.devices()[: layout.devices], steps)
         except Exception as error:
-            own = own_parts.problem_of(error)
-            if own and layout is reference:  # it would be the same on all layouts
+            own_problem = own_parts.problem_of(error)
+            if own_problem and layout is reference:  # it would be the same on all layouts
                 raise
-            if not own and not isinstance(error, (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, MemoryError)):
+            if not own_problem and not isinstance(
+                error, (ValueError, NotImplementedError, jax.errors.JaxRuntimeError, MemoryError)
+            ):
                 raise
-            return None, str(own or f"{type(error).__name__}: {first_line(error)}"), time.perf_counter() - began
+            return None, str(own_problem or f"{type(error).__name__}: {first_line(error)}"), time.perf_counter() - began
         seconds = time.perf_counter() - began
         if not console.is_terminal:
             console.print(f"{done} of {total}: {name}: {duration(seconds)}", markup=False, highlight=False)
@@ -86,14 +88,14 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
 
     base, failed, seconds = attempt(reference.name, reference, first)
     if base and not in_float32:
-        exact, failed, _ = attempt(f"{reference.name} in float32", reference, named.in_float32(first))
+        exact, failed, _ = attempt(f"{reference.name} in float32", reference, parity_layouts.in_float32(first))
     if failed or not base:
         raise FirstLayoutFailed(f"the first layout, {reference.name}, could not be run: {failed}")
     tokens = first.train.global_batch * first.data.seq_len
     if exact:
         yardstick = parity.compare(exact, base, parity.bounds(base, exact, 1, tokens))
     rows = [parity_report.Row(reference, base, seconds=seconds)]
-    for layout, run in others:
+    for layout, run in later_runs:
         trained, failed, seconds = attempt(layout.name, layout, run)
         if not trained:
             rows.append(parity_report.Row(layout, failed=failed, seconds=seconds))

@@ -74,12 +74,12 @@ class Positioned:
         """
         batches = self._position.batches(step)
         if rows is None:
-            parts = [self._source.batch(batch) for batch in batches]
+            chunks = [self._source.batch(batch) for batch in batches]
         else:
             row_R, unit = np.asarray(rows), self._position.ramp.unit
             within = {batch: row_R[row_R // unit == k] - k * unit for k, batch in enumerate(batches)}
-            parts = [self._source.batch(batch, mine) for batch, mine in within.items() if len(mine)]
-        return parts[0] if len(parts) == 1 else {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            chunks = [self._source.batch(batch, chunk_rows) for batch, chunk_rows in within.items() if len(chunk_rows)]
+        return chunks[0] if len(chunks) == 1 else {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
 
 
 def position(
@@ -93,8 +93,8 @@ def position(
     Raises CheckpointError if the list of skipped data cannot be read.
     """
     per_batch = ramp.unit * seq_len
-    known = read(directory) if skipped is None else skipped
-    return Position(step, math.ceil(tokens / per_batch), _batches(known, per_batch), ramp)
+    entries = read(directory) if skipped is None else skipped
+    return Position(step, math.ceil(tokens / per_batch), _batches(entries, per_batch), ramp)
 
 
 # ---- The positions of a whole run, in the entry `data` of a checkpoint's meta.json
@@ -134,8 +134,8 @@ def extended(entries: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> li
 
 
 def _continues(last: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    place = ("step", "begin", "skipped")
-    if any(last[name] != new[name] for name in last if name not in place):
+    position_keys = ("step", "begin", "skipped")
+    if any(last[name] != new[name] for name in last if name not in position_keys):
         return False
     begin = position_of(last).read(new["step"])
 
@@ -168,9 +168,9 @@ def skip(
     steps: the first and the last skipped step. back_to: the checkpoint from which the run continues.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
-    known = [*read(directory), new]
-    Storage(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": known}))
-    return known
+    entries = [*read(directory), new]
+    Storage(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": entries}))
+    return entries
 
 
 def _batches(skipped: list[dict[str, Any]], per_batch: int) -> tuple[tuple[int, int], ...]:

@@ -88,13 +88,13 @@ class References:
         for batches in data:
             for source in batches.sources:
                 if isinstance(source, PairRows) and source.name not in batches.references:
-                    found = self._of_file(workdir, batches, source)
-                    if found is None:
+                    log_probs = self._load_or_compute(workdir, batches, source)
+                    if log_probs is None:
                         return False
-                    batches.references[source.name] = found
+                    batches.references[source.name] = log_probs
         return True
 
-    def _of_file(self, workdir: Path, batches: Any, source: PairRows) -> np.ndarray | None:
+    def _load_or_compute(self, workdir: Path, batches: Any, source: PairRows) -> np.ndarray | None:
         """Return the reference log-probability of each document of a source; None if the run was asked to stop.
 
         Reads the source's file in `workdir`, and computes missing documents.
@@ -126,8 +126,8 @@ class References:
         waiting: collections.deque[tuple[int, Any]] = collections.deque()  # results on the devices
         saved = shown = time.monotonic()
 
-        def read(i: int, found: Any) -> None:
-            result_BM = np.asarray(jax.device_get(found))[0]
+        def store_result(i: int, output: Any) -> None:
+            result_BM = np.asarray(jax.device_get(output))[0]
             numbers = rows.number_R[i * size : (i + 1) * size][: len(row_R) - i * size]
             for row, result_M in zip(numbers.tolist(), result_BM, strict=False):
                 documents = source.documents_of(row)
@@ -161,7 +161,7 @@ class References:
                     number = i * size + np.asarray(range(size) if feed.rows is None else feed.rows)
                     waiting.append((i, self._compiled(self._params, feed.place(mask_rows(host, number >= len(row_R))))))
                     if len(waiting) > 1:
-                        read(*waiting.popleft())
+                        store_result(*waiting.popleft())
                         if i == 1 or time.monotonic() - saved > SAVE_S:
                             saved = time.monotonic()
                             save()
@@ -171,7 +171,7 @@ class References:
             finally:
                 feed.close()
             while waiting:
-                read(*waiting.popleft())
+                store_result(*waiting.popleft())
         done = np.concatenate([source.documents_of(row) for row in row_R.tolist()])
         if not np.isfinite(log_probs[done]).all():
             bad = np.count_nonzero(~np.isfinite(log_probs[done]))
@@ -215,13 +215,13 @@ def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) ->
     if not path.exists():
         return empty, ""
     try:
-        with np.load(path) as found:
-            log_probs, stored = found["log_probs"], json.loads(str(found["about"]))
+        with np.load(path) as archive:
+            log_probs, stored = archive["log_probs"], json.loads(str(archive["about"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         return empty, f"is damaged ({type(error).__name__}: {error})"
-    other = [name for name, value in about.items() if stored.get(name) != value and not (trained and name == "precision")]
-    if other or log_probs.shape != empty.shape:
-        return empty, f"is of another reference: it differs in {', '.join(other) or 'documents'}"
+    mismatches = [name for name, value in about.items() if stored.get(name) != value and not (trained and name == "precision")]
+    if mismatches or log_probs.shape != empty.shape:
+        return empty, f"is of another reference: it differs in {', '.join(mismatches) or 'documents'}"
     return log_probs, ""
 
 

@@ -57,7 +57,7 @@ def write(
     folder: Path,
     config: Mapping[str, Any],
     current: TrainState,
-    bad: Bad,
+    skip: Bad,
     batch: Mapping[str, np.ndarray],
     options: Mapping[str, Any],
     argv: tuple[str, ...],
@@ -70,17 +70,17 @@ def write(
     """
     store = Checkpoints(folder / "checkpoints", peers=peers, finite=False)
     sums = state.digests_by_name(state.to_digests(current))
-    of = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
-    kept = state.to_tensors(weights_alone(current))
+    tensor_digests = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
+    tensors = state.to_tensors(weights_alone(current))
     try:
-        store.save_now(bad.step, kept, {"config": config, "loss": finite(bad.loss), "data": {"tokens": bad.tokens[0]}})
+        store.save_now(skip.step, tensors, {"config": config, "loss": finite(skip.loss), "data": {"tokens": skip.tokens[0]}})
         if peers.process_index == 0:
             np.savez(folder / BATCH, **dict(batch))  # pyright: ignore[reportArgumentType]
             record = {
                 "format": FORMAT,
-                **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(bad).items()},
-                "state_digest": digests.combine(of),
-                "weights_digest": digests.combine((n, d) for n, d in of if n.startswith("params.")),
+                **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(skip).items()},
+                "state_digest": digests.combine(tensor_digests),
+                "weights_digest": digests.combine((n, d) for n, d in tensor_digests if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
                 "guard": {name: np.asarray(x).tolist() for name, x in current.guard.items()},
                 "config": config,
@@ -89,11 +89,11 @@ def write(
                 "devices": device_facts(jax.devices()),
                 "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
             }
-            if (tried := compiler.autotuned(options)) and tried.exists():
-                shutil.copy(tried, folder / compiler.AUTOTUNED)
+            if (autotune_file := compiler.autotuned(options)) and autotune_file.exists():
+                shutil.copy(autotune_file, folder / compiler.AUTOTUNED)
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
-        raise ReplayError(f"step {bad.step} cannot be stored for a replay: {error}") from error
+        raise ReplayError(f"step {skip.step} cannot be stored for a replay: {error}") from error
     return spelled(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
 
 
@@ -146,18 +146,18 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     same = digests.combine((name, digests.text(x)) for name, x in sums.items()) == record["weights_digest"]
     say(f"weights: {'the same bits as then' if same else 'OTHER bits than then'} (digest {record['weights_digest']})")
     params = current.params
-    held = jax.tree.map(jnp.copy, params)  # the step donates its state
+    params_copy = jax.tree.map(jnp.copy, params)  # the step donates its state
     _, values = compiler.compile_train(program, _options(folder, record, program, say))(current, batch)
     now = {name: float(values[name]) for name in FIGURES}
     then = {name: float(record[name]) for name in FIGURES}
     for name in ("loss", "grad_norm"):
         equal = now[name] == then[name] or (now[name] != now[name] and then[name] != then[name])
         say(f"{name}: {then[name]!r} then, {now[name]!r} now: {'the same' if equal else 'different'}")
-    again = now["verdict"] == then["verdict"]
-    said = guard.NAMES[int(now["verdict"])]
-    say(f"{said} again" if again else f"{guard.NAMES[int(then['verdict'])]} then, {said} now: not reproduced")
-    say(first_bad(program, held, batch, sums))
-    return again
+    reproduced = now["verdict"] == then["verdict"]
+    verdict = guard.NAMES[int(now["verdict"])]
+    say(f"{verdict} again" if reproduced else f"{guard.NAMES[int(then['verdict'])]} then, {verdict} now: not reproduced")
+    say(first_bad(program, params_copy, batch, sums))
+    return reproduced
 
 
 def _options(folder: Path, record: Mapping[str, Any], program: Program, say: Callable[[str], None]) -> dict[str, str | bool]:
@@ -166,10 +166,10 @@ def _options(folder: Path, record: Mapping[str, Any], program: Program, say: Cal
     If the config, or the kind or number of devices, differs from the bundle's, return the options chosen for this step and GPU.
     """
     facts = device_facts(jax.devices())
-    alike = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
-    if alike and json.loads(json.dumps(schema.to_dict(program.run))) == record["config"]:
-        tried = folder / compiler.AUTOTUNED
-        return record["compiler_options"] | ({compiler.LOAD: str(tried)} if tried.exists() else {})
+    same_devices = all(facts[name] == record["devices"][name] for name in ("kind", "count"))
+    if same_devices and json.loads(json.dumps(schema.to_dict(program.run))) == record["config"]:
+        autotune_file = folder / compiler.AUTOTUNED
+        return record["compiler_options"] | ({compiler.LOAD: str(autotune_file)} if autotune_file.exists() else {})
     say("compiled for this config and these devices: last bits may differ")
     return compiler.choose(program, compiler.card_of(jax.local_devices()[0], program.run.train.memory_fraction)).options
 
@@ -181,10 +181,10 @@ def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainSt
     tensors = store.restore(record["step"], state.abstract_tensors(abstract))
     params = state.from_tensors(abstract, tensors).params
     optimizer = jax.jit(program.tx.init, out_shardings=state.shardings(program.state.optimizer))(part(params, program.trained))
-    kept = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
-    guarded = jax.device_put(kept | {"held": np.int32(0)}, state.shardings(program.state.guard))
+    guard_values = {n: np.asarray(x, program.state.guard[n].dtype) for n, x in record["guard"].items()}
+    guard_state = jax.device_put(guard_values | {"held": np.int32(0)}, state.shardings(program.state.guard))
     done = jax.device_put(np.int32(record["step"] - 1), program.state.step.sharding)
-    return state.begin_average(TrainState(done, params, optimizer, guarded, layers=abstract.layers), program.state)
+    return state.begin_average(TrainState(done, params, optimizer, guard_state, layers=abstract.layers), program.state)
 
 
 # ---- Origin of the bad value
@@ -196,17 +196,22 @@ def first_bad(program: Program, params: Any, batch: Any, sums: Mapping[str, np.n
     sums: the parameters' digests. A bisection finds the first bad layer. Each of its iterations runs the first n layers with
     the model's own final norm and head, and plain cross entropy: a bad value of these layers makes the loss bad.
     """
-    wrong = _order(name for name, x in sums.items() if digests.not_finite(x))
-    if wrong:
-        return f"first: parameter {wrong[0]}, {digests.not_finite(sums[wrong[0]]):,} values that are not finite{_more(wrong)}"
+    bad_names = _sort_names(name for name, x in sums.items() if digests.not_finite(x))
+    if bad_names:
+        return (
+            f"first: parameter {bad_names[0]}, {digests.not_finite(sums[bad_names[0]]):,} values that are not finite"
+            f"{_more_text(bad_names)}"
+        )
     weights = jax.device_get(batch["weights"]) if batch["weights"].is_fully_addressable else None
     if weights is not None and not np.isfinite(weights).all():
         rows = np.unique(np.argwhere(~np.isfinite(weights))[:, :2], axis=0).tolist()
         return f"first: the batch: weights of tokens that are not finite, in (microbatch, row) {', '.join(map(str, rows[:8]))}"
     for micro in range(batch["tokens"].shape[0]):
-        one = {name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()}
-        if where := _in_layers(program, params, one) or _in_loss(program, params, one):
-            return f"first: {where}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {where}"
+        micro_batch = {
+            name: jax.device_put(x[micro : micro + 1], program.eval_batch[name].sharding) for name, x in batch.items()
+        }
+        if origin := _in_layers(program, params, micro_batch) or _in_loss(program, params, micro_batch):
+            return f"first: {origin}, in microbatch {micro}" if batch["tokens"].shape[0] > 1 else f"first: {origin}"
     return _in_gradients(program, params, batch)
 
 
@@ -225,31 +230,33 @@ def _in_layers(program: Program, params: Any, micro: Any) -> str:
     """Return words for the first layer whose output is not finite; '' if there is none, or the model has no stack of layers."""
     if STACK not in params:
         return ""
-    kept = _tensors(program, params)
+    tensors = _tensors(program, params)
     run = dataclasses.replace(program.run, loss=schema.Loss(chunk=program.run.loss.chunk))  # plain cross entropy
 
-    def spoiled(layers: int) -> bool:
+    def is_bad(layers: int) -> bool:
         model = dataclasses.replace(run.model, num_layers=layers)
-        shorter = build(dataclasses.replace(run, model=model), jax.devices())
-        abstract = weights_alone(shorter.state)
-        some = {name: jax.device_put(kept[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()}
-        return not np.isfinite(float(_loss(shorter, state.from_tensors(abstract, some).params, micro)))
+        short_program = build(dataclasses.replace(run, model=model), jax.devices())
+        abstract = weights_alone(short_program.state)
+        layer_tensors = {
+            name: jax.device_put(tensors[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()
+        }
+        return not np.isfinite(float(_loss(short_program, state.from_tensors(abstract, layer_tensors).params, micro)))
 
     first = run.model.dense_layers  # first layer of the stack
     low, high = first, run.model.num_layers
-    if not spoiled(high):
+    if not is_bad(high):
         return ""
     period = run.model.period
     while high - low > period:
         middle = low + (high - low) // (2 * period) * period
-        low, high = (low, middle) if spoiled(middle) else (middle, high)
+        low, high = (low, middle) if is_bad(middle) else (middle, high)
     layers = f"layer {high - 1}" if period == 1 else f"layers {low} to {high - 1}"
     return f"the forward pass of {layers}" + (" (or what is before it)" if low == first else "")
 
 
 def _in_loss(program: Program, params: Any, micro: Any) -> str:
-    found = float(_loss(program, params, micro))
-    return "" if np.isfinite(found) else f"the loss ({found}), after hidden states that are finite in every layer"
+    loss = float(_loss(program, params, micro))
+    return "" if np.isfinite(loss) else f"the loss ({loss}), after hidden states that are finite in every layer"
 
 
 def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarray]:
@@ -258,51 +265,51 @@ def _gradients(program: Program, params: Any, batch: Any) -> dict[str, np.ndarra
     Each layer of a stack has its own entries.
     """
     _, grads = program.gradients(params, batch)
-    return {name: np.asarray(_measured(g)) for name, g in _tensors(program, grads).items() if name != "step"}
+    return {name: np.asarray(_measure(g)) for name, g in _tensors(program, grads).items() if name != "step"}
 
 
 @jax.jit
-def _measured(g: jax.Array) -> jax.Array:
-    g = g.astype(jnp.float32)
-    return jnp.stack([jnp.sum(~jnp.isfinite(g)).astype(jnp.float32), jnp.sqrt(jnp.sum(g * g))])
+def _measure(gradient: jax.Array) -> jax.Array:
+    gradient = gradient.astype(jnp.float32)
+    return jnp.stack([jnp.sum(~jnp.isfinite(gradient)).astype(jnp.float32), jnp.sqrt(jnp.sum(gradient * gradient))])
 
 
 def _in_gradients(program: Program, params: Any, batch: Any) -> str:
     """Return one line: the first gradient that is not finite, and its microbatch. If all are finite: the largest gradients."""
-    found = _gradients(program, params, batch)
-    wrong = _order((name for name, x in found.items() if x[0]), backward=True)
-    if not wrong:
-        norms = {name: float(x[1]) for name, x in found.items()}
+    measures = _gradients(program, params, batch)
+    bad_names = _sort_names((name for name, x in measures.items() if x[0]), backward=True)
+    if not bad_names:
+        norms = {name: float(x[1]) for name, x in measures.items()}
         top = sorted(norms, key=norms.__getitem__, reverse=True)[:3]
         return "every value is finite: the largest gradients are those of " + ", ".join(f"{n} ({norms[n]:.3g})" for n in top)
-    number = batch["tokens"].shape[0]
-    for micro in range(number if number > 1 else 0):
+    count = batch["tokens"].shape[0]
+    for micro in range(count if count > 1 else 0):
         # The microbatch is repeated A times, because a pipeline's schedule needs A microbatches.
-        alone = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
-        of_one = _gradients(program, params, alone)
-        if one := _order((name for name, x in of_one.items() if x[0]), backward=True):
-            return f"first: {_named(one)}, in microbatch {micro}"
-    return f"first: {_named(wrong)}" + (", of all microbatches together and of none alone" if number > 1 else "")
+        repeated = {n: jax.device_put(jnp.broadcast_to(x[micro : micro + 1], x.shape), x.sharding) for n, x in batch.items()}
+        micro_measures = _gradients(program, params, repeated)
+        if micro_names := _sort_names((name for name, x in micro_measures.items() if x[0]), backward=True):
+            return f"first: {_gradient_text(micro_names)}, in microbatch {micro}"
+    return f"first: {_gradient_text(bad_names)}" + (", of all microbatches together and of none alone" if count > 1 else "")
 
 
-def _named(wrong: list[str]) -> str:
-    return f"the gradient of {wrong[0]} in the backward pass, after a loss that is finite{_more(wrong)}"
+def _gradient_text(names: list[str]) -> str:
+    return f"the gradient of {names[0]} in the backward pass, after a loss that is finite{_more_text(names)}"
 
 
-def _order(names: Any, backward: bool = False) -> list[str]:
+def _sort_names(names: Any, backward: bool = False) -> list[str]:
     """Return names of parameters in the order of the forward pass: embedding, layers by number, other parameters.
 
     backward: whether to reverse the order.
     """
 
-    def place(name: str) -> tuple[int, int, str]:
+    def sort_key(name: str) -> tuple[int, int, str]:
         layer = re.search(r"\.layers\.(\d+)\.", name)
         if layer:
             return 1, int(layer[1]), name
         return (0 if "embed" in name else 2), 0, name
 
-    return sorted(names, key=place, reverse=backward)
+    return sorted(names, key=sort_key, reverse=backward)
 
 
-def _more(names: list[str]) -> str:
+def _more_text(names: list[str]) -> str:
     return f"; {len(names) - 1} other tensors have some too" if len(names) > 1 else ""

@@ -105,15 +105,15 @@ def run(
     Raises ConfigError, with all problems of the config, before anything is started or written. Raises Diverged, OutOfMemory,
     CheckpointError, MetricsError, or any other exception that ended the run.
     """
-    asked, problems, fitted = resolve_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
+    user_run, problems, fitted = resolve_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     path, devices = Path(workdir).expanduser(), hardware.probe()
-    problems += [*remote("workdir", os.fspath(workdir)), *validate(asked, devices, path), *check_alone()]
+    problems += [*remote("workdir", os.fspath(workdir)), *validate(user_run, devices, path), *check_alone()]
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
-    overlay, _ = environment.overlay(asked, devices, os.environ)
+    overlay, _ = environment.overlay(user_run, devices, os.environ)
     set_environment(overlay)
     start_jax(devices)
-    result = attempt(asked, path, Launch("python", "", (), (), (*notes, *fitted)), overlay)
+    result = attempt(user_run, path, Launch("python", "", (), (), (*notes, *fitted)), overlay)
     if result.error is not None:
         raise result.error
     return result
@@ -144,34 +144,34 @@ def attempt(
     record, peers = Record(), Peers.of_this_run()
     budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
 
-    def lost(words: str) -> None:
+    def end_process(reason: str) -> None:
         """End this process, because another process of the run is lost or refused, and this process would wait for it."""
         code, then = AGAIN, "stopping, to be restarted from the newest checkpoint"
         if peers.refused:
             code, then = REFUSED, "this process does too"
-        os.write(2, f"\n{words}: {then}.\n".encode())
-        record.leave(code, words)
+        os.write(2, f"\n{reason}: {then}.\n".encode())
+        record.leave(code, reason)
 
     with Watchdog(budgets, workdir, ended=functools.partial(record.end, HUNG), process_index=jax.process_index()) as watchdog:
         watchdog.peers = peers
         if own_process:
-            peers.watch(lost)
+            peers.watch(end_process)
         try:
             with watchdog.phase("startup"):
                 guards = Guards(own_process, record, watchdog, peers)
                 result = train(run, workdir, launch, overlay or environment.Overlay(), guards)
         except PeerLost as error:
             if own_process:
-                lost(str(error))
+                end_process(str(error))
             raise
         except BaseException as error:
             peers.close(f"{type(error).__name__}: {first_line(error)}", refused=isinstance(error, ConfigError))
             raise
         record.settle(result.exit_code)
         # All processes raise these together, so none reports itself as failed.
-        together = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
-        together |= isinstance(result.error, BadInit) and result.error.alike
-        failed = result.reason if result.exit_code in (FAILED, REFUSED) and not together else ""
+        raised_by_all = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
+        raised_by_all |= isinstance(result.error, BadInit) and result.error.alike
+        failed = result.reason if result.exit_code in (FAILED, REFUSED) and not raised_by_all else ""
         peers.close(failed, refused=result.exit_code == REFUSED)
         return result
 
@@ -181,7 +181,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
     own_process, record, peers = guards.own_process, guards.record, guards.peers
     set_compile_cache(run.paths.cache)
     checkpoints = open_checkpoints(run.checkpoint, workdir, peers)
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as exit_stack:
         try:
             # Every check. Nothing is written before all have passed.
             folder.check_shared(run.checkpoint.dir, workdir, checkpoints, peers)
@@ -190,10 +190,10 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             # The run's folder, and the files of this attempt.
             with metrics.naming(workdir):
                 workdir.mkdir(parents=True, exist_ok=True)
-            opened.enter_context(folder.lock_workdir(setup, overlay, peers))
+            exit_stack.enter_context(folder.lock_workdir(setup, overlay, peers))
             refuse_together("references", peers, lambda: folder.check_references(setup))
             env = {"set": overlay.set, "inherited": overlay.inherited}
-            services = folder.open_services(opened, setup, env, guards)
+            services = folder.open_services(exit_stack, setup, env, guards)
         except (ConfigError, NotWritten) as error:
             refused = error
             if isinstance(error, NotWritten):
@@ -203,7 +203,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
         for line in (*launch.notes, *overlay.lines()):
             console.say(line)
 
-        def asked_early(name: str, code: int) -> None:
+        def stop_early(name: str, code: int) -> None:
             """End this process at a request to stop before the first step: there is nothing to save."""
             peers.ask_to_stop(name)
             forbid_restart(name)
@@ -213,7 +213,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
                 console.say(line)
 
         if own_process:
-            services.stop.at_once = asked_early
+            services.stop.at_once = stop_early
             peers.listen(services.stop.asked_elsewhere)
         # Training.
         code, reason, failure = FAILED, "ended by an exception", None
@@ -246,18 +246,18 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
 
     Raises the exceptions in EXPECTED, and those of data and devices.
     """
-    asked, run, console, steps = setup.asked, setup.run, services.console, setup.run.train.steps
+    user_run, run, console, steps = setup.asked, setup.run, services.console, setup.run.train.steps
     print_summary(setup, console)
     limit, _ = limit_s(run.train.max_minutes, age=process_age_s() if guards.own_process else 0.0)
     with Saver(setup, services) as saver, TimeLimit(limit, lambda: saver.longest_s, services.ask_to_stop):
         restored = None
         if setup.start.step == steps:
-            restored = restore(asked, setup.program, setup.start, setup.checkpoints, services)
+            restored = restore(user_run, setup.program, setup.start, setup.checkpoints, services)
             saver.newest = restored.start.step
             if restored.start.step == steps:
                 return DONE, nothing_left(setup, restored, services)
             # The last checkpoint was damaged, and the one before is not the last step.
-        metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(asked), indent=1) + "\n")
+        metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(user_run), indent=1) + "\n")
         if note := folder.room_note(setup):
             console.warn(note)
 
@@ -274,7 +274,7 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
 
         with out_of_memory_explained(setup.run, compiled.memory):
             # The first state.
-            restored = restored or restore(asked, setup.program, setup.start, setup.checkpoints, services)
+            restored = restored or restore(user_run, setup.program, setup.start, setup.checkpoints, services)
             saver.newest = restored.start.step if restored.start.resumed else -1
             continue_sources(run.train, restored.start, setup.data, console.say)
             rewind_metrics(setup, restored, services)
@@ -323,9 +323,9 @@ def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None
     If the run starts from step 0, earlier metrics in its folder are renamed instead.
     """
     writers = services.writers
-    for moved in () if restored.start.resumed else writers.set_aside():
+    for backup in () if restored.start.resumed else writers.set_aside():
         directory = setup.checkpoints.directory
-        services.console.say(f"no checkpoint in {directory}: starting at 0; the earlier metrics are now {moved}")
+        services.console.say(f"no checkpoint in {directory}: starting at 0; the earlier metrics are now {backup}")
     writers.rewind(restored.start.step)
     writers.note("config", to_dict(setup.asked))
 

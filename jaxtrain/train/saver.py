@@ -32,7 +32,7 @@ class Saver:
     def __init__(self, setup: Setup, services: Services):
         """Args: setup: of the attempt. Its config, text format and longest sequence are stored in every checkpoint."""
         program = setup.program
-        self.checkpoints, self._services, self._saved_part = setup.checkpoints, services, program.saved
+        self.checkpoints, self._services, self._saved_state = setup.checkpoints, services, program.saved
         self.snapshots = Snapshots(program.saved(program.state))
         self._meta = {
             "config": to_dict(setup.asked),
@@ -98,11 +98,11 @@ class Saver:
                 )
             if self.newest == done:
                 return
-            taken = self.snapshots.take(self._saved_part(current))
-            ended = functools.partial(services.watchdog.end, services.watchdog.begin("checkpoint", f"the save of step {done}"))
-            everything = {**self._meta, **meta}
-            if self.checkpoints.save(done, taken.tensors, everything, taken.sums, ended, began, taken.began) is None:
-                ended()  # another attempt saved this step
+            snapshot = self.snapshots.take(self._saved_state(current))
+            on_end = functools.partial(services.watchdog.end, services.watchdog.begin("checkpoint", f"the save of step {done}"))
+            all_meta = {**self._meta, **meta}
+            if self.checkpoints.save(done, snapshot.tensors, all_meta, snapshot.sums, on_end, began, snapshot.began) is None:
+                on_end()  # another attempt saved this step
                 self.newest, self.failures = done, 0
 
     def poll(self) -> None:
@@ -126,31 +126,30 @@ class Saver:
         if self.not_finite:
             raise Diverged(explain(self.not_finite, self.newest, applied, weights=True, rollback=False))
 
-    def _report(self, ended: list[Save]) -> None:
-        """Report completed and failed saves in the log and the receipt."""
+    def _report(self, saves: list[Save]) -> None:
         services = self._services
-        for one in ended:
-            if one.error:
+        for save in saves:
+            if save.error:
                 self.failures += 1
                 self.snapshots.forget()
-                if isinstance(one.error, NotFinite):
-                    self.not_finite = str(one.error).rstrip(".")
-                    services.console.warn(f"{one.error} The run ends at the next save")
+                if isinstance(save.error, NotFinite):
+                    self.not_finite = str(save.error).rstrip(".")
+                    services.console.warn(f"{save.error} The run ends at the next save")
                     continue
-                again = "the next save tries again" if self.failures < MOST_FAILURES else "this was the last attempt"
-                services.console.warn(f"{one.error} ({self.failures} in a row; {again})")
+                retry_text = "the next save tries again" if self.failures < MOST_FAILURES else "this was the last attempt"
+                services.console.warn(f"{save.error} ({self.failures} in a row; {retry_text})")
                 continue
-            self.failures, self.newest = 0, one.step
-            seconds = one.ended - one.began
+            self.failures, self.newest = 0, save.step
+            seconds = save.ended - save.began
             self.longest_s = max(self.longest_s, seconds)
             most_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             services.console.say(
-                f"checkpoint {one.step}: {one.bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
-                f"({one.bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s); the loop waited {one.returned - one.began:.2f} s, copies "
-                f"took {one.copied - one.copying:.2f} s, host memory at most {most_gib:.1f} GiB"
+                f"checkpoint {save.step}: {save.bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
+                f"({save.bytes / max(seconds, 1e-9) / 1e9:.2f} GB/s); the loop waited {save.returned - save.began:.2f} s, "
+                f"copies took {save.copied - save.copying:.2f} s, host memory at most {most_gib:.1f} GiB"
             )
             resident_gib = read_resident_gib()
-            if warning := self._host_memory.note(one.step, resident_gib):
+            if warning := self._host_memory.note(save.step, resident_gib):
                 services.console.warn(warning)
 
 

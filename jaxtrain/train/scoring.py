@@ -66,13 +66,13 @@ class Scorer:
         name, _ = support.choose("auto", [(spec, longest) for spec in specs], Hardware.of(mesh.devices.flat[0]))
         definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
-        self._whole = replicated(self.placement)
-        specs, of_rows = definition.specs(self.placement), self.placement.spec(("batch", None))
-        score = self.placement.shard_map(self._scorer(definition), (specs, of_rows, of_rows), (of_rows, of_rows))
-        self._score = jax.jit(score, out_shardings=(self._whole, self._whole))
-        self._extend = jax.jit(self._next, donate_argnums=1)
+        self._unsharded = replicated(self.placement)
+        specs, row_spec = definition.specs(self.placement), self.placement.spec(("batch", None))
+        score = self.placement.shard_map(self._score_function(definition), (specs, row_spec, row_spec), (row_spec, row_spec))
+        self._score = jax.jit(score, out_shardings=(self._unsharded, self._unsharded))
+        self._extend = jax.jit(self._next_token, donate_argnums=1)
 
-    def _scorer(self, definition: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def _score_function(self, definition: Any) -> Callable[..., tuple[jax.Array, jax.Array]]:
         def score(params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Return (log-probability of each target, whether it is the likeliest token), both (B, T)."""
             B, T = tokens_BT.shape
@@ -81,7 +81,7 @@ class Scorer:
             hidden_BTD = model(tokens_BT, jnp.ones_like(positions_BT), positions_BT)
             chunk = min(T, max(1, 1 << int(math.log2(max(1, LOGITS // B)))))
 
-            def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def score_chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
                 at = i * chunk
                 logits_BCV = model.logits(jax.lax.dynamic_slice_in_dim(hidden_BTD, at, chunk, axis=1))
                 targets_BC = jax.lax.dynamic_slice_in_dim(targets_BT, at, chunk, axis=1)
@@ -89,38 +89,38 @@ class Scorer:
                 log_prob_BC = target_BC - jax.nn.logsumexp(logits_BCV, axis=-1)
                 return log_prob_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
-            parts = jax.lax.map(one, jnp.arange(T // chunk))  # (T / C, B, C)
-            log_prob_BT, likeliest_BT = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in parts)
+            chunks = jax.lax.map(score_chunk, jnp.arange(T // chunk))  # (T / C, B, C)
+            log_prob_BT, likeliest_BT = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in chunks)
             return log_prob_BT, likeliest_BT
 
         return score
 
-    def score(self, asked: Sequence[Scored]) -> list[tuple[float, bool]]:
+    def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Return for each request the sum of its log-probabilities (nats), and whether each of its tokens is the likeliest.
 
         Of a text longer than max_length, the first tokens are dropped. Raises ValueError if more than max_length tokens are to
         be scored.
         """
-        for one in asked:
-            if one.count > self.max_length:
-                raise ValueError(f"{one.count} tokens are to be scored at once, above max_length = {self.max_length}")
-        kept = [Scored(one.tokens[-(self.max_length + 1) :], one.count) for one in asked]
-        out: list[tuple[float, bool]] = [(0.0, True)] * len(kept)
+        for request in requests:
+            if request.count > self.max_length:
+                raise ValueError(f"{request.count} tokens are to be scored at once, above max_length = {self.max_length}")
+        clipped = [Scored(request.tokens[-(self.max_length + 1) :], request.count) for request in requests]
+        out: list[tuple[float, bool]] = [(0.0, True)] * len(clipped)
         # Texts of similar length are in one batch. The longest are first, so a batch that does not fit in memory fails at once.
-        order = sorted((i for i, one in enumerate(kept) if one.count), key=lambda i: -len(kept[i].tokens))
+        order = sorted((i for i, request in enumerate(clipped) if request.count), key=lambda i: -len(clipped[i].tokens))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]
-            T = padded(len(kept[batch[0]].tokens) - 1)
+            T = padded(len(clipped[batch[0]].tokens) - 1)
             rows_BT = np.zeros((self.rows, T + 1), np.int32)
             for row, i in enumerate(batch):
-                rows_BT[row, : len(kept[i].tokens)] = kept[i].tokens
+                rows_BT[row, : len(clipped[i].tokens)] = clipped[i].tokens
             sharding = self.placement.sharding(("batch", None), "tokens to score", (self.rows, T))
             tokens_BT, targets_BT = (jax.device_put(x, sharding) for x in (rows_BT[:, :-1], rows_BT[:, 1:]))
             log_prob_BT, likeliest_BT = (np.asarray(x) for x in self._score(self._params, tokens_BT, targets_BT))
             for row, i in enumerate(batch):
-                end = len(kept[i].tokens) - 1
-                asked_for = slice(end - kept[i].count, end)
-                out[i] = math.fsum(log_prob_BT[row, asked_for].tolist()), bool(likeliest_BT[row, asked_for].all())
+                end = len(clipped[i].tokens) - 1
+                span = slice(end - clipped[i].count, end)
+                out[i] = math.fsum(log_prob_BT[row, span].tolist()), bool(likeliest_BT[row, span].all())
         return out
 
     def windows(self, tokens: Sequence[int], first: int) -> Iterator[Scored]:
@@ -134,7 +134,7 @@ class Scorer:
             end = min(start + self.max_length, len(tokens))
             yield Scored(after[max(0, end - self.max_length) : end + 1], end - start)
 
-    def _next(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
+    def _next_token(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
         """Return the likeliest token after `tokens_BT`, (B,), and the cache with `tokens_BT` added."""
         logits_BV, cache = self._sampler.decode(params, cache, tokens_BT)
         return jnp.argmax(logits_BV, axis=-1), cache
@@ -153,23 +153,23 @@ class Scorer:
                 raise ValueError(
                     f"max_gen_toks = {most} leaves no room for a prompt: the model sees max_length = {self.max_length} tokens"
                 )
-        kept = [list(p[-(self.max_length - most) :]) for p, most in zip(prompts, max_tokens, strict=True)]
-        made: list[list[int]] = [[] for _ in kept]
-        order = sorted((i for i in range(len(kept)) if max_tokens[i] > 0), key=lambda i: -len(kept[i]))
+        clipped = [list(p[-(self.max_length - most) :]) for p, most in zip(prompts, max_tokens, strict=True)]
+        continuations: list[list[int]] = [[] for _ in clipped]
+        order = sorted((i for i in range(len(clipped)) if max_tokens[i] > 0), key=lambda i: -len(clipped[i]))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]
-            self._write(batch, kept, made, max_tokens, done)
-        return made
+            self._generate(batch, clipped, continuations, max_tokens, done)
+        return continuations
 
-    def _write(
+    def _generate(
         self,
         batch: list[int],
         prompts: list[list[int]],
-        made: list[list[int]],
+        continuations: list[list[int]],
         max_tokens: Sequence[int],
         done: Callable[[int, list[int]], bool],
     ) -> None:
-        """Generate for one batch, and append the tokens of each prompt to its list in `made`.
+        """Generate for one batch, and append the tokens of each prompt to its list in `continuations`.
 
         Prompts are prefilled in chunks, up to the length of the shortest. Then each step appends a token to every row. A row
         with a longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and no
@@ -194,8 +194,8 @@ class Scorer:
                 token = prompt[at] if at < len(prompt) else int(newest_B[row])
                 if at >= len(prompt) and row in open_rows:
                     i = batch[row]
-                    made[i].append(token)
-                    if len(made[i]) >= max_tokens[i] or done(i, made[i]):
+                    continuations[i].append(token)
+                    if len(continuations[i]) >= max_tokens[i] or done(i, continuations[i]):
                         open_rows.discard(row)
                 following.append([token])
             if not open_rows:

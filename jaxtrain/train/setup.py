@@ -90,9 +90,11 @@ class Compiled:
         return self.program.run.train.global_batch
 
 
-def open_checkpoints(c: Checkpoint, workdir: Path, peers: Peers) -> Checkpoints:
+def open_checkpoints(settings: Checkpoint, workdir: Path, peers: Peers) -> Checkpoints:
     """Return the `Checkpoints` of the folder checkpoint.dir, by default of `checkpoints` in the run's folder."""
-    return Checkpoints(c.dir or workdir / "checkpoints", c.keep, c.keep_every, peers, keep_best=c.keep_best)
+    return Checkpoints(
+        settings.dir or workdir / "checkpoints", settings.keep, settings.keep_every, peers, keep_best=settings.keep_best
+    )
 
 
 def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Checkpoints, own_process: bool) -> Setup:
@@ -108,12 +110,12 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         import_named_parts(run)
         run = drop_used_step(run, checkpoints)
         data, held_out = open_data(run)
-        asked, run = run, with_documents(run, data, *held_out.values())
+        user_run, run = run, with_documents(run, data, *held_out.values())
         program = build(run, devices)
         model_flops(run)  # a family may state them wrongly
         options = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
-        start = choose_start(asked, checkpoints, program)
+        start = choose_start(user_run, checkpoints, program)
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
         options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
@@ -131,7 +133,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         if isinstance(error, ConfigError) or not (problem := refusal_of(error)):
             raise
         raise ConfigError([problem]) from error
-    return Setup(asked, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
+    return Setup(user_run, workdir, launch, program, options, checkpoints, start, data, held_out, tokenizer, text, positions)
 
 
 def text_of_run(spec: str, init_from: str, data: Any, checkpoints: Checkpoints, start: Start) -> TextFormat:
@@ -140,15 +142,15 @@ def text_of_run(spec: str, init_from: str, data: Any, checkpoints: Checkpoints, 
     Raises CheckpointError, HuggingFaceError or TokenizerError if one of them cannot be read.
     """
     tokenizer = load_tokenizer(spec) if not data.synthetic and text_format.is_here(spec) else None
-    own = text_format.of_files(spec) if tokenizer else TextFormat()
-    known = getattr(data, "text", own)  # a user's own source may leave it out
+    tokenizer_text = text_format.of_files(spec) if tokenizer else TextFormat()
+    data_text = getattr(data, "text", tokenizer_text)  # a user's own source may leave it out
     if start.resumed:
         before = TextFormat.of(checkpoints.meta(start.step)["text"])
     else:
         before = open_origin(init_from).text() if init_from else TextFormat()
     if data.synthetic:  # it teaches no end of a text
-        return before if before.tokenizer_sha256 else known
-    return text_format.merge(known, tokenizer, before, own)
+        return before if before.tokenizer_sha256 else data_text
+    return text_format.merge(data_text, tokenizer, before, tokenizer_text)
 
 
 def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, start: Start) -> int:
@@ -186,10 +188,10 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     program, train = compile_size(setup, setup.run.ramp.size(setup.start.step), console.say)
     if program.run.train.global_batch == setup.run.train.global_batch:
         setup = dataclasses.replace(setup, program=program)
-    run, whole = program.run, setup.program
+    run, full_program = program.run, setup.program
     evaluation = None
     if run.eval.every_steps:
-        evaluation = whole.eval_step.lower(evaluated(whole.state), whole.eval_batch).compile()
+        evaluation = full_program.eval_step.lower(evaluated(full_program.state), full_program.eval_batch).compile()
     seconds = time.perf_counter() - began
     memory = memory_by_class(program, train)
     by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
@@ -220,10 +222,10 @@ def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> 
     say(f"compiled in {duration(time.perf_counter() - began)}")
     if program.run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, say)
-    found = dataclasses.replace(compiled, program=program, train=train, memory=memory_by_class(program, train))
-    check_memory(found)
-    services.receipt.update(remat=dataclasses.asdict(program.run.remat), memory_gib=found.memory)
-    return found
+    steps = dataclasses.replace(compiled, program=program, train=train, memory=memory_by_class(program, train))
+    check_memory(steps)
+    services.receipt.update(remat=dataclasses.asdict(program.run.remat), memory_gib=steps.memory)
+    return steps
 
 
 def usable_gib() -> float:
@@ -234,9 +236,9 @@ def usable_gib() -> float:
 
 def check_memory(compiled: Compiled) -> None:
     """Raise OutOfMemory if a compiled train step does not fit in the memory of a device, or of the host."""
-    usable, taken = usable_gib(), taken_gib(compiled.train)
-    if taken > usable:
-        memory = compiled.memory | {"allocated memory": taken}
+    usable, allocated = usable_gib(), taken_gib(compiled.train)
+    if allocated > usable:
+        memory = compiled.memory | {"allocated memory": allocated}
         raise OutOfMemory(explain_memory(compiled.program.run, memory, f"the budget of {usable:.1f} GiB a device"))
     if jax.local_devices()[0].platform == "gpu":
         on_host = compiled.train.memory_analysis().host_temp_size_in_bytes

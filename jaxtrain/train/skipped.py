@@ -26,14 +26,14 @@ ROLLBACKS = 3  # most rollbacks to one checkpoint. If steps are skipped after th
 AGREE_S = 5400.0  # timeout of processes that wait for each other: one may read a checkpoint more slowly
 
 
-def describe(setup: Setup, found: StepMetrics, place: Position) -> Bad:
-    """Return a skipped step with its data. place: the position that the step's batch was read from."""
-    batches = place.batches(found.step - 1)
+def describe(setup: Setup, metrics: StepMetrics, data_position: Position) -> Bad:
+    """Return a skipped step with its data. data_position: the position that the step's batch was read from."""
+    batches = data_position.batches(metrics.step - 1)
     each = setup.run.ramp.unit * setup.run.data.seq_len
     tokens = batches[0] * each, (batches[-1] + 1) * each
-    seen = f"python -m jaxtrain data seen --workdir={shlex.quote(str(setup.workdir))} --step={found.step}"
-    seen = spelled(seen) if hasattr(setup.data, "mixture") and not setup.data.synthetic else ""
-    return Bad(found.step, found.verdict, found.loss, found.grad_norm, tuple(batches), tokens, seen)
+    command = f"python -m jaxtrain data seen --workdir={shlex.quote(str(setup.workdir))} --step={metrics.step}"
+    command = spelled(command) if hasattr(setup.data, "mixture") and not setup.data.synthetic else ""
+    return Bad(metrics.step, metrics.verdict, metrics.loss, metrics.grad_norm, tuple(batches), tokens, command)
 
 
 def list_not_finite(current: TrainState) -> str:
@@ -45,70 +45,70 @@ def keep_bundle(
     setup: Setup,
     compiled: Compiled,
     current: TrainState,
-    bad: Bad,
+    skip: Bad,
     batch: HostBatch,
-    place: Position,
+    data_position: Position,
     saver: Saver,
     services: Services,
 ) -> None:
     """Write the files to replay a skipped step, unless an earlier attempt wrote them. All processes call it.
 
-    current: the state that the guard holds. batch: the rows of this process. place: the position they were read from.
+    current: the state that the guard holds. batch: the rows of this process. data_position: where they were read.
     """
-    folder = setup.workdir / "replay" / f"step-{bad.step}"
+    folder = setup.workdir / "replay" / f"step-{skip.step}"
     if services.peers.gather("bundle", "there" if (folder / replay.BUNDLE).exists() else "", AGREE_S)[0]:
         return
     if services.peers.count > 1:  # each process has its own rows
-        batch = Positioned(setup.data, place).batch(bad.step - 1)
+        batch = Positioned(setup.data, data_position).batch(skip.step - 1)
     saver.finish()
     with services.phase("checkpoint", "save"):
         try:
-            how = (setup.options_of(compiled.size), setup.launch.argv, services.peers)
-            services.console.say(replay.write(folder, to_dict(compiled.program.run), current, bad, batch, *how))
+            bundle_args = (setup.options_of(compiled.size), setup.launch.argv, services.peers)
+            services.console.say(replay.write(folder, to_dict(compiled.program.run), current, skip, batch, *bundle_args))
         except ReplayError as error:
             services.console.warn(str(error))
 
 
-def check_rollback(saver: Saver, said: str, applied: int, weights: bool) -> None:
-    """Raise Diverged if there is no checkpoint to roll back to. said, applied, weights: as in `explain`."""
+def check_rollback(saver: Saver, reason: str, applied: int, weights: bool) -> None:
+    """Raise Diverged if there is no checkpoint to roll back to. reason, applied, weights: as in `explain`."""
     if saver.checkpoints.latest({}) is None:
-        said += ". There is no checkpoint to roll back to"
-        raise Diverged(explain(said, -1, applied, weights, rollback=True))
+        reason += ". There is no checkpoint to roll back to"
+        raise Diverged(explain(reason, -1, applied, weights, rollback=True))
 
 
-def roll_back(setup: Setup, saver: Saver, services: Services, skipped: Sequence[Bad], said: str) -> Restored:
+def roll_back(setup: Setup, saver: Saver, services: Services, skips: Sequence[Bad], reason: str) -> Restored:
     """Restore the newest checkpoint that is not damaged, even if the command has an older checkpoint.step.
 
     The position of the result is after the data of the skipped steps. All processes call it, after they have freed the state.
 
     Args:
-      skipped: the skipped steps since the last applied one.
-      said: why the run is rolled back, in words.
+      skips: the skipped steps since the last applied one.
+      reason: why the run is rolled back, in words.
 
     Raises Diverged after ROLLBACKS rollbacks to the same step.
     """
     run, checkpoints, peers = setup.run, saver.checkpoints, services.peers
-    asked = dataclasses.replace(setup.asked, checkpoint=dataclasses.replace(setup.asked.checkpoint, step=-1))
+    user_run = dataclasses.replace(setup.asked, checkpoint=dataclasses.replace(setup.asked.checkpoint, step=-1))
     saver.snapshots.forget()
-    restored = restore(asked, setup.program, choose_start(asked, checkpoints, setup.program), checkpoints, services)
+    restored = restore(user_run, setup.program, choose_start(user_run, checkpoints, setup.program), checkpoints, services)
     back = restored.start.step
     saver.newest, saver.not_finite = back, ""
-    directory, tokens = checkpoints.directory, (skipped[0].tokens[0], skipped[-1].tokens[1])
+    directory, tokens = checkpoints.directory, (skips[0].tokens[0], skips[-1].tokens[1])
     times = sum(item["back_to"] == back for item in position.read(directory))
     if times >= ROLLBACKS:
-        raise Diverged(f"{said}, after {times} rollbacks to step {back}: the data is not the only cause. Lower optimizer.lr.")
-    known: list[dict[str, Any]] = []
+        raise Diverged(f"{reason}, after {times} rollbacks to step {back}: the data is not the only cause. Lower optimizer.lr.")
+    entries: list[dict[str, Any]] = []
     if peers.process_index == 0:
-        known = position.skip(directory, tokens, (skipped[0].step, skipped[-1].step), said, back)
+        entries = position.skip(directory, tokens, (skips[0].step, skips[-1].step), reason, back)
     # Process 0 sends the list, because other processes may read an older one from a network file system.
-    known, stop_reason = json.loads(peers.gather("rolled back", json.dumps([known, peers.stop_reason]), AGREE_S)[0])
+    entries, stop_reason = json.loads(peers.gather("rolled back", json.dumps([entries, peers.stop_reason]), AGREE_S)[0])
     tokens_read = checkpoints.meta(back)["data"]["tokens"]
-    place = position.position(directory, back, tokens_read, run.ramp, run.data.seq_len, known)
-    start = dataclasses.replace(restored.start, position=place)
+    data_position = position.position(directory, back, tokens_read, run.ramp, run.data.seq_len, entries)
+    start = dataclasses.replace(restored.start, position=data_position)
     if stop_reason:  # the agreed last step is later than the step of the rollback
         peers.stop_here(stop_reason)
-    data = skipped[0].data + (f" to {skipped[-1].data}" if len(skipped) > 1 else "")
-    services.console.warn(f"{said}: rolling back to step {back}, and skipping {data}")
+    data = skips[0].data + (f" to {skips[-1].data}" if len(skips) > 1 else "")
+    services.console.warn(f"{reason}: rolling back to step {back}, and skipping {data}")
     continue_sources(run.train, start, setup.data, services.console.say)
     services.writers.rewind(back)
     return dataclasses.replace(restored, start=start)

@@ -48,7 +48,7 @@ class Leaf(NamedTuple):
     @property
     def places(self) -> list[int]:
         """Return the slots that hold a layer."""
-        return [place for place, layer in enumerate(self.order) if layer is not None]
+        return [slot for slot, layer in enumerate(self.order) if layer is not None]
 
     @property
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -59,12 +59,12 @@ class Snapshots:
     """Copies of one run's states. abstract: shapes, dtypes and shardings of the arrays in its checkpoints."""
 
     def __init__(self, abstract: TrainState):
-        named = state.named_leaves(abstract)
-        self._leaves = tuple(Leaf(n.array.shape, n.array.dtype, n.array.sharding, n.order) for n in named)
-        self._names = [name for n in named for name in n.rows if name is not None]
+        named_leaves = state.named_leaves(abstract)
+        self._leaves = tuple(Leaf(n.array.shape, n.array.dtype, n.array.sharding, n.order) for n in named_leaves)
+        self._names = [name for n in named_leaves for name in n.rows if name is not None]
         on_cpus = all(d.platform == "cpu" for d in abstract.step.sharding.device_set)
         self._keeps = on_cpus and all(leaf.sharding.memory_kind != stacks.ON_HOST for leaf in self._leaves)
-        self._kept: list[jax.Array] = []  # the copies of the last save; before the first save, memory for its copies
+        self._last_copies: list[jax.Array] = []  # the copies of the last save; before the first save, memory for its copies
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._reserved: concurrent.futures.Future[None] | None = None
         self._prepared: concurrent.futures.Future[None] | None = None
@@ -95,7 +95,7 @@ class Snapshots:
     def _get_ready(self) -> None:
         if self._keeps:
             make, _ = compile_together(self._leaves)
-            self._kept = make()
+            self._last_copies = make()
         else:
             compile_by_layer(self._leaves)
 
@@ -110,35 +110,35 @@ class Snapshots:
         began = time.perf_counter()
         if not self._keeps:
             summed, copying = compile_by_layer(self._leaves)
-            made = state.to_digests(current, summed)
+            results = state.to_digests(current, summed)
             tensors: Tensors = {}
-            for leaf, named in zip(self._leaves, state.named_leaves(current), strict=True):
+            for leaf, named_leaf in zip(self._leaves, state.named_leaves(current), strict=True):
                 if leaf.stacked:
-                    tensors |= {name: copying[leaf](named.array, np.int32(place)) for place, name in named.places}
+                    tensors |= {name: copying[leaf](named_leaf.array, np.int32(slot)) for slot, name in named_leaf.places}
                 else:
-                    tensors[named.name] = copying[leaf](named.array)
-            return Snapshot(tensors, lambda: state.digests_by_name(made), began)
+                    tensors[named_leaf.name] = copying[leaf](named_leaf.array)
+            return Snapshot(tensors, lambda: state.digests_by_name(results), began)
         make, copy = compile_together(self._leaves)
-        memory, self._kept = self._kept or make(), []
-        self._kept, sums = copy([named.array for named in state.named_leaves(current)], memory)
-        tensors = {name: _alias(x) for name, x in zip(self._names, self._kept, strict=True)}
+        memory, self._last_copies = self._last_copies or make(), []
+        self._last_copies, sums = copy([named_leaf.array for named_leaf in state.named_leaves(current)], memory)
+        tensors = {name: _alias(x) for name, x in zip(self._names, self._last_copies, strict=True)}
         return Snapshot(tensors, lambda: dict(zip(self._names, np.asarray(sums), strict=True)), began)
 
     def forget(self) -> None:
         """Give the next copies new memory, because the previous copies may still be read."""
-        self._kept = []
+        self._last_copies = []
 
 
 def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
     """List shape, dtype and sharding of every copy, in the order of leaves and slots; on GPUs in pinned host memory."""
-    like = []
+    abstract_copies = []
     for leaf in leaves:
-        home = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)
-        if next(iter(home.device_set)).platform == "gpu":
-            home = home.with_memory_kind(stacks.ON_HOST)
+        sharding = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)
+        if next(iter(sharding.device_set)).platform == "gpu":
+            sharding = sharding.with_memory_kind(stacks.ON_HOST)
         shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
-        like += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=home)] * count
-    return like
+        abstract_copies += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)] * count
+    return abstract_copies
 
 
 def allocate(leaves: tuple[Leaf, ...]) -> None:
@@ -146,48 +146,50 @@ def allocate(leaves: tuple[Leaf, ...]) -> None:
 
     No device computes and no device memory is used: the zeros are made on the host.
     """
-    held = [jax.make_array_from_callback(a.shape, a.sharding, functools.partial(_zeros, a)) for a in copies(leaves)]
-    jax.block_until_ready(held)  # all copies exist at the same time, as in a save
+    buffers = [jax.make_array_from_callback(a.shape, a.sharding, functools.partial(_zeros, a)) for a in copies(leaves)]
+    jax.block_until_ready(buffers)  # all copies exist at the same time, as in a save
 
 
 def _zeros(a: jax.ShapeDtypeStruct, index: tuple[slice, ...] | None) -> np.ndarray:
     """Return zeros for a shard of `a`. index: the slices of the shard in `a`; None: all of `a`."""
     index = (slice(None),) * len(a.shape) if index is None else index
-    return np.zeros([len(range(*part.indices(size))) for part, size in zip(index, a.shape, strict=True)], a.dtype)
+    return np.zeros([len(range(*dim_slice.indices(size))) for dim_slice, size in zip(index, a.shape, strict=True)], a.dtype)
 
 
 @functools.lru_cache(maxsize=8)
 def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
     """Return compiled functions: () -> memory for copies; (arrays, memory) -> (copies, their digests, uint32 (copies, 3))."""
-    like = copies(leaves)
+    abstract_copies = copies(leaves)
 
     def copy(arrays: list[jax.Array], memory: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         del memory  # its buffers are donated to the copies
         out: list[jax.Array] = []
         sums: list[jax.Array] = []
-        for a, leaf, found in zip(arrays, leaves, summed(*arrays), strict=True):
+        for array, leaf, digest in zip(arrays, leaves, summed(*arrays), strict=True):
             if leaf.stacked:
-                out += [stacks.layer_at(a, place, leaf.sharding) for place in leaf.places]
-                sums += [found[place] for place in leaf.places]
+                out += [stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places]
+                sums += [digest[slot] for slot in leaf.places]
             else:
-                out.append(jnp.copy(a))
-                sums.append(found)
+                out.append(jnp.copy(array))
+                sums.append(digest)
         return out, jnp.stack(sums)
 
     abstract = [leaf.abstract for leaf in leaves]
     summed = digests.program(abstract, [leaf.stacked for leaf in leaves])
-    homes = [a.sharding for a in like]
-    memory = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in like], out_shardings=homes)
-    copying = jax.jit(copy, donate_argnums=1, keep_unused=True, out_shardings=(homes, NamedSharding(homes[0].mesh, P())))
-    return memory.lower().compile(), copying.lower(abstract, like).compile()
+    shardings = [a.sharding for a in abstract_copies]
+    memory = jax.jit(lambda: [jnp.zeros(a.shape, a.dtype) for a in abstract_copies], out_shardings=shardings)
+    copying = jax.jit(
+        copy, donate_argnums=1, keep_unused=True, out_shardings=(shardings, NamedSharding(shardings[0].mesh, P()))
+    )
+    return memory.lower().compile(), copying.lower(abstract, abstract_copies).compile()
 
 
 @functools.lru_cache(maxsize=8)
 def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
     """Return compiled functions: digests of all arrays in device memory (digests.program); array[, slot] -> copy, by leaf."""
-    here = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
-    arrays = [leaf.abstract for leaf in here]
-    summed = digests.program(arrays, [leaf.stacked for leaf in here]).lower(*arrays).compile()
+    device_leaves = [leaf for leaf in leaves if leaf.sharding.memory_kind != stacks.ON_HOST]
+    arrays = [leaf.abstract for leaf in device_leaves]
+    summed = digests.program(arrays, [leaf.stacked for leaf in device_leaves]).lower(*arrays).compile()
     layer, copying = jax.ShapeDtypeStruct((), jnp.int32), {}
     for leaf in dict.fromkeys(leaves):
         if leaf.stacked:
@@ -203,4 +205,4 @@ def _alias(x: jax.Array) -> jax.Array:
     A reader of an array may cache its host values in the array object, as Orbax does. On CPUs, these values share the array's
     memory, which then cannot be donated as long as the object exists.
     """
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [part.data for part in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [shard.data for shard in x.addressable_shards])

@@ -65,10 +65,10 @@ class PendingMetrics:
         if self._pending is None:
             return None
         (done, metrics, batch), self._pending = self._pending, None
-        found = jax.device_get(metrics)
-        more = {name: float(found[name]) for name, metric in METRICS.items() if metric.optional and name in found}
-        loss, norm, lr = (float(found[name]) for name in ("loss", "grad_norm", "lr"))
-        return StepMetrics(done, loss, norm, lr, int(found["verdict"]), more, batch)
+        values = jax.device_get(metrics)
+        more = {name: float(values[name]) for name, metric in METRICS.items() if metric.optional and name in values}
+        loss, norm, lr = (float(values[name]) for name in ("loss", "grad_norm", "lr"))
+        return StepMetrics(done, loss, norm, lr, int(values["verdict"]), more, batch)
 
 
 class StepLog:
@@ -90,42 +90,42 @@ class StepLog:
         if watch is not None and self._services.peers.process_index == 0:  # one process warns for all
             self._mfu = MfuAlert(watch.expected.longest_s)
 
-    def note(self, found: StepMetrics, batches: int, skipped: int) -> None:
+    def note(self, metrics: StepMetrics, batches: int, skipped: int) -> None:
         """Show the progress and warnings about GPUs after a step, and write the step's line if it is due (log.every_steps).
 
         Args:
-          found: the metrics of the step.
+          metrics: the metrics of the step.
           batches: number of batches of the source that were read up to this step.
           skipped: number of skipped steps since the start of the run.
         """
         console, writers = self._services.console, self._services.writers
-        console.tick(found.step)
-        for line in self._monitor.lines(found.step):
+        console.tick(metrics.step)
+        for line in self._monitor.lines(metrics.step):
             writers.gpu(**line)
         for text in self._monitor.alerts():
             console.warn(text)
-        if found.step % self._run.log.every_steps and found.step != self._run.train.steps:
+        if metrics.step % self._run.log.every_steps and metrics.step != self._run.train.steps:
             return
         in_use, peak = throughput.memory(jax.local_devices())
         line = {
-            "step": found.step,
-            "loss": found.loss,
-            "grad_norm": found.grad_norm,
-            "lr": found.lr,
+            "step": metrics.step,
+            "loss": metrics.loss,
+            "grad_norm": metrics.grad_norm,
+            "lr": metrics.lr,
             "tokens": batches * self._tokens_per_batch,
             "epoch": self._data.epoch(batches),
             **self.rates.line(),
             "memory_gib": in_use,
             "peak_memory_gib": peak,
             "skipped_steps": skipped,
-            **found.more,
+            **metrics.more,
         }
         writers.train(**line)
         sources_read = getattr(self._data, "sources_read", None)  # a user's own source may lack it
         for source in sources_read(batches) if sources_read else ():
-            writers.source(step=found.step, **source)
+            writers.source(step=metrics.step, **source)
         console.step(line)
-        if max(0, found.step - self._run.log.every_steps) < self._run.ramp.end:
+        if max(0, metrics.step - self._run.log.every_steps) < self._run.ramp.end:
             return  # the plan is that of the full batch, and the line has smaller ones
         for warning in self.watch.note(line["step_time_s"], peak) if self.watch else ():
             console.warn(warning)

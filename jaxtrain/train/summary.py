@@ -47,15 +47,15 @@ def print_summary(setup: Setup, console: Console) -> None:
     if getattr(data, "answers", False) and epochs > MANY:  # a user's own source may lack it
         console.warn(f"{in_words} of conversations or pairs: a model learns them by heart in a few. Fix: train.epochs=3")
     parameters = short_count(program.parameters)
-    met = f" ({short_count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
-    learnt = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
+    active_text = f" ({short_count(flops.active_parameters(run.model))} active in a token)" if run.model.num_experts else ""
+    num_trained = sum(math.prod(a.shape) for a in jax.tree.leaves(part(program.state.params, program.trained)))
     if program.adapters:
         stored = "" if run.lora.base == "bf16" else f" of a base in {run.lora.base}"
-        adapters = f"adapters of {short_count(learnt)} on {run.lora.targets}{stored}"
-        parameters = f"{parameters} parameters{met}, and {adapters}, the only trained parameters"
+        adapters = f"adapters of {short_count(num_trained)} on {run.lora.targets}{stored}"
+        parameters = f"{parameters} parameters{active_text}, and {adapters}, the only trained parameters"
     else:
         everything = all(jax.tree.leaves(program.trained))
-        parameters += f" parameters{met}" + ("" if everything else f", of which {short_count(learnt)} are trained")
+        parameters += f" parameters{active_text}" + ("" if everything else f", of which {short_count(num_trained)} are trained")
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     say(
         f"model: {parameters}; mesh: {shape}; attention: {program.kernel.name} ({program.kernel_reason})"
@@ -63,8 +63,8 @@ def print_summary(setup: Setup, console: Console) -> None:
     )
     if layers := program.state.layers:
         at = schedule_of(program.layout)
-        held = len(layers.order) // layers.stages
-        stages = [sum(i is not None for i in layers.order[s * held : (s + 1) * held]) for s in range(layers.stages)]
+        count = len(layers.order) // layers.stages
+        stages = [sum(i is not None for i in layers.order[s * count : (s + 1) * count]) for s in range(layers.stages)]
         say(
             f"pipeline: {run.pipeline.schedule}, {' | '.join(map(str, stages))} layers; stages are idle for "
             f"{at.bubble:.0%} of a step" + (": a higher train.grad_accum reduces it" if at.bubble > IDLE else "")
@@ -76,12 +76,12 @@ def print_summary(setup: Setup, console: Console) -> None:
             f"data: {data.masked_fraction:.2%} of tokens come after more than data.max_segments="
             f"{run.data.max_segments} documents in their sequence and are masked"
         )
-    conversations, lost, held = getattr(data, "truncated", (0, 0, 0))  # a user's own source may leave it out
+    conversations, lost, count = getattr(data, "truncated", (0, 0, 0))  # a user's own source may leave it out
     if conversations:
-        tell = console.warn if lost > LOST * held else say
+        tell = console.warn if lost > LOST * count else say
         tell(
             f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
-            f"{'loses' if conversations == 1 else 'lose'} {lost:,} of all {held:,} tokens ({lost / held:.1%}). "
+            f"{'loses' if conversations == 1 else 'lose'} {lost:,} of all {count:,} tokens ({lost / count:.1%}). "
             "A higher data.seq_len keeps them."
         )
     for name, batches in {"data": data, **{f"held-out {k}".strip(): x for k, x in held_out.items()}}.items():
@@ -93,8 +93,8 @@ def print_summary(setup: Setup, console: Console) -> None:
     for name, batches in held_out.items():
         distinct = getattr(batches, "distinct", None)
         if distinct and (n := distinct(run.eval.sequences)) < run.eval.sequences:
-            said = f"{counted(n, 'different sequence')}, fewer than eval.sequences={run.eval.sequences}; each counts once"
-            say(f"{f'held-out {name}'.strip()}: {said}")
+            text = f"{counted(n, 'different sequence')}, fewer than eval.sequences={run.eval.sequences}; each counts once"
+            say(f"{f'held-out {name}'.strip()}: {text}")
     for name, filled in getattr(data, "sparse", {}).items():
         say(
             f"data: rows of {name} are {filled:.0%} full, since each holds at most data.max_segments={run.data.max_segments} "
@@ -118,9 +118,9 @@ def print_summary(setup: Setup, console: Console) -> None:
     for prompt in samples.prompts(run.sample.prompt) if setup.tokenizer else ():
         if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
             console.warn(note)
-    if others := getattr(data, "templates", ()):
-        named = " and ".join([setup.text.template_name, *others])
-        console.warn(f"data: written with several chat templates, {named}. Samples and exports have the first")
+    if other_templates := getattr(data, "templates", ()):
+        template_names = " and ".join([setup.text.template_name, *other_templates])
+        console.warn(f"data: written with several chat templates, {template_names}. Samples and exports have the first")
 
 
 def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

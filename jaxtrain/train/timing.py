@@ -64,9 +64,9 @@ class SlowSteps:
         self._times.append(wall_s)
         if self._at_start == math.inf and len(self._times) == self.WINDOW:
             self._at_start = usual
-        was, excess = self._is_slower, usual - self._at_start
-        self._is_slower = usual > (self.TIMES if was else self.SLOWER) * self._at_start and excess > self.SLOWER_S
-        if self._is_slower and not was:
+        was_slower, excess = self._is_slower, usual - self._at_start
+        self._is_slower = usual > (self.TIMES if was_slower else self.SLOWER) * self._at_start and excess > self.SLOWER_S
+        if self._is_slower and not was_slower:
             return f"steps take {usual:.2f} s around step {step}, and took {self._at_start:.2f} s at the start of this run"
         if wall_s <= self.TIMES * usual or wall_s - usual < self.LEAST_S:
             return None
@@ -75,7 +75,7 @@ class SlowSteps:
             return None
         more = f" ({self._left_out} more slow since step {self._reported})" if self._left_out else ""
         self._reported, self._left_out = step, 0
-        parts = sorted(seconds.items(), key=lambda part: -part[1])
-        told = ", ".join(f"{cause} {s:.2f} s" for cause, s in parts if s >= self.SHARE * (wall_s - usual))
+        causes = sorted(seconds.items(), key=lambda item: -item[1])
+        cause_text = ", ".join(f"{cause} {s:.2f} s" for cause, s in causes if s >= self.SHARE * (wall_s - usual))
         beside = f", while step {saving} was being saved" if saving is not None else ""
-        return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {told}{beside}{more}"
+        return f"step {step} took {wall_s:.2f} s, usually {usual:.2f} s: {cause_text}{beside}{more}"

@@ -51,7 +51,7 @@ def test_the_scheduler_is_given_what_a_run_may_use():
 
 def test_the_pipeliner_goes_only_where_a_step_begins_with_a_sum_of_activations():
     def off(**overrides):
-        return compiler.EARLY in compiler._without(program(**overrides))
+        return compiler.EARLY in compiler._disabled_passes(program(**overrides))
 
     accumulated = {"train__grad_accum": 2, "mesh__fsdp": 1}
     assert off(**accumulated, mesh__tensor=8)

@@ -125,15 +125,15 @@ BUGS = (
     Bug(
         "resume: another tokenizer in the same place is taken",
         "jaxtrain/step/resume.py",
-        "if not moved and was_in == is_in:",
-        "if not moved:",
+        "if not changed and old_hash == new_hash:",
+        "if not changed:",
         "unit/test_resume_rules.py -k content",
     ),
     Bug(
         "resume: the same tokenizer in another place is refused",
         "jaxtrain/step/resume.py",
-        "if was_in and was_in == is_in:",
-        "if not moved and was_in == is_in:",
+        "if old_hash and old_hash == new_hash:",
+        "if not changed and old_hash == new_hash:",
         "unit/test_resume_rules.py -k content",
     ),
     Bug(
@@ -195,8 +195,8 @@ BUGS = (
     Bug(
         "save: weights that are not finite are a failure of the disk",
         "jaxtrain/train/saver.py",
-        "if isinstance(one.error, NotFinite):",
-        "if one is None:",
+        "if isinstance(save.error, NotFinite):",
+        "if save is None:",
         "proofs/test_divergence.py -k are_a_divergence",
     ),
     Bug(
@@ -223,8 +223,8 @@ BUGS = (
     Bug(
         "resume: a pattern allows what can never change",
         "jaxtrain/step/resume.py",
-        'or (rule.word == "ask" and name in _matching(allowed, [name]))',
-        "or name in _matching(allowed, [name])",
+        'or (rule.word == "ask" and name in _match_keys(allowed, [name]))',
+        "or name in _match_keys(allowed, [name])",
         "unit/test_resume_rules.py -k never_change",
     ),
     Bug(
@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "average: tensors of other types are averaged",
         "jaxtrain/train/average.py",
-        "if (here.shape, here.dtype) != (there.shape, there.dtype):",
-        "if here.shape != there.shape:",
+        "if (expected.shape, expected.dtype) != (tensor.shape, tensor.dtype):",
+        "if expected.shape != tensor.shape:",
         "proofs/test_average.py -k another_type",
     ),
     Bug(

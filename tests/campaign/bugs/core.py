@@ -20,15 +20,15 @@ BUGS = (
     Bug(
         "average: moves in a skipped step",
         "jaxtrain/step/train_step.py",
-        "return jnp.where(taken, e + (1 - decay)",
-        "return jnp.where(True, e + (1 - decay)",
+        "return jnp.where(taken, average + (1 - decay)",
+        "return jnp.where(True, average + (1 - decay)",
         "proofs/test_ema.py -k skipped_step",
     ),
     Bug(
         "average: on every device",
         "jaxtrain/step/state.py",
-        "p.update(dtype=jnp.float32), part(params, every))",
-        "p.update(dtype=jnp.float32, sharding=whole), part(params, every))",
+        "p.update(dtype=jnp.float32), part(params, mask))",
+        "p.update(dtype=jnp.float32, sharding=unsharded), part(params, mask))",
         "proofs/test_ema.py -k 'recurrence and tensor'",
     ),
     Bug(
@@ -55,8 +55,8 @@ BUGS = (
     Bug(
         "experts: losses count once for each microbatch",
         "jaxtrain/step/gradients.py",
-        "share = all_reduce(self.loss.count(micro), p.token_axes) / total / p.mesh.size",
-        "share = 1.0 / p.mesh.size",
+        "share = all_reduce(self.loss.count(micro), placement.token_axes) / total / placement.mesh.size",
+        "share = 1.0 / placement.mesh.size",
         "proofs/test_moe.py -k microbatches_share",
     ),
     Bug(
@@ -97,22 +97,22 @@ BUGS = (
     Bug(
         "guard: a spike counts from one step more",
         "jaxtrain/step/guard.py",
-        "known >= LEAST",
-        "known > LEAST",
+        "count >= LEAST",
+        "count > LEAST",
         "unit/test_guard.py",
     ),
     Bug(
         "guard: the upper median",
         "jaxtrain/step/guard.py",
-        "(known - 1) // 2",
-        "known // 2",
+        "(count - 1) // 2",
+        "count // 2",
         "unit/test_guard.py",
     ),
     Bug(
         "guard: a held step counts as one more in a row",
         "jaxtrain/step/guard.py",
-        'jnp.where(held, guard["in_a_row"], jnp.where(took',
-        'jnp.where(held & took, guard["in_a_row"], jnp.where(took',
+        'jnp.where(is_held, guard["in_a_row"], jnp.where(is_taken',
+        'jnp.where(is_held & is_taken, guard["in_a_row"], jnp.where(is_taken',
         "unit/test_guard.py",
     ),
     Bug(

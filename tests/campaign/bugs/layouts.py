@@ -180,8 +180,8 @@ BUGS = (
     Bug(
         "processes: rows of a batch are placed in the order they were read",
         "jaxtrain/step/batch.py",
-        "place = {row: i for i, row in enumerate(rows)}",
-        "place = {i: i for i, row in enumerate(rows)}",
+        "row_index = {row: i for i, row in enumerate(rows)}",
+        "row_index = {i: i for i, row in enumerate(rows)}",
         "proofs/test_known_issues.py -k placed",
     ),
     Bug(
@@ -323,7 +323,7 @@ BUGS = (
     Bug(
         "pipeline: an empty slot gives NaN to the gradients before it",
         "jaxtrain/step/pipeline.py",
-        "body(given, layer, shared.where(self.full), self.kind)",
+        "body(body_input, layer, shared.where(self.full), self.kind)",
         "body(carry, layer, shared.where(self.full), self.kind)",
         "proofs/test_pipeline.py -k empty",
     ),
@@ -338,15 +338,15 @@ BUGS = (
     Bug(
         "parity: bounds in few bits grow with the number of parts",
         "jaxtrain/train/parity.py",
-        "factor = math.sqrt(2 + math.log2(parts))",
-        "factor = math.sqrt(2 + parts)",
+        "factor = math.sqrt(2 + math.log2(shards))",
+        "factor = math.sqrt(2 + shards)",
         "unit/test_parity_compare.py -k yardstick",
     ),
     Bug(
         "parity: weights with a small gradient are compared, and no others",
         "jaxtrain/train/parity.py",
-        "clear = np.abs(g) > 2 * resolved[name]",
-        "clear = np.abs(g) < 2 * resolved[name]",
+        "clear = np.abs(gradient) > 2 * resolved[name]",
+        "clear = np.abs(gradient) < 2 * resolved[name]",
         "unit/test_parity_compare.py -k rounding_picks",
     ),
     Bug(

@@ -62,15 +62,15 @@ BUGS = (
     Bug(
         "remat: the choice that recomputes most",
         "jaxtrain/step/auto_remat.py",
-        "return min((c for c in found if",
-        "return max((c for c in found if",
+        "return min((c for c in costs if",
+        "return max((c for c in costs if",
         "unit/test_auto_remat.py -k least_arithmetic",
     ),
     Bug(
         "remat: the busiest expert shares with one too many",
         "jaxtrain/step/auto_remat.py",
-        "others = m.num_experts // ranks - 1",
-        "others = m.num_experts // ranks",
+        "other_experts = m.num_experts // ranks - 1",
+        "other_experts = m.num_experts // ranks",
         "unit/test_auto_remat.py -k experts",
     ),
     Bug(

@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         "mtp: a target may lie in the next document",
         "jaxtrain/step/batch.py",
-        'np.where(same, later(host["weights"]), 0)',
-        'np.where(True, later(host["weights"]), 0)',
+        'np.where(same, shift_left(host["weights"]), 0)',
+        'np.where(True, shift_left(host["weights"]), 0)',
         "proofs/test_mtp.py -k targets_lie",
     ),
     Bug(
@@ -20,8 +20,8 @@ BUGS = (
     Bug(
         "mtp: losses are added up, without their mean",
         "jaxtrain/step/gradients.py",
-        "value += made / total / alike / self.mtp_layers",
-        "value += made / total / alike",
+        "value += loss / total / num_replicas / self.mtp_layers",
+        "value += loss / total / num_replicas",
         "proofs/test_mtp.py -k equations",
     ),
     Bug(
@@ -34,7 +34,7 @@ BUGS = (
     Bug(
         "mtp: biases of its routers move as those of the stack's first layers",
         "jaxtrain/step/balance.py",
-        "row = self._stacked + int(path[1].key)",
+        "row = self._stacked_layers + int(path[1].key)",
         "row = int(path[1].key)",
         "proofs/test_mtp.py -k routers",
     ),
@@ -139,7 +139,7 @@ BUGS = (
     Bug(
         "loss: hidden states ignore the loss's own gradient",
         "jaxtrain/step/loss.py",
-        "(g * d_x).astype(d_x.dtype)",
+        "(grad * d_x).astype(d_x.dtype)",
         "d_x",
         "proofs/test_model.py -k split_vocabulary",
     ),
@@ -300,8 +300,8 @@ BUGS = (
     Bug(
         "LoRA: adapters of init.from are not read",
         "jaxtrain/train/initial_state.py",
-        "        tensors |= before.read(own)\n",
-        "        before.read(own)\n",
+        "        tensors |= weights_source.read(adapters)\n",
+        "        weights_source.read(adapters)\n",
         "proofs/test_dpo.py -k trained_further",
     ),
     Bug(
@@ -419,8 +419,8 @@ BUGS = (
     Bug(
         "delta net: a resumed run may have it in another layer",
         "jaxtrain/step/resume.py",
-        "_delta_nets(was) != _delta_nets(",
-        "_delta_nets(was) is _delta_nets(",
+        "_delta_net_layers(old_run) != _delta_net_layers(",
+        "_delta_net_layers(old_run) is _delta_net_layers(",
         "unit/test_resume_rules.py -k delta_nets",
     ),
     Bug(
@@ -433,22 +433,22 @@ BUGS = (
     Bug(
         "FLOPs: a loop's carry is taken as untrained in all iterations",
         "jaxtrain/step/model_flops.py",
-        "if grown == active[consts : consts + carried]:",
+        "if new_active == active[consts : consts + carried]:",
         "if True:",
         "unit/test_model_flops.py -k loops",
     ),
     Bug(
         "FLOPs: a family of the user's own has those of Llama",
         "jaxtrain/step/model_flops.py",
-        "if abs(apart) <= APART and not unknown:",
+        "if abs(difference) <= APART and not unknown:",
         "if True:",
         "unit/test_model_flops.py -k differs",
     ),
     Bug(
         "own: a loss gets no settings",
         "jaxtrain/step/program.py",
-        "*how, *of_pairs, own_settings(run.own))",
-        "*how, *of_pairs)",
+        "*settings, *pair_settings, own_settings(run.own))",
+        "*settings, *pair_settings)",
         "unit/test_own_settings.py -k program",
     ),
     Bug(

@@ -237,8 +237,8 @@ BUGS = (
     Bug(
         "compiler: slop of the schedule counts what is held twice",
         COMPILER,
-        "100 * (card.usable_gib - held) / spare",
-        "100 * card.usable_gib / spare",
+        "100 * (card.usable_gib - argument_gib) / remaining_gib",
+        "100 * card.usable_gib / remaining_gib",
         "unit/test_compiler.py -k scheduler",
     ),
     Bug(
@@ -251,8 +251,8 @@ BUGS = (
     Bug(
         "compiler: kernels that were chosen are loaded before there are any",
         COMPILER,
-        "more[LOAD if path.exists() else DUMP]",
-        "more[DUMP if path.exists() else LOAD]",
+        "added[LOAD if path.exists() else DUMP]",
+        "added[DUMP if path.exists() else LOAD]",
         "unit/test_compiler.py -k repeatable",
     ),
     Bug(
@@ -265,8 +265,8 @@ BUGS = (
     Bug(
         "loss: the gradient of a vocabulary shard is that of its share of the loss alone",
         "jaxtrain/step/loss.py",
-        'g *= spec.placement.size(spec.placement.mesh_axes("vocab"))',
-        "g *= 1.0",
+        'grad *= spec.placement.size(spec.placement.mesh_axes("vocab"))',
+        "grad *= 1.0",
         'proofs/test_parity.py -k "test_matrix and data2xtensor2xseq2 and forward"',
     ),
     Bug(

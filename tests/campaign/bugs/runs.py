@@ -41,29 +41,29 @@ BUGS = (
     Bug(
         "schedule rule: a warm-up as long as the run is refused",
         "jaxtrain/step/validate.py",
-        "if o.warmup_steps > steps:",
-        "if o.warmup_steps >= steps:",
+        "if optimizer.warmup_steps > steps:",
+        "if optimizer.warmup_steps >= steps:",
         "unit/test_refusals.py -k warmup_steps",
     ),
     Bug(
         "memory rule: each process counts all devices",
         "jaxtrain/step/validate.py",
-        "* copies * here / devices.count",
+        "* copies * local_devices / devices.count",
         "* copies",
         "unit/test_refusals.py -k memory_of_cpus",
     ),
     Bug(
         "layout rule: key/value heads may lie on ranks that they do not divide",
         "jaxtrain/step/validate_layout.py",
-        "(parts % value == 0 or",
-        "(value % parts != 0 or",
+        "(shards % value == 0 or",
+        "(value % shards != 0 or",
         "unit/test_refusals.py -k num_kv_heads",
     ),
     Bug(
         "layout rule: a microbatch need not divide over the devices",
         "jaxtrain/step/validate_layout.py",
         "or batch % unit == 0:",
-        "or batch % max(accum, parts) == 0:",
+        "or batch % max(accum, shards) == 0:",
         "unit/test_refusals.py -k grad_accum",
     ),
     Bug(
@@ -153,8 +153,8 @@ BUGS = (
     Bug(
         "ramp: a checkpoint counts batches of the full size",
         "jaxtrain/train/loop.py",
-        "rows = read * self.run.ramp.unit",
-        "rows = read * self.run.train.global_batch",
+        "rows = batches_read * self.run.ramp.unit",
+        "rows = batches_read * self.run.train.global_batch",
         "proofs/test_batch_ramp.py -k same_bits",
     ),
     Bug(
@@ -174,8 +174,8 @@ BUGS = (
     Bug(
         "rollback: passes over the first skipped batch alone",
         "jaxtrain/train/skipped.py",
-        "(skipped[0].tokens[0], skipped[-1].tokens[1])",
-        "(skipped[0].tokens[0], skipped[0].tokens[1])",
+        "(skips[0].tokens[0], skips[-1].tokens[1])",
+        "(skips[0].tokens[0], skips[0].tokens[1])",
         "proofs/test_divergence.py -k rollback_passes",
     ),
     Bug(
@@ -188,8 +188,8 @@ BUGS = (
     Bug(
         "loop: the tokens of a bad step are those of the next one",
         "jaxtrain/train/skipped.py",
-        "place.batches(found.step - 1)",
-        "place.batches(found.step)",
+        "data_position.batches(metrics.step - 1)",
+        "data_position.batches(metrics.step)",
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
     Bug(
@@ -202,8 +202,8 @@ BUGS = (
     Bug(
         "guard: the norms are those of losses",
         "jaxtrain/step/guard.py",
-        'jnp.where(here, norm, guard["norms"])',
-        'jnp.where(here, loss, guard["norms"])',
+        'jnp.where(slot_mask, norm, guard["norms"])',
+        'jnp.where(slot_mask, loss, guard["norms"])',
         "unit/test_guard.py",
     ),
     Bug(
@@ -216,15 +216,15 @@ BUGS = (
     Bug(
         "loop: the data position forgets what was passed over",
         "jaxtrain/train/loop.py",
-        "read = self.start.position.read(self.done)",
-        "read = self.done",
+        "batches_read = self.start.position.read(self.done)",
+        "batches_read = self.done",
         "proofs/test_divergence.py -k rollback_passes",
     ),
     Bug(
         "start: the last checkpoint of a finished run is refused",
         "jaxtrain/train/initial_state.py",
-        "if at > run.train.steps:",
-        "if at >= run.train.steps:",
+        "if step > run.train.steps:",
+        "if step >= run.train.steps:",
         "proofs/test_resume.py -k finished",
     ),
     Bug(
@@ -238,28 +238,28 @@ BUGS = (
         "resume: the first of several changes alone is refused",
         "jaxtrain/step/resume.py",
         'elif rule.word == "ask":',
-        'elif rule.word == "ask" and not asked:',
+        'elif rule.word == "ask" and not needs_approval:',
         "unit/test_resume_rules.py",
     ),
     Bug(
         "snapshot: layers swap their places",
         "jaxtrain/train/snapshot.py",
-        "stacks.layer_at(a, place, leaf.sharding) for place in leaf.places",
-        "stacks.layer_at(a, place, leaf.sharding) for place in leaf.places[::-1]",
+        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places",
+        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places[::-1]",
         "proofs/test_snapshot.py -k outlive",
     ),
     Bug(
         "snapshot: memory that somebody reads is used again",
         "jaxtrain/train/snapshot.py",
-        'may still be read."""\n        self._kept = []',
-        'may still be read."""\n        self._kept = self._kept',
+        'may still be read."""\n        self._last_copies = []',
+        'may still be read."""\n        self._last_copies = self._last_copies',
         "proofs/test_snapshot.py -k still_reads",
     ),
     Bug(
         "snapshot: GPUs' copies of a stack are all of its first layer",
         "jaxtrain/train/snapshot.py",
-        "copying[leaf](named.array, np.int32(place)) for place",
-        "copying[leaf](named.array, np.int32(0)) for place",
+        "copying[leaf](named_leaf.array, np.int32(slot)) for slot",
+        "copying[leaf](named_leaf.array, np.int32(0)) for slot",
         "proofs/test_snapshot.py -k outlive",
     ),
     Bug(
@@ -272,8 +272,8 @@ BUGS = (
     Bug(
         "replay: any verdict counts as the one of then",
         "jaxtrain/train/replay.py",
-        'again = now["verdict"] == then["verdict"]',
-        'again = now["verdict"] != guard.TAKEN',
+        'reproduced = now["verdict"] == then["verdict"]',
+        'reproduced = now["verdict"] != guard.TAKEN',
         "proofs/test_divergence.py -k replay_of_a_bundle",
     ),
     Bug(
@@ -300,7 +300,7 @@ BUGS = (
     Bug(
         "references: another reference's file is taken",
         "jaxtrain/train/references.py",
-        "if other or log_probs.shape",
+        "if mismatches or log_probs.shape",
         "if log_probs.shape",
         "proofs/test_dpo.py -k made_anew",
     ),
