@@ -51,7 +51,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     Args:
         report: called with the name of each measurement before the measurement runs.
     """
-    first, found = devices[0], list[Reading]()
+    first, readings = devices[0], list[Reading]()
 
     def take(work: Work) -> Reading:
         report(f"{work.kind} {work.what}")
@@ -61,24 +61,24 @@ def measure(devices: Sequence[Any], sizes: Sizes, report: Callable[[str], None] 
     with jax.default_device(first):
         for shape, weight in sizes.gemms:
             for dtype in ("bf16", "fp8") if weight >= 1 else ("bf16",):  # the head, with a weight below 1, is never in FP8
-                found.append(take(dataclasses.replace(micro.gemm(shape, dtype, [first]), weight=weight)))
+                readings.append(take(dataclasses.replace(micro.gemm(shape, dtype, [first]), weight=weight)))
         passes: list[Reading] = []
         for works in attention(first, sizes):
-            forward, both = map(take, works)
-            passes = [forward, both.minus(forward, "attention backward")]
+            forward, forward_backward = map(take, works)
+            passes = [forward, forward_backward.minus(forward, "attention backward")]
             if not passes[1].failed:
                 break
-        found += passes
-        found.append(take(micro.memory([first], sizes)))
-        found += [take(micro.host(first, sizes, to_host)) for to_host in (True, False)]
+        readings += passes
+        readings.append(take(micro.memory([first], sizes)))
+        readings += [take(micro.host(first, sizes, to_host)) for to_host in (True, False)]
     if len(devices) > 1:
         mib, rounds = 2**20, sizes.curve_rounds
         full = [micro.collective(kind, devices, sizes.collective_mib * mib, sizes.collective_rounds) for kind in COLLECTIVES]
-        found += map(take, full)
+        readings += map(take, full)
         empty = take(micro.collective("no collective", devices, 128 * len(devices), rounds))
         by_size = [take(micro.collective("all-gather", devices, size * mib, rounds)) for size in sizes.curve_mib]
-        found += [reading.minus(empty, CURVE) for reading in by_size]
-    return found
+        readings += [reading.minus(empty, CURVE) for reading in by_size]
+    return readings
 
 
 def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
@@ -90,15 +90,15 @@ def attention(device: Any, sizes: Sizes) -> list[tuple[Work, Work]]:
     """
     B, T, N, K, H = sizes.attention
     packed, plain = Spec(H, "bf16", True, max_segments=32), Spec(H, "bf16", False, max_segments=1)
-    found = []
+    pairs = []
     for spec in (packed, plain):
         name, _ = support.choose("auto", [(spec, T)], Hardware.of(device))
         rows, heads = B, N
         if name == "cudnn":
             rows, heads = cudnn.part_of(B, T, T, N, K, H, spec.max_segments + 1 if spec.packed else 1)
         if name == "cudnn" or spec is plain:
-            found.append(micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H)))
-    return found
+            pairs.append(micro.attention(device, name, spec, (rows, T, heads, max(1, heads * K // N), H)))
+    return pairs
 
 
 def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | None = None) -> Path:
@@ -125,10 +125,10 @@ def run(folder: Path | str = rates.FOLDER, *, console: rich.console.Console | No
         raise CalibrationError(
             f"{kind!r}: its data sheet is not known, so nothing could be checked. Add it to jaxtrain/config/hardware.py."
         )
-    found = measure(devices, Sizes(), lambda what: console.print(f"measuring {what}"))
-    rows = [kernels.make_row(reading, gpu) for reading in found]
+    readings = measure(devices, Sizes(), lambda what: console.print(f"measuring {what}"))
+    rows = [kernels.make_row(reading, gpu) for reading in readings]
     tables.print_table(kernels.make_table(f"{len(devices)} x {kind}", rows), console)
-    file = rates.save(to_rates(found, gpu, kind, datetime.date.today()), gpu.name, folder)
+    file = rates.save(to_rates(readings, gpu, kind, datetime.date.today()), gpu.name, folder)
     console.print(f"stored as {file}: plans for {gpu.name} use it from now on")
     return file
 
@@ -187,8 +187,8 @@ def to_rates(readings: Sequence[Reading], gpu: hardware.Gpu, device_kind: str, t
         largest = max((r.work.message for r in readings if r.work.kind in COLLECTIVES), default=0.0)
         curve = {"collective_curve": (*points, *([(largest, 1.0)] if largest > points[-1][0] else []))}
     version = importlib.metadata.version("jaxlib")
-    rest = "network rates" if any(r.work.kind in COLLECTIVES for r in readings) else "NVLink and network rates"
-    rest += f", and {', '.join(failed)}, whose measurement failed," if failed else ""
-    source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {rest} at published kernel rates"
+    unmeasured = "network rates" if any(r.work.kind in COLLECTIVES for r in readings) else "NVLink and network rates"
+    unmeasured += f", and {', '.join(failed)}, whose measurement failed," if failed else ""
+    source = f"calibrated on {device_kind}, {today.isoformat()}, jaxlib {version}; {unmeasured} at published kernel rates"
     # 0: the FP8 rate was not measured. `rates.rates_for` then uses the published rate and lists it in `source`.
     return dataclasses.replace(sheet, **{"fp8_tflops": 0.0} | measured | curve, source=source)

@@ -86,41 +86,43 @@ POWER_CAP = 0x04
     fix="Run nvidia-smi by hand and look into dmesg for NVRM; after an update of the driver reboot, so that the module and "
     "the libraries are of one version. Without GPUs, remove the driver.",
 )
-def driver_answers(c: Context) -> Verdict:
-    hung = ["NVML"] * bool(c.facts.nvml.get("hangs")) + [at for at in (TOPOLOGY, BOOST) if c.facts.run(at).code is None]
+def driver_answers(context: Context) -> Verdict:
+    hung = ["NVML"] * bool(context.facts.nvml.get("hangs")) + [
+        at for at in (TOPOLOGY, BOOST) if context.facts.run(at).code is None
+    ]
     if hung:
         return fault(
             f"no answer in time from {listed(hung)}",
             why="A call that hangs, hangs in the driver: a GPU is lost, or is being reset. A run would hang too.",
             fix="Look for Xid in dmesg, then power-cycle the node; a process in state D (ps) cannot be killed.",
         )
-    if c.gpus.rows or not c.gpus.broken:
+    if context.gpus.rows or not context.gpus.broken:
         return ok("it answers")
-    if c.gpus.every:
-        return unreachable(c)
-    if "Driver Not Loaded" in c.gpus.broken:
+    if context.gpus.every:
+        return unreachable(context)
+    if "Driver Not Loaded" in context.gpus.broken:
         return fault(
-            c.gpus.broken,
+            context.gpus.broken,
             why="The driver's kernel module is not loaded, or not built for the running kernel, as after a kernel update. JAX "
             "then finds no GPU.",
             fix="lsmod | grep nvidia shows whether it is loaded, sudo modprobe nvidia loads it or prints the reason, and dkms "
             "status lists the kernels it is built for. Build it for the kernel of uname -r, or boot one of those. Without "
             "GPUs, remove the driver.",
         )
-    return fault(c.gpus.broken)
+    return fault(context.gpus.broken)
 
 
-def unreachable(c: Context) -> Verdict:
+def unreachable(context: Context) -> Verdict:
     """Return the fault of GPUs that the driver cannot reach."""
-    seen = f"{c.gpus.count}; {c.gpus.broken}"
-    if not c.gpus.reset:
+    seen = f"{context.gpus.count}; {context.gpus.broken}"
+    if not context.gpus.reset:
         return fault(seen)
     return fault(
         seen,
         expected="no GPU requires a reset",
         why="After some errors the driver gives a GPU no more work until it is reset: a run on it fails at its start.",
-        fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, c.gpus.reset))}, with no process on that GPU; where the reset "
-        "is refused, reboot the node.",
+        fix=f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, context.gpus.reset))}, with no process on that GPU; where the "
+        "reset is refused, reboot the node.",
     )
 
 
@@ -128,9 +130,9 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     """Return (system that assigned GPUs to this job or container, number of these GPUs); ("", 0) if there is none."""
     if (slurm := environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return "Slurm", int(slurm)
-    parts = [part.strip() for part in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
-    if all(re.fullmatch(r"\d+|GPU-[\w-]+", part) for part in parts):
-        return "NVIDIA_VISIBLE_DEVICES", len(parts)
+    entries = [entry.strip() for entry in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")]
+    if all(re.fullmatch(r"\d+|GPU-[\w-]+", entry) for entry in entries):
+        return "NVIDIA_VISIBLE_DEVICES", len(entries)
     return "", 0
 
 
@@ -141,26 +143,26 @@ def find_assigner(environ: Mapping[str, str]) -> tuple[str, int]:
     fix="Look for Xid 79 in dmesg, power-cycle the node (a warm reboot may not bring it back), and report the GPU if it stays "
     "away.",
 )
-def gpu_count(c: Context) -> Verdict:
+def gpu_count(context: Context) -> Verdict:
     """Compare the number of GPUs with the number that the scheduler or the container assigned, else with the board's number."""
-    gpus, board = c.gpus, c.board
+    gpus, board = context.gpus, context.board
     if gpus.broken:
-        return unreachable(c)
+        return unreachable(context)
     intended = "Nothing, if this number was requested."
-    giver, given = find_assigner(c.facts.environ)
-    if gpus.on_node < given:
-        return fault(f"{gpus.on_node}, and {giver} gave {given}")
-    if given:
-        text = f"{gpus.count}, and {giver} gave {given}"
-        return note(text, fix=f"{intended} The others may be another job's.") if gpus.count > given else ok(text)
+    assigner, assigned = find_assigner(context.facts.environ)
+    if gpus.on_node < assigned:
+        return fault(f"{gpus.on_node}, and {assigner} gave {assigned}")
+    if assigned:
+        text = f"{gpus.count}, and {assigner} gave {assigned}"
+        return note(text, fix=f"{intended} The others may be another job's.") if gpus.count > assigned else ok(text)
     if board is None or board.gpus is None:
         return ok(f"{gpus.count}; the expected number is not known for this model")
     seen = f"{gpus.on_node} of {board.gpus}"
     if gpus.on_node >= board.gpus:
         return ok(seen if gpus.on_node == board.gpus else f"{gpus.on_node}; a board has {board.gpus}")
     # Schedulers and clouds assign a half, a quarter or one GPU of a board; pods have any number. Seven of eight are a fault.
-    part = gpus.others or not board.gpus % gpus.on_node or c.facts.environ.get("KUBERNETES_SERVICE_HOST")
-    return note(seen, fix=intended) if part else fault(seen)
+    partial = gpus.others or not board.gpus % gpus.on_node or context.facts.environ.get("KUBERNETES_SERVICE_HOST")
+    return note(seen, fix=intended) if partial else fault(seen)
 
 
 @CHECKS.add(
@@ -169,9 +171,9 @@ def gpu_count(c: Context) -> Verdict:
     why="A mesh runs at the pace of its slowest GPU, and a plan is made for one model.",
     fix="Use the GPUs of one model: CUDA_VISIBLE_DEVICES=0,1,... chooses them.",
 )
-def gpu_model(c: Context) -> Verdict:
-    models = sorted(set(c.gpus.names))
-    seen = ", ".join(f"{c.gpus.names.count(model)} x {model}" for model in models)
+def gpu_model(context: Context) -> Verdict:
+    models = sorted(set(context.gpus.names))
+    seen = ", ".join(f"{context.gpus.names.count(model)} x {model}" for model in models)
     return ok(seen) if len(models) == 1 else fault(seen)
 
 
@@ -209,14 +211,14 @@ def row_remap(_: Context, row: Row) -> Verdict:
     "in use, reset the GPU.",
 )
 @each_gpu("memory")
-def memory_in_use(c: Context, row: Row) -> Verdict:
+def memory_in_use(context: Context, row: Row) -> Verdict:
     total, used = row["memory"]["total_gib"], row["memory"]["used_gib"]
     seen = f"{used:.1f} GiB"
     if used <= MEMORY_IN_USE_GIB:
         return ok(seen)
-    by = listed(row.get("processes", ())) or "processes that are not visible from here"
-    left = total * (1 - hardware.memory_fraction(total, c.run.train.memory_fraction)) if total else 0.0
-    return (fault if used > left else note)(f"{seen}, by {by}")
+    owners = listed(row.get("processes", ())) or "processes that are not visible from here"
+    spare_gib = total * (1 - hardware.memory_fraction(total, context.run.train.memory_fraction)) if total else 0.0
+    return (fault if used > spare_gib else note)(f"{seen}, by {owners}")
 
 
 @CHECKS.add(
@@ -247,28 +249,28 @@ def recovery_action(_: Context, row: Row) -> Verdict:
     why="The driver logs GPU failures there; the next run fails for the same reason.",
     fix="Look the number up in NVIDIA's Xid catalogue; reset the GPU or reboot the node, and report the GPU if it comes back.",
 )
-def xid(c: Context) -> Verdict:
-    log = c.facts.run(LOG)
+def xid(context: Context) -> Verdict:
+    log = context.facts.run(LOG)
     if log.error:
         return unknown(f"dmesg: {log.error}")
-    now = c.facts.read("/proc/uptime").split()
-    uptime = float(now[0]) if now else None
-    mine = {pci(row["pci"]): row for row in c.gpus.rows}
-    found: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
+    uptime_fields = context.facts.read("/proc/uptime").split()
+    uptime = float(uptime_fields[0]) if uptime_fields else None
+    run_rows = {pci(row["pci"]): row for row in context.gpus.rows}
+    xids: dict[str, list[str]] = {"now": [], "before a reset": [], "older": [], "of GPUs that are not this run's": []}
     for line in re.finditer(r"(?m)^(?:\[\s*([\d.]+)\])?.*NVRM: Xid \(PCI:([\w:.]+)\): (\d+)(.*)", log.out):
         number, address = int(line[3]), pci(line[2])
         if number not in HARDWARE_XIDS or number == ACTION_CHANGED and re.search(r"to 0x0+\b", line[4]):
             continue
-        if address not in mine and address not in c.gpus.lost:
+        if address not in run_rows and address not in context.gpus.lost:
             when = "of GPUs that are not this run's"
         elif uptime is not None and line[1] and uptime - float(line[1]) >= 3600 * XID_HOURS:
             when = "older"
         else:
             # The Xid stays in the log after a reset. If the driver recommends no action, the GPU has recovered.
-            recovered = address in mine and mine[address].get("recovery_action") == "None"
+            recovered = address in run_rows and run_rows[address].get("recovery_action") == "None"
             when = "before a reset" if recovered else "now"
-        found[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
-    texts = {when: listed(list(dict.fromkeys(each))) for when, each in found.items() if each}
+        xids[when].append(f"{number} ({HARDWARE_XIDS[number]}) on {line[2]}")
+    texts = {when: listed(list(dict.fromkeys(each))) for when, each in xids.items() if each}
     if "now" in texts:
         return fault(texts["now"])
     return note("; ".join(f"{when}: {text}" for when, text in texts.items())) if texts else ok("none")
@@ -282,19 +284,19 @@ def xid(c: Context) -> Verdict:
     "container host).",
 )
 @each_gpu("power_limit_set_w")
-def power_limit(c: Context, row: Row) -> Verdict | None:
+def power_limit(context: Context, row: Row) -> Verdict | None:
     limit, default = row["power_limit_set_w"], row.get("power_limit_default_w")
     if default is None:
         return None
-    held = row.get("power_limit_w", limit)
+    enforced = row.get("power_limit_w", limit)
     if limit < POWER_SHARE * default:
         return fault(f"{limit:.0f} W of {default:.0f}")
     built_so = "Nothing, if it is built so."
-    if held < POWER_SHARE * default:
-        seen = f"set to {limit:.0f} W, and held at {held:.0f}"
-        return fault(seen) if c.board else note(seen, fix=built_so)  # laptops change this limit all the time
-    if c.board and default < POWER_SHARE * c.board.power_w:
-        return note(f"{default:.0f} W by default, where an {c.board.name} has {c.board.power_w:.0f}", fix=built_so)
+    if enforced < POWER_SHARE * default:
+        seen = f"set to {limit:.0f} W, and held at {enforced:.0f}"
+        return fault(seen) if context.board else note(seen, fix=built_so)  # laptops change this limit all the time
+    if context.board and default < POWER_SHARE * context.board.power_w:
+        return note(f"{default:.0f} W by default, where an {context.board.name} has {context.board.power_w:.0f}", fix=built_so)
     return ok(f"{limit:.0f} W, by default {default:.0f}")
 
 
@@ -306,16 +308,16 @@ def power_limit(c: Context, row: Row) -> Verdict | None:
     fix="sudo nvidia-smi boost-slider --vboost 1 moves power from the memory system to the SMs, as for NVIDIA's published NeMo "
     "runs. Time your step with 0 and with 1, since kernels bound by memory may become slower.",
 )
-def vboost(c: Context) -> Verdict | None:
+def vboost(context: Context) -> Verdict | None:
     """Return a note if GPUs differ, or if Hopper GPUs are off; None if no GPU has a value and none is a Hopper GPU."""
-    answer = c.facts.run(BOOST)
-    read = parse_vboost(answer.out)
-    found = {name(row): read.get(row["index"]) for row in c.gpus.rows}
-    values = {each[0] for each in found.values() if each}
-    hopper = any(row.get("compute_capability") == HOPPER for row in c.gpus.rows)
+    answer = context.facts.run(BOOST)
+    by_index = parse_vboost(answer.out)
+    sliders = {name(row): by_index.get(row["index"]) for row in context.gpus.rows}
+    values = {each[0] for each in sliders.values() if each}
+    hopper = any(row.get("compute_capability") == HOPPER for row in context.gpus.rows)
     if not values:
         return unknown(answer.error or NOT_REPORTED) if hopper else None
-    seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in found.items()])
+    seen = grouped([(gpu, f"{each[0]} of {each[1]}" if each else "unknown") for gpu, each in sliders.items()])
     if len(values) > 1:
         return note(seen, fix="Set all alike: sudo nvidia-smi boost-slider --vboost N. A step waits for the slowest GPU.")
     return note(seen) if hopper and values == {0} else ok(seen)
@@ -328,14 +330,14 @@ def vboost(c: Context) -> Verdict | None:
     fix="sudo nvidia-smi -rac (applications' clocks) and sudo nvidia-smi -rgc (locked clocks).",
 )
 @each_gpu("max_sm_clock_mhz")
-def clocks(c: Context, row: Row) -> Verdict:
-    offered, now, default = row["max_sm_clock_mhz"], row.get("application_clock_mhz"), row.get("default_clock_mhz")
-    known = c.board.sm_mhz if c.board else None
-    highest = known or max(each.get("max_sm_clock_mhz", 0) for each in c.gpus.rows)
-    if offered < (1 if known else CLOCK_SHARE) * highest:
+def clocks(context: Context, row: Row) -> Verdict:
+    offered, current, default = row["max_sm_clock_mhz"], row.get("application_clock_mhz"), row.get("default_clock_mhz")
+    board_mhz = context.board.sm_mhz if context.board else None
+    highest = board_mhz or max(each.get("max_sm_clock_mhz", 0) for each in context.gpus.rows)
+    if offered < (1 if board_mhz else CLOCK_SHARE) * highest:
         return fault(f"offers {offered:.0f} MHz of {highest:.0f}")
-    if now and default and now < default:
-        return fault(f"set to {now:.0f} MHz, by default {default:.0f}")
+    if current and default and current < default:
+        return fault(f"set to {current:.0f} MHz, by default {default:.0f}")
     return ok(f"up to {offered:.0f} MHz")
 
 
@@ -363,13 +365,15 @@ def throttling(_: Context, row: Row) -> Verdict:
     fix="Power the node off and on; if it stays, have the GPU, the riser or the switch reseated or replaced.",
 )
 @each_gpu("pcie")
-def pcie_link(c: Context, row: Row) -> Verdict:
+def pcie_link(context: Context, row: Row) -> Verdict:
     link = row["pcie"]
     if link["width"] < link["max_width"]:
         seen = f"x{link['width']} of x{link['max_width']}"
-        differ = len({each["pcie"]["width"] for each in c.gpus.rows if each["name"] == row["name"] and "pcie" in each}) > 1
+        differ = (
+            len({each["pcie"]["width"] for each in context.gpus.rows if each["name"] == row["name"] and "pcie" in each}) > 1
+        )
         fix = "Nothing, if the mainboard shares its lanes between slots."
-        return fault(seen) if c.board or differ else note(seen, fix=fix)
+        return fault(seen) if context.board or differ else note(seen, fix=fix)
     if link["gen"] < link["max_gen"]:  # an idle GPU may slow its link down to save power
         return note(f"gen {link['gen']} of {link['max_gen']}", fix="Nothing, if it is faster under load.")
     return ok(f"gen {link['gen']} x{link['width']}")
@@ -389,18 +393,18 @@ FABRIC_OK = ("Completed", "Success")  # good values of (fabric.state, fabric.sta
 ONE_GPU = "Nothing: this run has one GPU and uses none of its links."
 
 
-def has_switches(c: Context) -> bool:
-    return c.board is not None and c.board.joined == SWITCH
+def has_switches(context: Context) -> bool:
+    return context.board is not None and context.board.joined == SWITCH
 
 
-def without_switches(c: Context) -> bool:
+def without_switches(context: Context) -> bool:
     """Return whether all pairs are connected as on a board of four GPUs, which has no switches.
 
     On such a board, a third of a GPU's links connect it to each other GPU: NV6 on HGX H100 4-GPU, NV4 on HGX A100 4-GPU.
     The source is issue 1617 of NVIDIA/nccl.
     """
-    pairs = set(c.topology.pairs.values())
-    return c.board is not None and c.gpus.on_node <= 4 and pairs == {f"NV{c.board.links // 3}"}
+    pairs = set(context.topology.pairs.values())
+    return context.board is not None and context.gpus.on_node <= 4 and pairs == {f"NV{context.board.links // 3}"}
 
 
 @CHECKS.add(
@@ -412,35 +416,35 @@ def without_switches(c: Context) -> bool:
     "PCIe, have the board inspected (nvidia-smi topo -m). In a container or VM: give it all GPUs of the board, and no PCIe "
     "passthrough without NVSwitch.",
 )
-def topology(c: Context) -> Verdict | None:
-    if c.gpus.count < 2:
+def topology(context: Context) -> Verdict | None:
+    if context.gpus.count < 2:
         return None
-    if not c.topology.near_nics:
-        return unknown(f"nvidia-smi topo -m: {c.facts.run(TOPOLOGY).error or 'it has no matrix'}")
-    pairs = c.topology.pairs
+    if not context.topology.near_nics:
+        return unknown(f"nvidia-smi topo -m: {context.facts.run(TOPOLOGY).error or 'it has no matrix'}")
+    pairs = context.topology.pairs
     counts = ", ".join(f"{n} pairs {connection}" for connection, n in Counter(pairs.values()).most_common())
-    if c.board is None:
+    if context.board is None:
         text = f"{counts}; the topology of this board is not known"
         return ok(text) if len(set(pairs.values())) == 1 else note(text, fix="Compare it with the board's manual.")
-    if not has_switches(c):
-        return bridges(c, c.board, counts)
-    if without_switches(c):
+    if not has_switches(context):
+        return bridges(context, context.board, counts)
+    if without_switches(context):
         return ok(f"all pairs {next(iter(pairs.values()))}, without switches")
-    expected = f"NV{c.board.links}"
-    wrong = {n: [f"{a}-{b}" for (a, b), m in pairs.items() if m == n] for n in pairs.values() if n != expected}
-    texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in wrong.items()]
-    return fault(f"{'; '.join(texts)}, not {expected}") if wrong else ok(f"all pairs {expected}")
+    expected = f"NV{context.board.links}"
+    unexpected = {n: [f"{a}-{b}" for (a, b), m in pairs.items() if m == n] for n in pairs.values() if n != expected}
+    texts = [f"{listed(at)} {n}" + (f" ({CONNECTIONS[n]})" if n in CONNECTIONS else "") for n, at in unexpected.items()]
+    return fault(f"{'; '.join(texts)}, not {expected}") if unexpected else ok(f"all pairs {expected}")
 
 
-def bridges(c: Context, board: Board, counts: str) -> Verdict:
+def bridges(context: Context, board: Board, counts: str) -> Verdict:
     """Return the verdict on the NVLink bridges of a board, which must all connect the same number of GPUs.
 
     Args:
         counts: text with the number of GPU pairs of each connection.
     """
-    pairs = c.topology.pairs
+    pairs = context.topology.pairs
     partners = {
-        gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in c.topology.near_nics
+        gpu: sorted(n for pair, n in pairs.items() if gpu in pair and n.startswith("NV")) for gpu in context.topology.near_nics
     }
     size = max(len(connections) + 1 for connections in partners.values())
     if size == 1:
@@ -448,20 +452,20 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     sizes = {f"NV{board.links // (n - 1)}": n for n in board.bridged}
     full = max((sizes.get(connection, 0) for connection in pairs.values()), default=0)
     # If the run has only some GPUs of the node, a bridge may connect them to GPUs of another run.
-    part = c.gpus.others or find_assigner(c.facts.environ)[1] or c.gpus.on_node < full
-    if part and all(connection in sizes for connections in partners.values() for connection in connections):
+    partial = context.gpus.others or find_assigner(context.facts.environ)[1] or context.gpus.on_node < full
+    if partial and all(connection in sizes for connections in partners.values() for connection in connections):
         return note(f"{counts}, of bridges of {full}", fix="Nothing; GPUs of one bridge are faster together.")
     expected = f"NV{board.links // (size - 1)}"
-    wrong = [
+    faults = [
         (gpu, f"{', '.join(connections) or 'no NVLink'}, not {expected} to {size - 1} others")
         for gpu, connections in partners.items()
         if connections != [expected] * (size - 1)
     ]
-    if size not in board.bridged or wrong:
+    if size not in board.bridged or faults:
         fix = (
             "Power the node off, and see that the bridge sits on all of its GPUs (nvidia-smi topo -m); if it does, replace it."
         )
-        return fault(grouped(wrong) or f"bridges of {size}: {counts}", fix=fix)
+        return fault(grouped(faults) or f"bridges of {size}: {counts}", fix=fix)
     return ok(f"bridges of {size}, {expected} within each")
 
 
@@ -472,23 +476,23 @@ def bridges(c: Context, board: Board, counts: str) -> Verdict:
     fix="nvidia-smi nvlink -s shows it; reset the GPUs or reboot. If it stays down: reseat or replace the GPU, the bridge or "
     "the board.",
 )
-def nvlink(c: Context) -> Verdict:
-    links = {name(row): row["nvlinks"] for row in c.gpus.rows if "nvlinks" in row}
+def nvlink(context: Context) -> Verdict:
+    links = {name(row): row["nvlinks"] for row in context.gpus.rows if "nvlinks" in row}
     if not links:
-        return unknown(next((why for row in c.gpus.rows if (why := row["refused"].get("nvlinks"))), NOT_REPORTED))
+        return unknown(next((why for row in context.gpus.rows if (why := row["refused"].get("nvlinks"))), NOT_REPORTED))
     active = {gpu: len(each["up"]) for gpu, each in links.items()}
-    if not any(active.values()) and (c.gpus.count == 1 or not has_switches(c)):
+    if not any(active.values()) and (context.gpus.count == 1 or not has_switches(context)):
         return note("none", fix="Nothing, if none were bought, or the GPU is alone in a virtual machine.")
-    full = c.board.links if c.board else max(active.values())
+    full = context.board.links if context.board else max(active.values())
     verdicts = {}
     for gpu, each in links.items():
         count, down = active[gpu], [str(link) for link in each["down"]]
-        if not count and c.board is None:
+        if not count and context.board is None:
             verdicts[gpu] = note(f"none, and {full} on others", fix="Nothing, if their bridges are meant so.")
-        elif count < full or down and c.board is None:
-            which = f" (link {listed(down)} down)" if down and count else ""
-            seen = f"{count} of {max(full, count + len(down))}{which}"
-            verdicts[gpu] = fault(seen) if c.gpus.count > 1 else note(seen, fix=ONE_GPU)
+        elif count < full or down and context.board is None:
+            suffix = f" (link {listed(down)} down)" if down and count else ""
+            seen = f"{count} of {max(full, count + len(down))}{suffix}"
+            verdicts[gpu] = fault(seen) if context.gpus.count > 1 else note(seen, fix=ONE_GPU)
     if verdicts:
         return worst(verdicts, "")
     rates = [f"{rate:g} GB/s" for rate in sorted({rate for each in links.values() for rate in each["gb_s"]})]
@@ -504,10 +508,10 @@ def nvlink(c: Context) -> Verdict:
     fix="Watch nvidia-smi nvlink -e during a run; if the count rises, have the GPU or the board inspected.",
 )
 @each_gpu("nvlink_errors")
-def nvlink_errors(c: Context, row: Row) -> Verdict:
+def nvlink_errors(context: Context, row: Row) -> Verdict:
     texts = {kind: [f"link {at}: {kind} {n}" for at, n in links.items()] for kind, links in row["nvlink_errors"].items()}
     if recovered := texts.pop("recovery", []):
-        return fault(listed(recovered)) if c.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
+        return fault(listed(recovered)) if context.gpus.count > 1 else note(listed(recovered), fix=ONE_GPU)
     # Resending corrects the other errors. A few in some weeks are normal.
     return note(listed(sum(texts.values(), []))) if texts else ok("none")
 
@@ -519,18 +523,18 @@ def nvlink_errors(c: Context, row: Row) -> Verdict:
     fix="sudo systemctl restart nvidia-fabricmanager, whose version must be the driver's; its log has the reason if it does "
     "not start.",
 )
-def fabric(c: Context) -> Verdict | None:
-    return registered(c) if has_switches(c) else None
+def fabric(context: Context) -> Verdict | None:
+    return registered(context) if has_switches(context) else None
 
 
 @each_gpu("fabric")
-def registered(c: Context, row: Row) -> Verdict:
+def registered(context: Context, row: Row) -> Verdict:
     """Return the verdict on a GPU's registration with the NVSwitches."""
     state, status = row["fabric"]["state"], row["fabric"]["status"]
     if (state, status) == FABRIC_OK:
         return ok(", ".join(FABRIC_OK))
-    alone = c.gpus.count == 1 and not row.get("nvlinks", {}).get("up")
-    if alone or without_switches(c):
+    alone = context.gpus.count == 1 and not row.get("nvlinks", {}).get("up")
+    if alone or without_switches(context):
         return note(f"{state}; no switch joins these GPUs", fix="Nothing.")
     return fault(f"{state} ({status})" if status else state)
 
@@ -542,28 +546,28 @@ def registered(c: Context, row: Row) -> Verdict:
     fix="Look for a card that is missing or whose port is down (ibstat); in a VM, have the host's PCIe topology passed through "
     "(NCCL_TOPO_FILE).",
 )
-def nics(c: Context) -> Verdict | None:
-    if not c.topology.has_nics:
-        return note("nvidia-smi names no network card") if c.several_nodes else None
-    near = c.topology.near_nics
+def nics(context: Context) -> Verdict | None:
+    if not context.topology.has_nics:
+        return note("nvidia-smi names no network card") if context.several_nodes else None
+    near = context.topology.near_nics
     far = [gpu for gpu, cards in near.items() if not cards]
     if not far:
         return ok("; ".join(f"{gpu} {listed(cards, 2)}" for gpu, cards in near.items()))
     # If there is about one card for each GPU, a card is missing. With fewer cards, the machine is built (or virtualized) so.
-    missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
+    card_missing = 2 * len({card for cards in near.values() for card in cards}) >= len(near)
     text = f"none near {listed(far, 8)}"
-    return fault(text) if c.several_nodes and missing else note(text)
+    return fault(text) if context.several_nodes and card_missing else note(text)
 
 
-def port(c: Context, card: str, what: str) -> str:
+def port(context: Context, card: str, field: str) -> str:
     """Return the "state" (`4: ACTIVE`) or "rate" (`400 Gb/sec (4X NDR)`) of a NIC's first port; "" if it is unknown."""
-    return c.facts.read(f"{INFINIBAND}/{card}/ports/1/{what}")
+    return context.facts.read(f"{INFINIBAND}/{card}/ports/1/{field}")
 
 
-def active_nics(c: Context) -> list[str]:
+def active_nics(context: Context) -> list[str]:
     """Return those NICs near the GPUs whose first port is up."""
-    cards = dict.fromkeys(card for cards in c.topology.near_nics.values() for card in cards)
-    return [card for card in cards if "ACTIVE" in port(c, card, "state")]
+    cards = dict.fromkeys(card for cards in context.topology.near_nics.values() for card in cards)
+    return [card for card in cards if "ACTIVE" in port(context, card, "state")]
 
 
 @CHECKS.add(
@@ -572,23 +576,23 @@ def active_nics(c: Context) -> list[str]:
     why="NCCL leaves out a port that is down, and its GPUs share another one's.",
     fix="Look at cable and switch port (ibstat, ibdiagnet), and at the subnet manager.",
 )
-def infiniband(c: Context) -> Verdict | None:
+def infiniband(context: Context) -> Verdict | None:
     """Return the verdict on the first ports of the NICs near the GPUs; None if no such port is known.
 
     The verdict is a fault if the run uses several nodes and all ports near one GPU are down. Otherwise a port
     that is down is a note.
     """
-    near = c.topology.near_nics
-    states = {card: state for cards in near.values() for card in cards if (state := port(c, card, "state"))}
+    near = context.topology.near_nics
+    states = {card: state for cards in near.values() for card in cards if (state := port(context, card, "state"))}
     if not states:
         return None
     down = [f"{card} {state.partition(': ')[2] or state}" for card, state in states.items() if "ACTIVE" not in state]
     cut = [gpu for gpu, cards in near.items() if cards and not any("ACTIVE" in states.get(n, "ACTIVE") for n in cards)]
     if not down:
-        return ok(f"{len(states)} active, {listed(sorted({port(c, card, 'rate') for card in states}))}")
-    if cut and c.several_nodes:
+        return ok(f"{len(states)} active, {listed(sorted({port(context, card, 'rate') for card in states}))}")
+    if cut and context.several_nodes:
         return fault(f"{listed(down)}; {listed(cut)} has no other")
-    why = "each GPU near one has another" if c.several_nodes else "a run of one node does not use them"
+    why = "each GPU near one has another" if context.several_nodes else "a run of one node does not use them"
     return note(f"{listed(down)}; {why}")
 
 
@@ -602,9 +606,9 @@ WHEEL_LIBRARIES = re.compile(r"lib(cudnn\w*|nccl|cublas\w*|cudart|cusolver\w*|cu
 LOADED_BY_NAME = r"libcudnn_\w+\.so\.{cudnn}|libnvJitLink\.so\.{cuda}"
 
 
-def cuda_plugins(c: Context) -> list[str]:
+def cuda_plugins(context: Context) -> list[str]:
     """Return the CUDA versions for which a plugin of JAX is installed."""
-    return sorted(m[1] for package in c.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
+    return sorted(m[1] for package in context.facts.packages if (m := re.fullmatch(r"jax-cuda(\d+)-plugin", package)))
 
 
 @CHECKS.add(
@@ -615,10 +619,10 @@ def cuda_plugins(c: Context) -> list[str]:
     fix="Install a newer driver, or a CUDA that this one supports: JAXTRAIN_CUDA=12 ./run.sh setup needs 525.60.13, 13 needs "
     "580.65.06.",
 )
-def driver(c: Context) -> Verdict:
-    plugins = cuda_plugins(c)
+def driver(context: Context) -> Verdict:
+    plugins = cuda_plugins(context)
     cuda = plugins[0] if len(plugins) == 1 else ""
-    installed = c.facts.nvml.get("driver")
+    installed = context.facts.nvml.get("driver")
     if not installed or cuda not in DRIVERS:
         return unknown("the CUDA version of JAX is not known" if installed else "not reported by NVML")
     seen = f"{installed}; CUDA {cuda} needs {DRIVERS[cuda]}"
@@ -632,8 +636,8 @@ def driver(c: Context) -> Verdict:
     why="Without the plugin JAX finds no GPU and trains on the CPU; with two or with another version it may not start.",
     fix="Install it again: delete .venv, and run JAXTRAIN_CUDA=12 ./run.sh setup (or 13).",
 )
-def cuda_plugin(c: Context) -> Verdict:
-    packages, plugins = c.facts.packages, cuda_plugins(c)
+def cuda_plugin(context: Context) -> Verdict:
+    packages, plugins = context.facts.packages, cuda_plugins(context)
     if len(plugins) != 1:
         return fault(f"plugins for CUDA {' and '.join(plugins)}" if plugins else "no CUDA plugin of JAX is installed")
     wheels = ("jax", "jaxlib", f"jax-cuda{plugins[0]}-plugin", f"jax-cuda{plugins[0]}-pjrt")
@@ -650,25 +654,25 @@ def cuda_plugin(c: Context) -> Verdict:
     why="Libraries that the plugin was not built for fail at their first call, or compute on slower paths.",
     fix="Install the locked set: ./run.sh setup.",
 )
-def cuda_wheels(c: Context) -> Verdict | None:
+def cuda_wheels(context: Context) -> Verdict | None:
     """Compare the installed wheels with the requirements of the extra `with-cuda` of JAX's plugin; None without a plugin."""
-    packages, plugins = c.facts.packages, cuda_plugins(c)
+    packages, plugins = context.facts.packages, cuda_plugins(context)
     if not plugins:
         return None
     required = [Requirement(text) for text in packages[f"jax-cuda{plugins[0]}-plugin"]["requires"] if "with-cuda" in text]
-    wrong, found = [], []
+    faults, installed = [], []
     for wheel in required:
         name = canonicalize_name(wheel.name)
         if version := packages.get(name, {}).get("version"):
-            found.append(f"{name} {version}")
+            installed.append(f"{name} {version}")
             fits = wheel.specifier.contains(version, prereleases=True)
-            wrong += [] if fits else [f"{name} {version} (needs {wheel.specifier})"]
+            faults += [] if fits else [f"{name} {version} (needs {wheel.specifier})"]
         else:
-            wrong.append(f"{name} is missing")
-    if required and not found:
+            faults.append(f"{name} is missing")
+    if required and not installed:
         return note("none of them: JAX uses the system's libraries, whose versions are not known here")
-    shown = [text for text in found if re.search("cudnn|nccl|cublas", text)]
-    return fault(listed(wrong)) if wrong else ok(listed(shown))
+    shown = [text for text in installed if re.search("cudnn|nccl|cublas", text)]
+    return fault(listed(faults)) if faults else ok(listed(shown))
 
 
 @CHECKS.add(
@@ -678,22 +682,25 @@ def cuda_wheels(c: Context) -> Verdict | None:
     why="The loader prefers them to the parts that match the other libraries: a cuDNN of two versions fails, or is slow.",
     fix="unset LD_LIBRARY_PATH, or remove the folders of CUDA and cuDNN from it.",
 )
-def library_path(c: Context) -> Verdict:
-    packages, path = c.facts.packages, c.facts.environ.get("LD_LIBRARY_PATH", "")
+def library_path(context: Context) -> Verdict:
+    packages, path = context.facts.packages, context.facts.environ.get("LD_LIBRARY_PATH", "")
     if not path:
         return ok("LD_LIBRARY_PATH is not set")
     folders = dict.fromkeys(folder for folder in path.split(":") if folder)
-    found = [
-        f"{folder}/{name}" for folder in folders for name in c.facts.folders.get(folder, ()) if WHEEL_LIBRARIES.fullmatch(name)
+    libraries = [
+        f"{folder}/{name}"
+        for folder in folders
+        for name in context.facts.folders.get(folder, ())
+        if WHEEL_LIBRARIES.fullmatch(name)
     ]
-    if not found:
+    if not libraries:
         return ok(f"none in {path}")
-    cuda = "|".join(cuda_plugins(c))
+    cuda = "|".join(cuda_plugins(context))
     # Without a cuDNN wheel, JAX uses the system's cuDNN, so these copies are intended.
     cudnn = packages.get(f"nvidia-cudnn-cu{cuda}", {"version": ""})["version"].partition(".")[0]
     by_name = re.compile(f"/({LOADED_BY_NAME.format(cudnn=cudnn, cuda=cuda)})$")
-    preferred = [library for library in found if cudnn and by_name.search(library)]
-    return fault(listed(preferred)) if preferred else note(f"{listed(found)}; JAX loads its own first")
+    preferred = [library for library in libraries if cudnn and by_name.search(library)]
+    return fault(listed(preferred)) if preferred else note(f"{listed(libraries)}; JAX loads its own first")
 
 
 # ---- the host
@@ -717,13 +724,13 @@ NETWORK_DISKS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph",
     "GPUs stall meanwhile.",
     fix="sudo sysctl kernel.numa_balancing=0, and in /etc/sysctl.d/ to keep it.",
 )
-def numa_balancing(c: Context) -> Verdict:
-    value = c.facts.read("/proc/sys/kernel/numa_balancing")
+def numa_balancing(context: Context) -> Verdict:
+    value = context.facts.read("/proc/sys/kernel/numa_balancing")
     if value in ("", "0"):
         return ok("off" if value else "this kernel has none")
     # With one NUMA node the kernel moves no pages. On a machine without GPUs it does not matter.
-    several = "-" in c.facts.read("/sys/devices/system/node/online")
-    return fault(f"on ({value})") if several and c.gpus.count else note(f"on ({value})")
+    several = "-" in context.facts.read("/sys/devices/system/node/online")
+    return fault(f"on ({value})") if several and context.gpus.count else note(f"on ({value})")
 
 
 @CHECKS.add(
@@ -733,8 +740,8 @@ def numa_balancing(c: Context) -> Verdict:
     why="CPUs are nearly idle between two steps; a governor that saves power lowers their clock and delays the next dispatch.",
     fix="sudo cpupower frequency-set -g performance, or the firmware's performance profile.",
 )
-def cpu_governor(c: Context) -> Verdict:
-    value, driver = c.facts.read(GOVERNOR), c.facts.read(GOVERNOR_DRIVER)
+def cpu_governor(context: Context) -> Verdict:
+    value, driver = context.facts.read(GOVERNOR), context.facts.read(GOVERNOR_DRIVER)
     if not value:
         return unknown("not reported by this machine, as by most virtual ones")
     if value == "performance":
@@ -751,15 +758,15 @@ def cpu_governor(c: Context) -> Verdict:
     why="NCCL exchanges data between processes of a node there; it fails with 'No space left on device' (Docker gives 64 MiB).",
     fix="docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm.",
 )
-def shm(c: Context) -> Verdict:
-    disk = c.facts.disks.get("shm")
+def shm(context: Context) -> Verdict:
+    disk = context.facts.disks.get("shm")
     if disk is None or disk.silent:
         return unknown("it does not answer" if disk else "there is none")
     total = disk.total_gib
     seen = f"{total:.1f} GiB, {disk.free_gib:.1f} free" if total >= 1 else f"{total * 1024:.0f} MiB"
     if min(total, disk.free_gib) >= SHM_GIB:
         return ok(seen)
-    return fault(seen) if c.gpus.count > 1 else note(seen)
+    return fault(seen) if context.gpus.count > 1 else note(seen)
 
 
 @CHECKS.add(
@@ -771,21 +778,21 @@ def shm(c: Context) -> Verdict:
     fix="ulimit -l unlimited before the run; docker run --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK, "
     "LimitMEMLOCK=infinity.",
 )
-def locked_memory(c: Context) -> Verdict:
-    limit = c.facts.memlock_bytes
+def locked_memory(context: Context) -> Verdict:
+    limit = context.facts.memlock_bytes
     if limit is None:
         return ok("unlimited")
     seen = f"{limit / 2**20:,.0f} MiB"
-    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", c.facts.read("/proc/self/status"))
+    status = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", context.facts.read("/proc/self/status"))
     if status and int(status[1], 16) & CAP_IPC_LOCK:
         return ok(f"{seen}, and no limit applies to this process (CAP_IPC_LOCK)")
-    gpus_gib = sum(row["memory"]["total_gib"] for row in c.gpus.rows if "memory" in row)
+    gpus_gib = sum(row["memory"]["total_gib"] for row in context.gpus.rows if "memory" in row)
     if limit >= 2**30 * gpus_gib:
         return ok(f"{seen}, as much as the GPUs have")
     # The limit counts memory that the network pins, but not memory that CUDA pins.
-    if not c.several_nodes:
+    if not context.several_nodes:
         return note(f"{seen}; a run of one node does not need it")
-    infiniband = c.facts.folders.get(INFINIBAND)
+    infiniband = context.facts.folders.get(INFINIBAND)
     return fault(seen) if infiniband else note(f"{seen}; there is no InfiniBand that needs it")
 
 
@@ -796,8 +803,8 @@ def locked_memory(c: Context) -> Verdict:
     why="Checkpoints are many files, NCCL opens sockets to every peer, and token files are mapped: a low limit ends a run.",
     fix=f"ulimit -n {OPEN_FILES[1]} before the run; docker run --ulimit nofile=1048576.",
 )
-def open_files(c: Context) -> Verdict:
-    limit = c.facts.open_files
+def open_files(context: Context) -> Verdict:
+    limit = context.facts.open_files
     if limit is None or limit >= OPEN_FILES[1]:
         return ok("unlimited" if limit is None else str(limit))
     return fault(str(limit)) if limit < OPEN_FILES[0] else note(str(limit))
@@ -813,12 +820,12 @@ WHY = {
 }
 
 
-def free_space(name: str, c: Context) -> Verdict | None:
-    if name not in c.paths:
+def free_space(name: str, context: Context) -> Verdict | None:
+    if name not in context.paths:
         return None
-    path, disk, needed = c.paths[name], c.facts.disks.get(name), FREE_GIB[name]
-    if name == "checkpoints" and c.has_config:  # space for two: the newest complete checkpoint, and the one being written
-        needed = max(2 * flops.parameters(c.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
+    path, disk, needed = context.paths[name], context.facts.disks.get(name), FREE_GIB[name]
+    if name == "checkpoints" and context.has_config:  # space for two: the newest complete checkpoint, and the one being written
+        needed = max(2 * flops.parameters(context.run.model)["total"] * BYTES_PER_PARAMETER / 2**30, 0.1)
     expected = f"{needed:,.0f} GiB free"
     if not path:
         return ok("not used", expected=expected)
@@ -855,9 +862,9 @@ RACKS = ("GB200", "GB300")  # models whose NVLink connects several nodes
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "all_proxy")
 
 
-def mnnvl_enabled(c: Context) -> bool:
+def mnnvl_enabled(context: Context) -> bool:
     """Return whether NCCL_MNNVL_ENABLE=1 is set although these GPUs have no NVLink between nodes."""
-    return c.facts.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in c.gpus.names)
+    return context.facts.environ.get(MNNVL) == "1" and not any(rack in model for rack in RACKS for model in context.gpus.names)
 
 
 @CHECKS.add(
@@ -867,21 +874,21 @@ def mnnvl_enabled(c: Context) -> bool:
     why="JAX does not start with it, the same config would silently give other results, or it contradicts a key.",
     fix="unset it.",
 )
-def refused_by_the_run(c: Context) -> Verdict:
+def refused_by_the_run(context: Context) -> Verdict:
     """Apply the rules of the run to the variables of this node."""
-    if not c.gpus.rows:
+    if not context.gpus.rows:
         return ok("none")
-    row = c.gpus.rows[0]
+    row = context.gpus.rows[0]
     # If NVML reports no memory size, an arbitrary size is used, since the names of variables matter more.
     sm, gib = round(10 * float(row.get("compute_capability", 0))), row["memory"]["total_gib"] if "memory" in row else 1.0
-    devices = Devices("gpu", row["name"], c.gpus.count, gib, "NVML", sm)
-    overlay, problems = environment.overlay(c.run, devices, c.facts.environ)
-    found = [p for p in problems if p.key in c.facts.environ]
-    if found:
-        seen = listed([f"{p.key}={p.value}" for p in found])
-        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in found)))
-    taken = [f"{name}={value}" for name, value in overlay.inherited.items()]
-    return note(f"{listed(taken)}: the run takes them") if taken else ok("none")
+    devices = Devices("gpu", row["name"], context.gpus.count, gib, "NVML", sm)
+    overlay, problems = environment.overlay(context.run, devices, context.facts.environ)
+    refused = [p for p in problems if p.key in context.facts.environ]
+    if refused:
+        seen = listed([f"{p.key}={p.value}" for p in refused])
+        return fault(seen, fix=" ".join(dict.fromkeys(p.remedy for p in refused)))
+    inherited = [f"{name}={value}" for name, value in overlay.inherited.items()]
+    return note(f"{listed(inherited)}: the run takes them") if inherited else ok("none")
 
 
 @CHECKS.add(
@@ -891,8 +898,8 @@ def refused_by_the_run(c: Context) -> Verdict:
     why="NCCL then looks for NVLink between nodes, which only racks such as GB200 NVL72 have, and fails to start.",
     fix=f"unset {MNNVL}.",
 )
-def mnnvl(c: Context) -> Verdict | None:
-    return fault("1") if mnnvl_enabled(c) else None
+def mnnvl(context: Context) -> Verdict | None:
+    return fault("1") if mnnvl_enabled(context) else None
 
 
 @CHECKS.add(
@@ -902,15 +909,15 @@ def mnnvl(c: Context) -> Verdict | None:
     why="gRPC, by which the processes connect, uses http_proxy and https_proxy: they wait for process 0 until they give up.",
     fix="Add the nodes to no_proxy (and NO_PROXY), or unset the proxy for the run.",
 )
-def proxy(c: Context) -> Verdict:
-    environ = c.facts.environ
-    found = {name: environ[name] for each in PROXIES for name in (each, each.upper()) if environ.get(name)}
-    if not found:
+def proxy(context: Context) -> Verdict:
+    environ = context.facts.environ
+    proxies = {name: environ[name] for each in PROXIES for name in (each, each.upper()) if environ.get(name)}
+    if not proxies:
         return ok("none set")
-    seen = listed([f"{name}={value}" for name, value in found.items()])
-    if c.cluster is None:
+    seen = listed([f"{name}={value}" for name, value in proxies.items()])
+    if context.cluster is None:
         return note(f"{seen}; a run of one process connects to none", fix="Nothing, until it has more than one process.")
-    hosts = [c.cluster.coordinator.rpartition(":")[0].strip("[]"), *node_names(environ.get("SLURM_STEP_NODELIST", ""))]
+    hosts = [context.cluster.coordinator.rpartition(":")[0].strip("[]"), *node_names(environ.get("SLURM_STEP_NODELIST", ""))]
     hosts = list(dict.fromkeys(hosts))
     exceptions = ",".join(environ.get(name, "") for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"))
     through = [host for host in hosts if not bypasses(host, exceptions)]
@@ -922,7 +929,7 @@ def proxy(c: Context) -> Verdict:
 
 def bypasses(host: str, no_proxy: str) -> bool:
     """Return whether a host is local, or no_proxy has its name, a domain at its end, a range with its address, or *."""
-    for entry in filter(None, (part.strip() for part in no_proxy.split(","))):
+    for entry in filter(None, (item.strip() for item in no_proxy.split(","))):
         if entry == "*" or host == entry.lstrip(".") or host.endswith("." + entry.lstrip("*.")):
             return True
         try:
@@ -942,24 +949,26 @@ def bypasses(host: str, no_proxy: str) -> bool:
     fix="unset CUDA_VISIBLE_DEVICES in the processes. Slurm: srun --gpus-per-node=8 (or --gres), not --gpus-per-task or "
     "--gpu-bind.",
 )
-def visible_devices(c: Context) -> Verdict:
-    value = c.facts.environ.get(VISIBLE)
+def visible_devices(context: Context) -> Verdict:
+    value = context.facts.environ.get(VISIBLE)
     if value is None:
         return ok("unset")
     if value.strip() in ("", "-1", "NoDevFiles"):
         return fault(f"{value!r} hides all GPUs", fix=f"unset {VISIBLE}.")
-    entries = [part.strip() for part in value.split(",") if part.strip()]
-    every = c.gpus.every
-    if absent := [entry for entry in entries if not visible(every, entry)]:
-        return fault(f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(every) - 1}.")
-    ids = c.cluster.local_device_ids if c.cluster else None
-    if ids and max(ids) >= len(entries):
-        own = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
-        return fault(f"{value} in one of several processes of the node: {own}")
-    if len(entries) < len(every):
-        return note(
-            f"{value}: {len(entries)} of {len(every)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}."
+    entries = [item.strip() for item in value.split(",") if item.strip()]
+    all_rows = context.gpus.every
+    if absent := [entry for entry in entries if not visible(all_rows, entry)]:
+        return fault(
+            f"{value}: there is no GPU {listed(absent)}", fix=f"unset {VISIBLE}, or name GPUs 0 to {len(all_rows) - 1}."
         )
-    if c.gpus.indices == sorted(c.gpus.indices):
+    ids = context.cluster.local_device_ids if context.cluster else None
+    if ids and max(ids) >= len(entries):
+        detail = f"this process's GPU is number {listed([str(i) for i in ids])} of those, of which there is {len(entries)}"
+        return fault(f"{value} in one of several processes of the node: {detail}")
+    if len(entries) < len(all_rows):
+        return note(
+            f"{value}: {len(entries)} of {len(all_rows)} GPUs", fix=f"Nothing, if they are meant; otherwise unset {VISIBLE}."
+        )
+    if context.gpus.indices == sorted(context.gpus.indices):
         return ok(value)
     return note(f"{value}: in another order than the node's", fix="Nothing, if it is meant.")

@@ -50,17 +50,17 @@ def disk(folder: Path, seconds: float, size: int = DISK_BYTES) -> dict[str, floa
         if not length:
             raise Unmeasured(f"{folder} is not writable, and has no file to read")
         with open(path, "rb", buffering=0) as file:
-            return {"write_gb_s": None, "read_gb_s": _read(file.fileno(), seconds, min(length, size))}
+            return {"write_gb_s": None, "read_gb_s": _read_rate(file.fileno(), seconds, min(length, size))}
     free = shutil.disk_usage(folder).free
     if free < FREE_FACTOR * size:
         least = FREE_FACTOR * size / 2**30
         raise Unmeasured(f"{folder} has {free / 2**30:.2f} GiB free; the test needs {least:.2f}")
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        write_gb_s = _write(file.fileno(), seconds / 2, size)
-        return {"write_gb_s": write_gb_s, "read_gb_s": _read(file.fileno(), seconds / 2, file.tell())}
+        write_gb_s = _write_rate(file.fileno(), seconds / 2, size)
+        return {"write_gb_s": write_gb_s, "read_gb_s": _read_rate(file.fileno(), seconds / 2, file.tell())}
 
 
-def _write(handle: int, seconds: float, size: int) -> float:
+def _write_rate(handle: int, seconds: float, size: int) -> float:
     """Write random bytes, which no file system can compress. Return GB/s until all are on the disk."""
     block = memoryview(os.urandom(min(WRITE_BYTES, size)))
     start, written = time.perf_counter(), 0
@@ -72,7 +72,7 @@ def _write(handle: int, seconds: float, size: int) -> float:
     return written / (time.perf_counter() - start) / 1e9
 
 
-def _read(handle: int, seconds: float, size: int) -> float:
+def _read_rate(handle: int, seconds: float, size: int) -> float:
     """Read up to `size` bytes of a file from the disk, for at most about `seconds`. Return GB/s.
 
     Raises Unmeasured if the system has no posix_fadvise, which drops a file from the page cache.

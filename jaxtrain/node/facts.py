@@ -74,13 +74,13 @@ def call_with_timeout[T](seconds: float, subject: str, function: Callable[[], T]
     results: list[T] = []
     errors: list[Exception] = []
 
-    def run() -> None:
+    def call() -> None:
         try:
             results.append(function())
         except Exception as error:  # raised below, in the caller's thread
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="call with timeout", daemon=True)
+    thread = threading.Thread(target=call, name="call with timeout", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:
@@ -165,27 +165,27 @@ class Facts:
 def read_recording(folder: Path) -> Facts:
     """Return the facts that a recording has. Raises RecordingError."""
     chain: list[dict[str, Any]] = []
-    at, base = folder, "."
+    path, base = folder, "."
     try:
         while base:
-            at = at / base
-            chain.append(json.loads((at / FILE).read_text(encoding="utf-8")))
+            path = path / base
+            chain.append(json.loads((path / FILE).read_text(encoding="utf-8")))
             base = chain[-1].pop("base", "")
             if len(chain) > MAX_BASES:
                 raise ValueError(f"bases form a chain of more than {MAX_BASES} recordings, or a circle")
         merged = functools.reduce(merge_patch, reversed(chain), {})
         gpus = merged.get("nvml", {}).get("gpus", {})
-        for where, value, kind in (
+        for name, value, kind in (
             *((f"nvml.gpus.{i}", gpu, dict) for i, gpu in gpus.items() if int(i) >= 0),
             *_shapes(merged),
         ):
             if not isinstance(value, kind):
-                raise ValueError(f"{where} is {value!r}")
-        parts = {"disks": Disk, "commands": Answer}
-        made = {key: {k: make(**v) for k, v in merged.get(key, {}).items()} for key, make in parts.items()}
-        return Facts(**{**merged, **made})
+                raise ValueError(f"{name} is {value!r}")
+        types = {"disks": Disk, "commands": Answer}
+        decoded = {key: {k: constructor(**v) for k, v in merged.get(key, {}).items()} for key, constructor in types.items()}
+        return Facts(**{**merged, **decoded})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordingError(f"{at / FILE} is no recording: {error}") from None
+        raise RecordingError(f"{path / FILE} is no recording: {error}") from None
 
 
 def _shapes(merged: Mapping[str, Any]) -> Iterator[tuple[str, Any, type]]:
@@ -224,15 +224,15 @@ def read_facts(paths: Mapping[str, str], command_s: float = COMMAND_S) -> Facts:
         running[NVML] = stack.enter_context(_start(f"{NVML} {shlex.quote(str(nvml_file))}", folder / "nvml"))
         deadline = time.monotonic() + command_s
         environ, cards = _variables(), _listing(INFINIBAND)
-        ports = [f"{INFINIBAND}/{card}/ports/1/{what}" for card in cards for what in ("state", "rate")]
+        ports = [f"{INFINIBAND}/{card}/ports/1/{field}" for card in cards for field in ("state", "rate")]
         libraries = [path for path in environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-        files = {path: _read(path) for path in (*FILES, *ports)}
+        files = {path: _read_text(path) for path in (*FILES, *ports)}
         folders = {path: _listing(path) for path in (DRIVER_GPUS, *libraries)} | {INFINIBAND: cards}
         disks, packages = _disks(paths), _packages()
         answers = {command: wait(deadline) for command, wait in running.items()}
         nvml, log = answers.pop(NVML), answers[LOG]
         try:
-            gpus = json.loads(_read(str(nvml_file)))
+            gpus = json.loads(_read_text(str(nvml_file)))
         except ValueError:
             gpus = {"error": f"NVML: {nvml.error or 'no answer'}", "hangs": nvml.code is None}
     if not log.error:
@@ -271,7 +271,7 @@ def _start(command: str, log: Path) -> Iterator[Callable[[float], Answer]]:
         yield wait
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(MAX_CHARACTERS)
@@ -286,8 +286,8 @@ def _listing(path: str) -> list[str]:
         return []
 
 
-def _limit(which: int) -> int | None:
-    soft = resource.getrlimit(which)[0]
+def _limit(resource_id: int) -> int | None:
+    soft = resource.getrlimit(resource_id)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
 
@@ -302,26 +302,26 @@ def _variables() -> dict[str, str]:
 
 
 def _packages() -> dict[str, dict[str, Any]]:
-    found = {}
-    for each in importlib.metadata.distributions():
-        name = (each.metadata["Name"] or "").lower().replace("_", "-")
-        if PACKAGES.fullmatch(name) and name not in found:  # Python imports the first one on its path
-            found[name] = {"version": each.version, "requires": each.requires or []}
-    return dict(sorted(found.items()))
+    packages = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if PACKAGES.fullmatch(name) and name not in packages:  # Python imports the first one on its path
+            packages[name] = {"version": distribution.version, "requires": distribution.requires or []}
+    return dict(sorted(packages.items()))
 
 
 def _disks(paths: Mapping[str, str]) -> dict[str, Disk]:
-    mounts, found = _read("/proc/self/mountinfo"), {}
-    for name, place in {**paths, "shm": "/dev/shm"}.items():
-        if place and not is_bucket(place):
-            path = Path(os.path.abspath(os.path.expanduser(place)))
+    mounts, disks = _read_text("/proc/self/mountinfo"), {}
+    for name, location in {**paths, "shm": "/dev/shm"}.items():
+        if location and not is_bucket(location):
+            path = Path(os.path.abspath(os.path.expanduser(location)))
             try:
-                found[name] = call_with_timeout(ANSWER_S, place, functools.partial(_disk, path, mounts))
+                disks[name] = call_with_timeout(ANSWER_S, location, functools.partial(_disk, path, mounts))
             except Unanswered:
-                found[name] = Disk(str(path), silent=True)
+                disks[name] = Disk(str(path), silent=True)
             except OSError:  # a check reports the missing disk
                 continue
-    return found
+    return disks
 
 
 def _disk(path: Path, mountinfo: str) -> Disk:
@@ -329,7 +329,7 @@ def _disk(path: Path, mountinfo: str) -> Disk:
     existing = next(p for p in (path, *path.parents) if p.exists()).resolve()
     size, mount, kind = os.statvfs(existing), "", "unknown"
     for line in mountinfo.splitlines():
-        before, _, after = (part.split() for part in line.partition(" - "))
+        before, _, after = (half.split() for half in line.partition(" - "))
         point = before[4].replace("\\040", " ") if len(before) > 4 and after else ""
         if point and existing.is_relative_to(point) and len(point) >= len(mount):  # the last mount at a point counts
             mount, kind = point, after[0]

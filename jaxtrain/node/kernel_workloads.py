@@ -43,11 +43,11 @@ def attention(device: Any, sizes: Sizes) -> Iterator[Work]:
             why_not = unable(name, [spec], attention_table.Hardware.of(device))
             if name == "reference" and T > NO_SCORES:
                 why_not = f"holds all {T:,} x {T:,} scores"
-            forward, both = measure.attention(device, name, spec, sizes.attention)
+            forward, forward_backward = measure.attention(device, name, spec, sizes.attention)
             if why_not:
                 yield dataclasses.replace(forward, kind="attention", unable=why_not)
             else:
-                yield from (forward, both)
+                yield from (forward, forward_backward)
 
 
 def loss(device: Any, sizes: Sizes) -> Iterator[Work]:
@@ -105,8 +105,8 @@ def optimizer(device: Any, sizes: Sizes) -> Iterator[Work]:
     params = {"w": jax.ShapeDtypeStruct(sizes.optimizer, jnp.float32)}
     state = jax.tree.leaves((params, jax.eval_shape(tx.init, params)))
     count = math.prod(sizes.optimizer)
-    moved = 2.0 * sum(a.size * a.dtype.itemsize for a in state) + count * jnp.dtype(dtype).itemsize
-    yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved, prepare)
+    moved_bytes = 2.0 * sum(a.size * a.dtype.itemsize for a in state) + count * jnp.dtype(dtype).itemsize
+    yield Work("optimizer", f"{run.optimizer.name}, {count:,} parameters", 0.0, moved_bytes, prepare)
 
 
 def gemm(device: Any, sizes: Sizes) -> Iterator[Work]:
@@ -121,29 +121,29 @@ def experts(device: Any, sizes: Sizes) -> Iterator[Work]:
 
     For comparison, matmuls in which all rows have one expert are also yielded. They have the same FLOPs.
     """
-    n = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
-    impl = choose("auto", attention_table.Hardware.of(device), n.compute == jnp.float32)
+    numerics = Numerics.of(make_placement(one_device(), [device]).layout.dtypes)
+    impl = choose("auto", attention_table.Hardware.of(device), numerics.compute == jnp.float32)
 
-    def body(which: str, constants: Any, a: jax.Array) -> jax.Array:
+    def body(kind: str, constants: Any, a: jax.Array) -> jax.Array:
         b, sizes_E = constants
-        return chain(a, product(impl, which, a, b, sizes_E, n.reduce, n.precision))
+        return chain(a, product(impl, kind, a, b, sizes_E, numerics.reduce, numerics.precision))
 
-    def prepare(which: str, shape: Sequence[int], sizes_E: list[int]) -> Loop:
-        a, b = operands(which, shape, n.compute)
-        return functools.partial(body, which), (b, jnp.array(sizes_E, jnp.int32)), a
+    def prepare(kind: str, shape: Sequence[int], sizes_E: list[int]) -> Loop:
+        a, b = operands(kind, shape, numerics.compute)
+        return functools.partial(body, kind), (b, jnp.array(sizes_E, jnp.int32)), a
 
     for shape in sizes.experts:
         R, E, D, F = shape
         yield dataclasses.replace(measure.gemm((R, D, F), "bf16", [device]), kind="experts dense")
-        for which in PRODUCTS:
+        for kind in PRODUCTS:
             for load in LOADS:
                 sizes_E = loads(load, R, E)
                 # The weight of an expert without tokens is not read, but its gradient is written.
-                weights = E if which == "outer" else sum(map(bool, sizes_E))
-                what = f"{R:,} x {D:,} x {F:,}, {E} experts {load}"
-                moved = 2.0 * (R * (D + F) + weights * D * F)
-                make = functools.partial(prepare, which, shape, sizes_E)
-                yield Work(f"experts {which}", what, 2.0 * R * D * F, moved, make)
+                weights = E if kind == "outer" else sum(map(bool, sizes_E))
+                label = f"{R:,} x {D:,} x {F:,}, {E} experts {load}"
+                moved_bytes = 2.0 * (R * (D + F) + weights * D * F)
+                prepare_kind = functools.partial(prepare, kind, shape, sizes_E)
+                yield Work(f"experts {kind}", label, 2.0 * R * D * F, moved_bytes, prepare_kind)
 
 
 def loads(load: str, R: int, E: int) -> list[int]:
@@ -153,12 +153,12 @@ def loads(load: str, R: int, E: int) -> list[int]:
         load: "even", or "uneven": the first expert has half of the rows, the last expert has none.
     """
     first, last = ([], []) if load == "even" else ([R // 2], [0])
-    left, among = R - sum(first), E - len(first + last)
-    return [*first, *(left // among + (e < left % among) for e in range(among)), *last]
+    remaining, among = R - sum(first), E - len(first + last)
+    return [*first, *(remaining // among + (e < remaining % among) for e in range(among)), *last]
 
 
-def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
-    """Return the grouped matmul `which`: "over D" and "over F" contract these dimensions, "outer" is the weights' gradient.
+def product(impl: str, kind: str, a: Any, b: Any, sizes_E: Any, out: Any, precision: Any) -> Any:
+    """Return the grouped matmul `kind`: "over D" and "over F" contract these dimensions, "outer" is the weights' gradient.
 
     Args:
         a: rows (R, D), or (R, F) for "over F".
@@ -166,16 +166,16 @@ def product(impl: str, which: str, a: Any, b: Any, sizes_E: Any, out: Any, preci
         sizes_E: number of rows of each expert.
         out: dtype of the result of "outer".
     """
-    if which == "outer":
+    if kind == "outer":
         return grouped_matmul.outer(impl, a, b, sizes_E, out, precision)
-    return grouped_matmul.times(impl, a, b, sizes_E, which[-1], precision)
+    return grouped_matmul.times(impl, a, b, sizes_E, kind[-1], precision)
 
 
-def operands(which: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:
+def operands(kind: str, shape: Sequence[int], dtype: Any) -> tuple[Any, Any]:
     """Return random (a, b) for `product`. shape: (R, E, D, F)."""
     R, E, D, F = shape
-    a = normal(0, (R, F if which == "over F" else D), dtype)
-    return a, normal(1, (R, F) if which == "outer" else (E, D, F), dtype)
+    a = normal(0, (R, F if kind == "over F" else D), dtype)
+    return a, normal(1, (R, F) if kind == "outer" else (E, D, F), dtype)
 
 
 WORKLOADS: dict[str, Callable[[Any, Sizes], Iterator[Work]]] = {

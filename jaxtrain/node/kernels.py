@@ -72,19 +72,19 @@ def make_row(reading: "Reading", gpu: hardware.Gpu | None) -> dict[str, Any]:
 def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return the table of kernels."""
 
-    def cells(r: dict[str, Any]) -> list[str]:
-        if r["verdict"] != OK:
-            return [r["kind"], r["what"], *["-"] * 6, f"{r['verdict']}: {r['why']}"]
-        bound = "-" if r["bound_s"] is None else f"{1e3 * r['bound_s']:.3g} ms"
+    def cells(row: dict[str, Any]) -> list[str]:
+        if row["verdict"] != OK:
+            return [row["kind"], row["what"], *["-"] * 6, f"{row['verdict']}: {row['why']}"]
+        bound = "-" if row["bound_s"] is None else f"{1e3 * row['bound_s']:.3g} ms"
         return [
-            r["kind"],
-            r["what"],
-            f"{1e3 * r['seconds_a_call']:.3g} ms",
-            f"{r['spread']:.1%}",
+            row["kind"],
+            row["what"],
+            f"{1e3 * row['seconds_a_call']:.3g} ms",
+            f"{row['spread']:.1%}",
             bound,
-            percent(r["of_bound"]),
-            number(r["tflops"] if r["flop"] else None),
-            number(r["gb_s"]),
+            percent(row["of_bound"]),
+            number(row["tflops"] if row["flop"] else None),
+            number(row["gb_s"]),
             "",
         ]
 
@@ -94,7 +94,7 @@ def make_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> int:
     """Time kernels of these kinds, each kind in a separate process. Return 0, or 1 if a kernel failed."""
-    found: list[dict[str, Any]] = []
+    all_rows: list[dict[str, Any]] = []
     try:
         for kind in kinds:
             with console.status(f"{kind} ..."):
@@ -102,11 +102,11 @@ def run(kinds: Sequence[str], folder: Folder, console: rich.console.Console) -> 
             rows = answer.get("rows", [])
             if answer["verdict"] != OK:
                 rows.append({"kind": kind, "what": "", "verdict": answer["verdict"], "why": answer["why"]})
-            found += rows
+            all_rows += rows
             bench.print_line(console, f"{kind}: {len(rows)} rows in {duration(answer['seconds'])}", "dim")
-            folder.write("Kernels", bench.markdown(make_table("Kernels", found)), kernels=found)
+            folder.write("Kernels", bench.markdown(make_table("Kernels", all_rows)), kernels=all_rows)
     finally:
-        if found:
-            bench.print_table(console, make_table("Kernels", found))
+        if all_rows:
+            bench.print_table(console, make_table("Kernels", all_rows))
         folder.print_cpu_note(console)
-    return 1 if any(r["verdict"] not in (OK, NOT_TIMED) for r in found) else 0
+    return 1 if any(r["verdict"] not in (OK, NOT_TIMED) for r in all_rows) else 0

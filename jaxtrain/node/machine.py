@@ -56,8 +56,8 @@ BOARDS: dict[str, Board] = {
 
 def board_of(names: Sequence[str]) -> Board | None:
     """Return the board of a node with these GPUs; None if their models differ or are not in BOARDS."""
-    found = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
-    return BOARDS.get(found.pop()) if len(found) == 1 else None
+    models = {gpu.name if (gpu := hardware.lookup(name)) else "" for name in names}
+    return BOARDS.get(models.pop()) if len(models) == 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,47 +105,49 @@ def read_gpus(facts: Facts) -> Gpus:
         return Gpus((), absent="no NVIDIA GPU: there is no driver")
     addresses = {pci(address): address for address in facts.folders.get(DRIVER_GPUS, ())}
     unknown = {"name": "unknown", "uuid": "", "pci": "", "refused": {}, "reset": False}
-    every: list[Row] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
-    if not every and addresses:
+    all_rows: list[Row] = [{**unknown, "index": int(index), **gpu} for index, gpu in facts.nvml["gpus"].items()]
+    if not all_rows and addresses:
         return Gpus((), broken="the driver reaches no GPU")
-    if not every:
+    if not all_rows:
         return Gpus((), absent="no NVIDIA GPU: the driver has none")
-    chosen = visible(every, facts.environ.get("CUDA_VISIBLE_DEVICES")) or every
+    chosen = visible(all_rows, facts.environ.get("CUDA_VISIBLE_DEVICES")) or all_rows
     # A GPU that requires a reset, and that another run uses, does not disturb this one.
-    failed = [gpu for gpu in every if "error" in gpu and (gpu in chosen or not gpu["reset"])]
+    failed = [gpu for gpu in all_rows if "error" in gpu and (gpu in chosen or not gpu["reset"])]
     # A container may see the addresses of GPUs that it was not given.
-    without = [gpu for gpu in every if "error" in gpu]
-    left = {at: text for at, text in addresses.items() if at not in [pci(gpu["pci"]) for gpu in every if gpu not in without]}
-    lost = left if len(left) == len(without) else {}
+    unreachable = [gpu for gpu in all_rows if "error" in gpu]
+    unmatched = {
+        at: text for at, text in addresses.items() if at not in [pci(gpu["pci"]) for gpu in all_rows if gpu not in unreachable]
+    }
+    lost = unmatched if len(unmatched) == len(unreachable) else {}
     broken = "; ".join(f"GPU{gpu['index']}: {gpu['error']}" for gpu in failed)
     broken += f" ({', '.join(lost.values())})" if lost and failed else ""
     return Gpus(
         [gpu for gpu in chosen if "error" not in gpu],
-        every,
-        [gpu for gpu in every if gpu not in chosen],
+        all_rows,
+        [gpu for gpu in all_rows if gpu not in chosen],
         broken,
         lost=frozenset(lost),
         reset=tuple(gpu["index"] for gpu in failed) if all(gpu["reset"] for gpu in failed) else (),
     )
 
 
-def visible(every: Sequence[Row], wanted: str | None) -> list[Row]:
-    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`wanted`). As in CUDA, the list ends before an unknown entry."""
-    if wanted is None:
-        return list(every)
+def visible(all_rows: Sequence[Row], setting: str | None) -> list[Row]:
+    """Return the rows of the GPUs in CUDA_VISIBLE_DEVICES (`setting`). As in CUDA, the list ends before an unknown entry."""
+    if setting is None:
+        return list(all_rows)
     chosen = []
-    for entry in (part.strip() for part in wanted.split(",")):
+    for entry in (item.strip() for item in setting.split(",")):
         is_uuid = entry.startswith("GPU-")
-        named = [row for row in every if entry == str(row["index"]) or is_uuid and row["uuid"].startswith(entry)]
-        if not named:
+        matches = [row for row in all_rows if entry == str(row["index"]) or is_uuid and row["uuid"].startswith(entry)]
+        if not matches:
             break
-        chosen.append(named[0])
+        chosen.append(matches[0])
     return chosen
 
 
 def pci(address: str) -> tuple[int, ...]:
     """Return (domain, bus, device) of a PCI address as NVML (00000000:9A:00.0) or the kernel (0000:9a:00) has it."""
-    return tuple(int(part, 16) for part in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
+    return tuple(int(field, 16) for field in re.findall(r"[0-9A-Fa-f]+", address.partition(".")[0]))
 
 
 @dataclasses.dataclass(frozen=True)

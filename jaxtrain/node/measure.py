@@ -144,11 +144,11 @@ class Reading:
         """Return FLOPs per second; for work without FLOPs, bytes per second."""
         return self.work.amount / self.seconds
 
-    def minus(self, part: "Reading", kind: str) -> "Reading":
-        """Return the reading of this work without `part`, as work of this kind."""
-        flop, moved = self.work.flop - part.work.flop, self.work.bytes - part.work.bytes
-        work = dataclasses.replace(self.work, kind=kind, flop=flop, bytes=moved)
-        return Reading(work, self.seconds - part.seconds, self.spread, self.failed or part.failed)
+    def minus(self, baseline: "Reading", kind: str) -> "Reading":
+        """Return the reading of this work without `baseline`, as work of this kind."""
+        flop, moved_bytes = self.work.flop - baseline.work.flop, self.work.bytes - baseline.work.bytes
+        work = dataclasses.replace(self.work, kind=kind, flop=flop, bytes=moved_bytes)
+        return Reading(work, self.seconds - baseline.seconds, self.spread, self.failed or baseline.failed)
 
 
 # ---- timing
@@ -172,12 +172,12 @@ def time_work(work: Work, sizes: Sizes, watch: AbstractContextManager[Any] | Non
     if watch:
         jax.block_until_ready(run(constants, state))  # compile before `watch` is entered
     with watch or contextlib.nullcontext():
-        taken = timed(run, constants, state, sizes=sizes, devices=work.devices)
-    found = []
-    for seconds in taken:
+        times = timed(run, constants, state, sizes=sizes, devices=work.devices)
+    readings = []
+    for seconds in times:
         median = statistics.median(seconds)
-        found.append(Reading(work, median / (rounds * work.calls), (max(seconds) - min(seconds)) / median))
-    return found
+        readings.append(Reading(work, median / (rounds * work.calls), (max(seconds) - min(seconds)) / median))
+    return readings
 
 
 def try_work(work: Work, sizes: Sizes) -> list[Reading]:
@@ -198,26 +198,26 @@ def timed(run: Callable[..., Any], *args: Any, sizes: Sizes, devices: Sequence[A
         devices: devices with their own times, one list each; if there is none, one list with the time of all together.
     """
 
-    def end_of(parts: Any) -> float:
-        jax.block_until_ready(parts)
+    def finish_time(arrays: Any) -> float:
+        jax.block_until_ready(arrays)
         return time.perf_counter()
 
     jax.block_until_ready(run(*args))
     start = time.perf_counter()
     while time.perf_counter() - start < sizes.warm_s:
         jax.block_until_ready(run(*args))
-    taken: list[list[float]] = [[] for _ in devices or (None,)]
-    with concurrent.futures.ThreadPoolExecutor(len(taken)) as pool:
+    times: list[list[float]] = [[] for _ in devices or (None,)]
+    with concurrent.futures.ThreadPoolExecutor(len(times)) as pool:
         for _ in range(sizes.repeats):
             start = time.perf_counter()
-            made = run(*args)
-            if len(taken) == 1:
-                taken[0].append(end_of(made) - start)
+            outputs = run(*args)
+            if len(times) == 1:
+                times[0].append(finish_time(outputs) - start)
                 continue
-            shards = {shard.device: shard.data for shard in jax.tree.leaves(made)[0].addressable_shards}
-            for each, end in zip(taken, pool.map(end_of, [shards[device] for device in devices]), strict=True):
-                each.append(end - start)
-    return taken
+            shards = {shard.device: shard.data for shard in jax.tree.leaves(outputs)[0].addressable_shards}
+            for device_times, end in zip(times, pool.map(finish_time, [shards[device] for device in devices]), strict=True):
+                device_times.append(end - start)
+    return times
 
 
 # ---- programs
@@ -232,19 +232,19 @@ def looped(body: Callable[..., Any], rounds: int) -> Callable[..., Any]:
     return jax.jit(loop, compiler_options=OPTIONS)
 
 
-def chain(x: jax.Array, *made: jax.Array) -> jax.Array:
-    """Return x with one element that depends on all arrays of `made`, so that the next iteration waits for them.
+def chain(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """Return x with one element that depends on all arrays of `arrays`, so that the next iteration waits for them.
 
-    So XLA removes none of `made` as dead code. The other elements of x keep their random values, since a GPU that multiplies
+    So XLA removes none of `arrays` as dead code. The other elements of x keep their random values, since a GPU that multiplies
     zeros uses less power and runs faster. The optimization barrier prevents XLA from computing only the used elements of
-    `made`.
+    `arrays`.
     """
-    return put(x, drop(*made))
+    return put(x, drop(*arrays))
 
 
-def drop(*made: jax.Array) -> jax.Array:
-    """Return a number that depends on all arrays of `made`."""
-    corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(made)]
+def drop(*arrays: jax.Array) -> jax.Array:
+    """Return a number that depends on all arrays of `arrays`."""
+    corners = [jax.lax.slice(m, (0,) * m.ndim, (1,) * m.ndim).reshape(()) for m in jax.lax.optimization_barrier(arrays)]
     return jnp.tanh(functools.reduce(jnp.add, [c.astype(jnp.float32) for c in corners]))
 
 
@@ -266,8 +266,8 @@ def sharded_over(devices: Sequence[Any]) -> NamedSharding:
 
 def normal_on_each(seed: int, shape: tuple[int, ...], dtype: Any, devices: Sequence[Any]) -> jax.Array:
     """Return an array of random values, sharded in its first dimension. shape: shape of the shard of each device."""
-    whole = (len(devices) * shape[0], *shape[1:])
-    return jax.jit(functools.partial(normal, seed, whole, dtype), out_shardings=sharded_over(devices))()
+    global_shape = (len(devices) * shape[0], *shape[1:])
+    return jax.jit(functools.partial(normal, seed, global_shape, dtype), out_shardings=sharded_over(devices))()
 
 
 def manual(body: Callable[..., Any], devices: Sequence[Any], constants: P, state: P) -> Callable[..., Any]:
@@ -302,34 +302,34 @@ def gemm(shape: tuple[int, int, int], dtype: str, devices: Sequence[Any]) -> Wor
         return jnp.einsum("MK,NK->MN", a, b, preferred_element_type=bf16)
 
     def body(constants: Sequence[Sequence[jax.Array]], state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        (x_MK, *rest), made = state, []
-        for w_KN, *others in constants:
+        (x_MK, *fp8_state), products = state, []
+        for w_KN, *fp8_constants in constants:
             if is_fp8:
-                (w_NK, dy_NM), (dy_MN, x_KM) = others, rest
-                made += [times(x_MK, w_NK), times(dy_MN, w_KN), times(x_KM, dy_NM)]
+                (w_NK, dy_NM), (dy_MN, x_KM) = fp8_constants, fp8_state
+                products += [times(x_MK, w_NK), times(dy_MN, w_KN), times(x_KM, dy_NM)]
             else:
                 y_MN = times(x_MK, w_KN.T)
-                made += [times(y_MN, w_KN), times(x_MK.T, y_MN.T)]
-        last = jax.lax.optimization_barrier(drop(*made))  # computed once for all arrays of the state
+                products += [times(y_MN, w_KN), times(x_MK.T, y_MN.T)]
+        last = jax.lax.optimization_barrier(drop(*products))  # computed once for all arrays of the state
         return tuple(put(x, last) for x in state)
 
     def prepare() -> Loop:
         seeds = itertools.count()
 
-        def arrays(of: Sequence[tuple[tuple[int, int], Any]]) -> tuple[jax.Array, ...]:
-            return tuple(normal_on_each(next(seeds), shape, dtype, devices) for shape, dtype in of)
+        def make_arrays(specs: Sequence[tuple[tuple[int, int], Any]]) -> tuple[jax.Array, ...]:
+            return tuple(normal_on_each(next(seeds), shape, dtype, devices) for shape, dtype in specs)
 
-        return manual(body, devices, P(AXIS), P(AXIS)), [arrays(constants) for _ in range(copies)], arrays(state)
+        return manual(body, devices, P(AXIS), P(AXIS)), [make_arrays(constants) for _ in range(copies)], make_arrays(state)
 
-    here = attention_table.Hardware.of(devices[0])
-    major, minor = here.compute_capability
-    unable = is_fp8 and here.platform != "cpu" and 10 * major + minor < precision.SM
-    each = (2 * value.itemsize + 2) / 3  # bytes of an element: two matrices are read, the third is written
+    gpu_hardware = attention_table.Hardware.of(devices[0])
+    major, minor = gpu_hardware.compute_capability
+    unable = is_fp8 and gpu_hardware.platform != "cpu" and 10 * major + minor < precision.SM
+    element_bytes = (2 * value.itemsize + 2) / 3  # bytes of an element: two matrices are read, the third is written
     return Work(
         f"gemm {dtype}",
         f"{M:,} x {K:,} x {N:,}",
         2.0 * M * K * N,
-        each * (M * K + K * N + M * N),
+        element_bytes * (M * K + K * N + M * N),
         prepare,
         calls=3 * copies,
         dtype=dtype,
@@ -373,12 +373,12 @@ def attention(
         # As in the model, since cuDNN's kernels need a shard_map that is manual over the whole mesh.
         return manual(body, [device], P(), P()), (k_BSKH, v_BSKH, prepared, do_BTNH), normal(3, (B, T, N, H))
 
-    what = f"{name}{', packed' if spec.packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
+    label = f"{name}{', packed' if spec.packed else ''}; {B} x {T:,}, heads {N}/{K} of {H}"
     flop, q, kv = 2.0 * B * N * H * T**2 / documents, 2.0 * B * T * N * H, 2.0 * B * T * K * H
-    ahead = Work("attention forward", what, flop, 2 * q + 2 * kv, functools.partial(prepare, False))
+    forward = Work("attention forward", label, flop, 2 * q + 2 * kv, functools.partial(prepare, False))
     # Forward and backward read q, k, v, o and do, and write o, dq, dk and dv.
-    flops, moved = flop * (1 + ATTENTION_BACKWARD), 6 * q + 6 * kv
-    return ahead, Work("attention forward+backward", what, flops, moved, functools.partial(prepare, True))
+    flops, moved_bytes = flop * (1 + ATTENTION_BACKWARD), 6 * q + 6 * kv
+    return forward, Work("attention forward+backward", label, flops, moved_bytes, functools.partial(prepare, True))
 
 
 # ---- memory and host link
@@ -405,8 +405,8 @@ def host(device: Any, sizes: Sizes, to_host: bool) -> Work:
     def prepare() -> Loop:
         return lambda _, x: jax.device_put(x, target), (), jax.device_put(normal(0, (count,), jnp.float32), source)
 
-    what = "device to host" if to_host else "host to device"
-    return Work("host", what, 0.0, 4.0 * count, prepare, over="host", rounds=1, looped=False)
+    label = "device to host" if to_host else "host to device"
+    return Work("host", label, 0.0, 4.0 * count, prepare, over="host", rounds=1, looped=False)
 
 
 # ---- collectives
@@ -439,6 +439,6 @@ def collective(kind: str, devices: Sequence[Any], message: float, rounds: int) -
         x = jax.jit(lambda: jnp.zeros((D * local,), jnp.bfloat16), out_shardings=sharded_over(devices))()
         return manual(body, devices, P(), P(AXIS)), (), x
 
-    sent = {"no collective": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
-    what = f"{2 * elements / 2**20:,.3g} MiB over {D} devices"
-    return Work(kind, what, 0.0, sent, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)
+    sent_bytes = {"no collective": 0, "all-reduce": 2}.get(kind, 1) * (D - 1) / D * 2.0 * elements
+    label = f"{2 * elements / 2**20:,.3g} MiB over {D} devices"
+    return Work(kind, label, 0.0, sent_bytes, prepare, over="NVLink", rounds=rounds, message=2.0 * elements)

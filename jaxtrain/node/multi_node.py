@@ -147,21 +147,21 @@ class Preflight:
         processes = [(host, value) for host, value in self._gather("hello", [facts.hostname, visible])]
         # Read the clock at once, since all nodes have just received the last message.
         connected = facts.time_unix if self._is_recorded else time.time()
-        hosts, me = [host for host, _ in processes], self._peers.process_index
+        hosts, process_index = [host for host, _ in processes], self._peers.process_index
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-        figures = self._gather("figures", self._measure(reads_disks=me in firsts))
-        measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[me]])
+        figures = self._gather("figures", self._measure(reads_disks=process_index in firsts))
+        measured = merged([each for each, host in zip(figures, hosts, strict=True) if host == hosts[process_index]])
         if measured:
             self._context = dataclasses.replace(self._context, measured=measured)
             self._findings = [*self._findings, *rates.CHECKS.run(self._context)]
-        own = [dataclasses.asdict(self._report(self._findings)), describe(self._context, connected)]
-        everyone = self._gather("report", own if me in firsts else None)
-        reports = [NodeReport(**report) for report, _ in filter(None, everyone)]
+        local_report = [dataclasses.asdict(self._report(self._findings)), describe(self._context, connected)]
+        all_reports = self._gather("report", local_report if process_index in firsts else None)
+        reports = [NodeReport(**report) for report, _ in filter(None, all_reports)]
         for each in reports:
             each.findings = [Finding(**finding) for finding in each.findings]  # pyright: ignore[reportCallIssue]
         first = reports[0].findings
         if len(firsts) > 1:
-            first += compare([hosts[i] for i in firsts], [everyone[i][1] for i in firsts])
+            first += compare([hosts[i] for i in firsts], [all_reports[i][1] for i in firsts])
         # The check of a node may have reported renumbered GPUs already.
         if not any(f.name == checks.VISIBLE and f.state == FAULT for each in reports for f in each.findings):
             first += compare_processes(processes)
@@ -191,31 +191,31 @@ class Preflight:
             host = self._cluster.coordinator.rpartition(":")[0]
             children = dataclasses.replace(self._cluster, coordinator=f"{host}:{ready[0]['port']}")
         # All children have the same budget, since the end of one child would end the others.
-        found = measure(paths, min(each["budget_s"] for each in ready), children)
-        found["left_out"] |= left_out
-        return found
+        figures = measure(paths, min(each["budget_s"] for each in ready), children)
+        figures["left_out"] |= left_out
+        return figures
 
 
 def paths_to_measure(context: Context, process: int) -> tuple[dict[str, Path], dict[str, str]]:
     """Return (name -> path whose disk process `process` measures, "disk.NAME" -> reason why it does not measure that disk)."""
     disks = context.facts.disks
-    wanted = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
-    left_out = {f"disk.{n}": "it does not answer" for n in wanted if n in disks and disks[n].silent}
+    candidates = {n: path for n, path in context.paths.items() if path and not is_bucket(path) and n != "cache"}
+    left_out = {f"disk.{n}": "it does not answer" for n in candidates if n in disks and disks[n].silent}
     if process:
-        shared = [n for n in wanted if n in disks and disks[n].kind in NETWORK_DISKS]
+        shared = [n for n in candidates if n in disks and disks[n].kind in NETWORK_DISKS]
         reason = "it is on the network, and process 0 measures it: many at once would disturb each other"
         left_out |= {f"disk.{n}": reason for n in shared}
-    return {n: Path(path).expanduser() for n, path in wanted.items() if f"disk.{n}" not in left_out}, left_out
+    return {n: Path(path).expanduser() for n, path in candidates.items() if f"disk.{n}" not in left_out}, left_out
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the rates of a node: the rates of GPUs from all of its processes, all other rates from its first process."""
-    out: dict[str, Any] = dict(parts[0])
-    for part in parts[1:]:
+    out: dict[str, Any] = dict(figures[0])
+    for process_figures in figures[1:]:
         for name in rates.GPU_LISTS:
-            out[name] = [*out.get(name, []), *part.get(name, [])]
+            out[name] = [*out.get(name, []), *process_figures.get(name, [])]
         for name in ("left_out", "failed"):
-            out[name] = {**part.get(name, {}), **out.get(name, {})}
+            out[name] = {**process_figures.get(name, {}), **out.get(name, {})}
     return out
 
 
@@ -228,10 +228,10 @@ def describe(context: Context, connected_unix: float | None) -> dict[str, Any]:
     Args:
         connected_unix: this node's time when all processes were connected, in Unix seconds.
     """
-    of_node = context.gpus
+    gpus = context.gpus
     return {
         "driver": context.facts.nvml.get("driver", "none"),
-        "GPUs": of_node.text or "none",
+        "GPUs": gpus.text or "none",
         "packages": {name: package["version"] for name, package in context.facts.packages.items()},
         "network cards": len(checks.active_nics(context)),
         "connected_unix": connected_unix,
@@ -244,20 +244,20 @@ def compare(hosts: Sequence[str], descriptions: Sequence[Mapping[str, Any]]) -> 
     If the clocks differ by over CLOCKS_APART_S, add a fault for the clock farthest from the median. Without a fault, return
     one finding, that the nodes are alike.
     """
-    found = []
-    for what, check in COMPARISONS.items():
-        values = [description[what] for description in descriptions]
+    findings = []
+    for fact, check in COMPARISONS.items():
+        values = [description[fact] for description in descriptions]
         usual = max(values, key=values.count)
         for node, value in zip(hosts, values, strict=True):
             if value != usual:
-                text = different_packages(value, usual) if what == "packages" else f"{value}, others {usual}"
-                found.append(check.finding(fault(text), node))
+                text = different_packages(value, usual) if fact == "packages" else f"{value}, others {usual}"
+                findings.append(check.finding(fault(text), node))
     times = {node: d["connected_unix"] for node, d in zip(hosts, descriptions, strict=True) if d["connected_unix"]}
     if times and max(times.values()) - min(times.values()) > CLOCKS_APART_S:
         middle = sorted(times.values())[len(times) // 2]
         node = max(times, key=lambda n: abs(times[n] - middle))
-        found.append(CLOCKS.finding(fault(f"{times[node] - middle:+.1f} s from the others"), node))
-    return found or [Finding("nodes alike", OK, f"{', '.join(EQUAL)} and clocks", f"{len(hosts)} nodes", node="all")]
+        findings.append(CLOCKS.finding(fault(f"{times[node] - middle:+.1f} s from the others"), node))
+    return findings or [Finding("nodes alike", OK, f"{', '.join(EQUAL)} and clocks", f"{len(hosts)} nodes", node="all")]
 
 
 def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) -> str:
@@ -267,9 +267,9 @@ def different_packages(packages: Mapping[str, str], usual: Mapping[str, str]) ->
 
 def compare_processes(processes: Sequence[tuple[str, str]]) -> list[Finding]:
     """Return a fault for each host whose processes differ in CUDA_VISIBLE_DEVICES. processes: (host, value) of each process."""
-    values = {host: sorted({value for other, value in processes if other == host}) for host, _ in processes}
+    values = {host: sorted({value for process_host, value in processes if process_host == host}) for host, _ in processes}
     return [
-        CHECKS[checks.VISIBLE].finding(fault(f"{len(seen)} values on {host}: {listed([repr(v) for v in seen])}"), host)
-        for host, seen in values.items()
-        if len(seen) > 1
+        CHECKS[checks.VISIBLE].finding(fault(f"{len(distinct)} values on {host}: {listed([repr(v) for v in distinct])}"), host)
+        for host, distinct in values.items()
+        if len(distinct) > 1
     ]

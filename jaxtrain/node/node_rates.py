@@ -72,49 +72,49 @@ def measure(
         rate that was not measured, the list is empty, the number is None, or `disk` lacks the name.
     """
     deadline = time.monotonic() + budget_s
-    found: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys(BUS_RATES)
-    found |= {"disk": {}, "left_out": {}, "failed": {}}
+    figures: dict[str, Any] = {name: [] for name in GPU_LISTS} | dict.fromkeys(BUS_RATES)
+    figures |= {"disk": {}, "left_out": {}, "failed": {}}
     disk_s = min(DISK_S, budget_s / 3 / max(len(paths), 1))
-    disks = threading.Thread(target=measure_disks, args=(paths, disk_s, disk_bytes, found), name="disks", daemon=True)
+    disks = threading.Thread(target=measure_disks, args=(paths, disk_s, disk_bytes, figures), name="disks", daemon=True)
     disks.start()
     try:
         devices = call_with_timeout(min(PROBE_S, budget_s / 2), "the driver (NVML)", hardware.probe)
     except Unanswered as error:
-        devices, found["failed"]["driver"] = hardware.Devices("gpu", "", 0, 0.0, str(error)), str(error)
+        devices, figures["failed"]["driver"] = hardware.Devices("gpu", "", 0, 0.0, str(error)), str(error)
     if devices.kind == "gpu" and devices.count > 0 or on_cpu:
         limit_s = max(deadline - time.monotonic(), 1.0)
         request = {"limit_s": LAST_START * limit_s, "cluster": dataclasses.asdict(cluster) if cluster else None}
         environ = child_environment(devices, os.environ)
         answer = child.run_case(CASE, request, environ=environ, limit_s=limit_s, killed_s=KILLED_S)
-        add_answer(found, answer, limit_s, alone=cluster is None)
+        add_answer(figures, answer, limit_s, alone=cluster is None)
     else:
-        found["left_out"] |= dict.fromkeys(RATES, f"there is no GPU to measure ({devices.source})")
+        figures["left_out"] |= dict.fromkeys(RATES, f"there is no GPU to measure ({devices.source})")
     disks.join()
-    return found
+    return figures
 
 
-def add_answer(found: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
-    """Add the child's answer to `found`. If the child failed or was killed, add the reason for each rate without a figure.
+def add_answer(figures: dict[str, Any], answer: Mapping[str, Any], limit_s: float, alone: bool) -> None:
+    """Add the child's answer to `figures`. If the child failed or was killed, add the reason for each rate without a figure.
 
     alone: whether this process is the only one of the run, so that no lost process can have ended the child.
     """
     measured = answer.get("measured", {})
-    found |= measured
+    figures |= measured
     for name in ("left_out", "failed"):
-        found[name] |= answer.get(name, {})
+        figures[name] |= answer.get(name, {})
     if answer["verdict"] == child.OK:
         return
-    where = f" in {answer['current']}" if answer.get("current") else ""
+    phase = f" in {answer['current']}" if answer.get("current") else ""
     if answer["verdict"] == child.LATE:
-        text = f"not done within {limit_s:.0f} s, and ended{where}"
-        found["failed"] |= {answer["key"]: text} if hangs(answer) else {}
+        text = f"not done within {limit_s:.0f} s, and ended{phase}"
+        figures["failed"] |= {answer["key"]: text} if hangs(answer) else {}
     else:
         why = "; ".join(problem["rule"] for problem in answer.get("problems", ())) or answer["why"]
-        text = f"the process failed{where}: {why}"
-        found["failed"] |= {"process": text} if alone or answer["seconds"] < limit_s - PEERS_S else {}
+        text = f"the process failed{phase}: {why}"
+        figures["failed"] |= {"process": text} if alone or answer["seconds"] < limit_s - PEERS_S else {}
     for name in RATES:
         if name not in measured:
-            found["left_out"].setdefault(name, text)
+            figures["left_out"].setdefault(name, text)
 
 
 def hangs(answer: Mapping[str, Any]) -> bool:
@@ -126,8 +126,8 @@ def hangs(answer: Mapping[str, Any]) -> bool:
     return in_collective and time.time() - answer["began_unix"] >= HANG_S
 
 
-def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: dict[str, Any]) -> None:
-    """Add the rates of each path's disk to `found`, or the reason why they are unknown.
+def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, figures: dict[str, Any]) -> None:
+    """Add the rates of each path's disk to `figures`, or the reason why they are unknown.
 
     Each disk is measured once, for all of its paths.
 
@@ -150,11 +150,11 @@ def measure_disks(paths: Mapping[str, Path], seconds: float, size: int, found: d
             result = by_device[device]
             if isinstance(result, Exception):
                 raise result
-            found["disk"][name] = result
+            figures["disk"][name] = result
         except (Unanswered, disk_rates.Unmeasured) as error:
-            found["left_out"][f"disk.{name}"] = str(error)
+            figures["left_out"][f"disk.{name}"] = str(error)
         except OSError as error:
-            found["left_out"][f"disk.{name}"] = found["failed"][f"disk.{name}"] = f"{path}: {error.strerror or error}"
+            figures["left_out"][f"disk.{name}"] = figures["failed"][f"disk.{name}"] = f"{path}: {error.strerror or error}"
 
 
 def child_environment(devices: hardware.Devices, environ: Mapping[str, str]) -> dict[str, str]:
@@ -193,11 +193,11 @@ class Results:
         self._request, self._deadline = request, time.monotonic() + limit_s
         self.answer: dict[str, Any] = {"verdict": child.LATE, "measured": {}, "left_out": {}, "failed": {}}
 
-    def begin(self, what: str, key: str = "") -> None:
-        self.answer |= {"current": what, "key": key, "began_unix": time.time()}
+    def begin(self, label: str, key: str = "") -> None:
+        self.answer |= {"current": label, "key": key, "began_unix": time.time()}
         child.save_partial(self._request, self.answer)
 
-    def add(self, key: str, what: str, measure_it: Callable[[], Any], *, together: bool = False) -> None:
+    def add(self, key: str, label: str, measurement: Callable[[], Any], *, together: bool = False) -> None:
         """Measure the rate `key`. If the measurement raises, the error is the reason why the rate is unknown.
 
         Args:
@@ -206,14 +206,14 @@ class Results:
         if not together and time.monotonic() > self._deadline:
             self.answer["left_out"][key] = "no time was left"
             return
-        self.begin(what, key)
+        self.begin(label, key)
         try:
-            self.answer["measured"][key] = measure_it()
+            self.answer["measured"][key] = measurement()
         except Exception as error:  # of compiler, driver or memory; the other measurements are still useful
             traceback.print_exc()
             text = self.answer["left_out"][key] = child.error_line(error)
             if not NO_FAULT.search(str(error)):
-                self.answer["failed"][key] = f"{what}: {text}"
+                self.answer["failed"][key] = f"{label}: {text}"
 
 
 @contextlib.contextmanager
@@ -226,30 +226,30 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
         period_s: seconds between samples.
     """
     samples: dict[Card, list[Sample]] = {card: [] for card in cards}
-    over = threading.Event()
+    stop = threading.Event()
 
     def sample() -> None:
-        while not over.wait(period_s):  # the first sample is late, since clocks rise first
-            for card, found in samples.items():
+        while not stop.wait(period_s):  # the first sample is late, since clocks rise first
+            for card, card_samples in samples.items():
                 try:
-                    one = card.sample(time.monotonic())
+                    reading = card.sample(time.monotonic())
                 except Lost:
                     return  # the matmul raises an error too
-                found += [one] if one and not over.is_set() else []
+                card_samples += [reading] if reading and not stop.is_set() else []
 
     thread = threading.Thread(target=sample, name="GPUs under load", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         thread.join(4 * period_s)
-    for card, found in samples.items():
-        reasons = [each.reasons for each in found if each.reasons is not None]
+    for card, card_samples in samples.items():
+        reasons = [each.reasons for each in card_samples if each.reasons is not None]
         shares = {name: sum(name in each for each in reasons) / len(reasons) for each in reasons for name in each}
-        means = {name: mean([getattr(each, name) for each in found]) for name in ("power_w", "power_limit_w")}
-        mhz = mean([each.sm_clock_mhz for each in found])
-        out += [{"gpu": card.index, "sm_mhz": mhz, **means, "reasons": shares}] if found else []
+        means = {name: mean([getattr(each, name) for each in card_samples]) for name in ("power_w", "power_limit_w")}
+        mhz = mean([each.sm_clock_mhz for each in card_samples])
+        out += [{"gpu": card.index, "sm_mhz": mhz, **means, "reasons": shares}] if card_samples else []
 
 
 def cards_of(devices: Sequence[Any]) -> list[Card]:
@@ -282,28 +282,28 @@ def measure_gpus(devices: Sequence[Any], local: Sequence[Any], results: Results)
         cards, left_out["under_load"] = [], f"NVML: {error}"
     measured |= {"gpus": [card.index for card in cards] or list(range(len(local))), "under_load": []}
 
-    def gemm() -> list[float]:
+    def measure_gemm() -> list[float]:
         side = sizes.squares[0]
         watch = load_samples(cards, measured["under_load"])
         return [r.rate / 1e12 for r in micro.time_work(micro.gemm((side, side, side), "bf16", local), sizes, watch)]
 
-    def memory() -> list[float]:
+    def measure_memory() -> list[float]:
         return [r.rate / 1e9 for r in micro.time_work(micro.memory(local, sizes), sizes)]
 
-    def bus(members: Sequence[Any]) -> float:
+    def measure_bus(members: Sequence[Any]) -> float:
         # All processes must make the same number of calls, so no warm-up by time. The matmuls have warmed the GPUs up.
         fixed = dataclasses.replace(sizes, warm_s=0.0)
         work = micro.collective("all-reduce", members, sizes.collective_mib * 2**20, sizes.collective_rounds)
         return micro.time_work(work, fixed)[0].rate / 1e9
 
-    n = len(local)
-    results.add("gemm_tflops", f"GEMMs on {n} GPUs", gemm)
+    count = len(local)
+    results.add("gemm_tflops", f"GEMMs on {count} GPUs", measure_gemm)
     node = [device for device in devices if node_of(device) == node_of(local[0])]
     everywhere = devices if len(node) < len(devices) else ()
-    for key, members, where in zip(BUS_RATES, (node, everywhere), ("GPU", "node"), strict=True):
+    for key, members, scope in zip(BUS_RATES, (node, everywhere), ("GPU", "node"), strict=True):
         if len(members) > 1:
-            what = f"all-reduce over {len(members)} GPUs of {'the node' if members is node else 'all nodes'}"
-            results.add(key, what, functools.partial(bus, members), together=True)
+            label = f"all-reduce over {len(members)} GPUs of {'the node' if members is node else 'all nodes'}"
+            results.add(key, label, functools.partial(measure_bus, members), together=True)
         else:
-            left_out[key] = f"there is one {where}"
-    results.add("hbm_gb_s", f"memory of {n} GPUs", memory)
+            left_out[key] = f"there is one {scope}"
+    results.add("hbm_gb_s", f"memory of {count} GPUs", measure_memory)

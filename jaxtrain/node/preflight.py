@@ -97,8 +97,8 @@ def check_node(
         reports = preflight.run()
         code = finish(reports)
         if args.record:
-            own = next((each for each in reports if each.host == context.facts.hostname), reports[0])
-            facts = dataclasses.replace(context.facts, measured=own.measured)
+            local_report = next((each for each in reports if each.host == context.facts.hostname), reports[0])
+            facts = dataclasses.replace(context.facts, measured=local_report.measured)
             saved = save("--record", args.record, facts.save)
             code = code or int(not saved)
         preflight.close("a process is lost" if report.is_incomplete(reports) else "")
@@ -118,9 +118,13 @@ def end_after(limit_s: float) -> Iterator[None]:
 
     def end() -> None:
         frames = traceback.extract_stack(sys._current_frames().get(waiting))
-        own = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
-        where = f"{own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else "no code of jaxtrain"
-        print(f"FAULT: preflight did not end within {limit_s:.0f} s; it was in {where}", file=sys.stderr)
+        package_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(PACKAGE)]
+        location = (
+            f"{package_frames[-1].name} ({Path(package_frames[-1].filename).name}, line {package_frames[-1].lineno})"
+            if package_frames
+            else "no code of jaxtrain"
+        )
+        print(f"FAULT: preflight did not end within {limit_s:.0f} s; it was in {location}", file=sys.stderr)
         distributed.leave(report.EXIT_CODES[report.FAULTY])
 
     timer = threading.Timer(limit_s, end)

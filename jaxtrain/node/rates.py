@@ -30,9 +30,9 @@ DISK_GB_S = {"write_gb_s": 0.05, "read_gb_s": 0.02}
 NOT_MEASURED = "it was not measured"
 
 
-def reason(c: Context, *keys: str) -> Verdict:
+def reason(context: Context, *keys: str) -> Verdict:
     """Return the verdict `unknown`, with the first known reason, in the order of `keys`, why a rate was not measured."""
-    left_out = c.measured.get("left_out", {})
+    left_out = context.measured.get("left_out", {})
     return unknown(next((left_out[key] for key in keys if key in left_out), NOT_MEASURED))
 
 
@@ -43,8 +43,8 @@ def reason(c: Context, *keys: str) -> Verdict:
     fix="Look for Xid in dmesg, at the checks above, and at NCCL's log (NCCL_DEBUG=INFO); then reset the GPUs or take the node "
     "out.",
 )
-def gpu_work(c: Context) -> Verdict | None:
-    failed = [text for key, text in c.measured.get("failed", {}).items() if not key.startswith("disk.")]
+def gpu_work(context: Context) -> Verdict | None:
+    failed = [text for key, text in context.measured.get("failed", {}).items() if not key.startswith("disk.")]
     if not failed:
         return None
     # Programs of GPUs run only if the driver reports GPUs, so a node whose NVML hangs has GPUs too.
@@ -58,19 +58,19 @@ def rate_of_gpus(key: str, unit: str, peak: Callable[[hardware.Gpu], float]) -> 
     sheet's rate, which `peak` returns.
     """
 
-    def probe(c: Context) -> Verdict | None:
-        if not c.gpus.count:
+    def probe(context: Context) -> Verdict | None:
+        if not context.gpus.count:
             return None
-        rates = dict(zip(c.measured.get("gpus") or c.gpus.indices, c.measured.get(key) or (), strict=False))
+        rates = dict(zip(context.measured.get("gpus") or context.gpus.indices, context.measured.get(key) or (), strict=False))
         if not rates:
-            return reason(c, key)
+            return reason(context, key)
         text, slow = f"{min(rates.values()):,.0f} to {max(rates.values()):,.0f} {unit}", []
         for gpu, rate in rates.items():
-            median = statistics.median([other for i, other in rates.items() if i != gpu] or [rate])
+            median = statistics.median([other_rate for i, other_rate in rates.items() if i != gpu] or [rate])
             slow += [f"GPU{gpu} {rate:,.0f} ({rate / median - 1:+.0%})"] if rate < (1 - SLOWER) * median else []
         if slow:
             return fault(f"{listed(slow)}; all {text}")
-        sheet = hardware.lookup(c.gpus.names[0])
+        sheet = hardware.lookup(context.gpus.names[0])
         if not sheet:
             return ok(text)
         return (fault if min(rates.values()) < PEAK_SHARE * peak(sheet) else ok)(f"{text}, of {peak(sheet):,.0f}")
@@ -94,14 +94,14 @@ CHECKS.add(
     fix="Look at fans, coolant and inlet temperature, power supplies and cables; see also nvidia-smi -q -d "
     "PERFORMANCE,TEMPERATURE.",
 )
-def under_load(c: Context) -> Verdict | None:
+def under_load(context: Context) -> Verdict | None:
     """Return the verdict on clocks, power and throttling of all GPUs, sampled during the matmuls."""
-    if not c.gpus.count:
+    if not context.gpus.count:
         return None
-    if not (samples := c.measured.get("under_load")):
-        return reason(c, "under_load", "gemm_tflops")
-    highest = {row["index"]: row.get("max_sm_clock_mhz") for row in c.gpus.rows}
-    return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), c.board) for gpu in samples}, "")
+    if not (samples := context.measured.get("under_load")):
+        return reason(context, "under_load", "gemm_tflops")
+    highest = {row["index"]: row.get("max_sm_clock_mhz") for row in context.gpus.rows}
+    return worst({f"GPU{gpu['gpu']}": of_samples(gpu, highest.get(gpu["gpu"]), context.board) for gpu in samples}, "")
 
 
 def of_samples(gpu: Mapping[str, Any], highest: float | None, board: Board | None) -> Verdict:
@@ -135,14 +135,18 @@ CHECKS.add(
     why="It sums the gradients; if it is slower than the links, steps wait for it.",
     fix="Look at topology, NVLink and fabric above; then NCCL_DEBUG=INFO shows NCCL's path, and whether it uses NVLS.",
 )
-def all_reduce(c: Context) -> Verdict | None:
-    if c.gpus.count < 2:
+def all_reduce(context: Context) -> Verdict | None:
+    if context.gpus.count < 2:
         return None
-    rate = c.measured.get("all_reduce_bus_gb_s")
+    rate = context.measured.get("all_reduce_bus_gb_s")
     if rate is None:
-        return reason(c, "all_reduce_bus_gb_s")
+        return reason(context, "all_reduce_bus_gb_s")
     seen = f"{rate:,.0f} GB/s"
-    best, least = (c.board.all_reduce, c.board.without_nvls) if c.board and c.board.gpus == c.gpus.count else (None, None)
+    best, least = (
+        (context.board.all_reduce, context.board.without_nvls)
+        if context.board and context.board.gpus == context.gpus.count
+        else (None, None)
+    )
     if not best or not least:
         return ok(f"{seen}; the bandwidth of this board is not known")
     expected = f"{best:,.0f} GB/s with NVLS, {least:,.0f} without; not {1 - BUS_SHARE:.0%} below"
@@ -161,18 +165,18 @@ def all_reduce(c: Context) -> Verdict | None:
     fix="Look at the nodes' GPU and NIC, InfiniBand and GPUDirect lines; NCCL_DEBUG=INFO shows whether NET/IB or NET/Socket is "
     "used.",
 )
-def between_nodes(c: Context) -> Verdict | None:
-    if not c.several_nodes:
+def between_nodes(context: Context) -> Verdict | None:
+    if not context.several_nodes:
         return None
-    rate = c.measured.get("inter_node_all_reduce_bus_gb_s")
+    rate = context.measured.get("inter_node_all_reduce_bus_gb_s")
     if rate is None:
-        return reason(c, "inter_node_all_reduce_bus_gb_s")
+        return reason(context, "inter_node_all_reduce_bus_gb_s")
     seen = f"all-reduce {rate:,.0f} GB/s"
-    cards = sum(float(words[0]) / 8 for card in active_nics(c) if (words := port(c, card, "rate").split()))
+    cards = sum(float(words[0]) / 8 for card in active_nics(context) if (words := port(context, card, "rate").split()))
     if not cards:
         return ok(f"{seen}; the rate of the cards near the GPUs is not known")
     # Between nodes a collective is not faster than within a node, even if the cards are.
-    limit = min(cards, c.measured.get("all_reduce_bus_gb_s") or cards)
+    limit = min(cards, context.measured.get("all_reduce_bus_gb_s") or cards)
     return (fault if rate < NETWORK_SHARE * limit else ok)(f"{seen}, of {limit:,.0f}")
 
 
@@ -182,26 +186,26 @@ def between_nodes(c: Context) -> Verdict | None:
     why="A save that takes longer than the steps between two saves delays training; so does input that comes too late.",
     fix="Set checkpoint.dir or paths.data to a faster file system, and see who else uses this one.",
 )
-def disk_rates(c: Context) -> Verdict | None:
-    def of_disks(kind: str) -> dict[str, str]:
-        texts = {k: why for k, why in c.measured.get(kind, {}).items() if k.startswith("disk.")}
+def disk_rates(context: Context) -> Verdict | None:
+    def disk_texts(kind: str) -> dict[str, str]:
+        texts = {k: why for k, why in context.measured.get(kind, {}).items() if k.startswith("disk.")}
         return {key: f"{key.removeprefix('disk.')}: {why}" for key, why in texts.items()}
 
-    if failed := of_disks("failed"):
+    if failed := disk_texts("failed"):
         verdict = fault if "disk.checkpoints" in failed else note  # data may exist already
         fix = "Look at quota, permissions and errors of that file system, or name another."
         return verdict("; ".join(failed.values()), fix=fix)
-    missing, disks = of_disks("left_out").values(), c.measured.get("disk") or {}
+    left_out, disks = disk_texts("left_out").values(), context.measured.get("disk") or {}
     if not disks:
-        return unknown("; ".join(missing)) if missing else None
+        return unknown("; ".join(left_out)) if left_out else None
     rates = {(name, key): rate for name, each in disks.items() for key, rate in each.items() if rate is not None}
     texts = {at: f"{at[0]} {at[1].partition('_')[0]} {rate:.2g} GB/s" for at, rate in rates.items()}
     judged = (("checkpoints", "write_gb_s"), ("data", "read_gb_s"))
     slow = [at for at in judged if rates.get(at, math.inf) < DISK_GB_S[at[1]]]
     # Other users can slow a shared file system down, so a single measurement is no fault.
-    shared = [at for at in slow if at[0] in c.facts.disks and c.facts.disks[at[0]].kind in NETWORK_DISKS]
-    if own := [texts[at] for at in slow if at not in shared]:
-        return fault(listed(own))
+    shared = [at for at in slow if at[0] in context.facts.disks and context.facts.disks[at[0]].kind in NETWORK_DISKS]
+    if local_texts := [texts[at] for at in slow if at not in shared]:
+        return fault(listed(local_texts))
     if shared:
         return note(f"{listed([texts[at] for at in shared])}, over the network")
-    return ok("; ".join([", ".join(texts.values()), *missing]))
+    return ok("; ".join([", ".join(texts.values()), *left_out]))

@@ -128,7 +128,7 @@ def run_parts(
 
     After each part, all results so far are in the output folder, with those of parts that it had before, and `after` is called.
     """
-    done: dict[str, dict[str, Any]] = node.results.setdefault("parts", {})
+    outcomes: dict[str, dict[str, Any]] = node.results.setdefault("parts", {})
     began, failed, i = time.monotonic(), False, 0
     try:
         for i, part in enumerate(parts, 1):
@@ -139,36 +139,36 @@ def run_parts(
             with console.status(part.name):
                 outcome = part.run(node, limit)
             times = {"seconds": time.monotonic() - started, "budget_s": max(0.0, limit)}
-            done[part.name] = dataclasses.asdict(outcome) | times
+            outcomes[part.name] = dataclasses.asdict(outcome) | times
             bench.print_line(console, f"  {outcome.verdict}: {outcome.found}", STYLES.get(outcome.verdict, ""))
-            sections = [line for p in done.values() for line in p["lines"]]
-            lines = [f"**{verdict(done)}**", "", *bench.markdown(make_table(done)), *sections]
-            node.write(title, lines, verdict=verdict(done))
+            sections = [line for p in outcomes.values() for line in p["lines"]]
+            lines = [f"**{verdict(outcomes)}**", "", *bench.markdown(make_table(outcomes)), *sections]
+            node.write(title, lines, verdict=verdict(outcomes))
             after()
             failed |= outcome.verdict == BAD
             if part.gate and outcome.verdict == BAD:
                 break
         i = 0  # none was interrupted
     finally:
-        if done:
-            bench.print_table(console, make_table(done))
+        if outcomes:
+            bench.print_table(console, make_table(outcomes))
             stopped = f"stopped in part {i} of {len(parts)}; so far " if i else ""
-            bench.print_line(console, stopped + verdict(done), "bold red" if failed or i else "bold green")
+            bench.print_line(console, stopped + verdict(outcomes), "bold red" if failed or i else "bold green")
     return int(failed)
 
 
-def verdict(done: Mapping[str, Mapping[str, Any]]) -> str:
+def verdict(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the verdict on all parts in one line."""
-    failed = [f"{name} ({p['found']})" for name, p in done.items() if p["verdict"] == BAD]
+    failed = [f"{name} ({p['found']})" for name, p in outcomes.items() if p["verdict"] == BAD]
     if failed:
         return f"FAULT: {'; '.join(failed)}"
-    off = [name for name, p in done.items() if p["verdict"] == OFF]
+    off = [name for name, p in outcomes.items() if p["verdict"] == OFF]
     return "no fault" + (f"; worth a look: {', '.join(off)}" if off else "")
 
 
-def make_table(done: Mapping[str, Mapping[str, Any]]) -> Table:
+def make_table(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the table of parts."""
-    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in done.items()]
+    rows = [[name, p["verdict"], duration(p["seconds"]), duration(p["budget_s"]), p["found"]] for name, p in outcomes.items()]
     return bench.make_table("Parts", ("part", "", "took", "of at most", "result"), rows)
 
 
@@ -216,11 +216,11 @@ def run_gpu_tests(node: Node, limit_s: float, name: str = "Kernels", only: Seque
         return Outcome(OUT, "tests/gpu or pytest is missing. Fix: JAXTRAIN_TEST_DEVICE=gpu ./run.sh test tests/gpu")
     file = node.log(name).with_suffix(".jsonl")
     file.unlink(missing_ok=True)
-    where = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
-    where["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
+    environ = {"JAXTRAIN_TEST_DEVICE": "" if node.smoke else "gpu", "JAXTRAIN_TEST_RESULTS": str(file)}
+    environ["JAXTRAIN_TEST_SECONDS"] = str(0.8 * limit_s)
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
     command += [str(GPU_TESTS / target) for target in only]
-    code, outcome = node.run_program(name, command, limit_s, os.environ | where)
+    code, outcome = node.run_program(name, command, limit_s, os.environ | environ)
     results = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     passed, failed = ([r for r in results if r["outcome"] == kind] for kind in ("passed", "failed"))
     unfinished = [r for r in results if "no time was left" in r["why"]]
@@ -244,50 +244,50 @@ def check_parity(node: Node, limit_s: float) -> Outcome:
     if not meshes:
         return Outcome(OUT, "one device has one layout")
     wider = [f"--config.{o}" for o in WIDER]
-    asked = {"f32": [*SMALL, "--steps=1"]} if node.smoke else {"f32": ["--dtype=f32"], "bf16": [*wider, "--dtype=bf16"]}
-    data, lines, found, codes = {}, [], [], []
+    cases = {"f32": [*SMALL, "--steps=1"]} if node.smoke else {"f32": ["--dtype=f32"], "bf16": [*wider, "--dtype=bf16"]}
+    data, lines, texts, codes = {}, [], [], []
     began = time.monotonic()
-    for name, more in asked.items():
+    for name, options in cases.items():
         file = node.path / f"parity_{name}.json"
         file.unlink(missing_ok=True)  # an earlier suite may have written it
-        command = jaxtrain_command("parity", TINY, "--config.data.source=synthetic", *more)
+        command = jaxtrain_command("parity", TINY, "--config.data.source=synthetic", *options)
         command += [f"--meshes={meshes}", f"--json={file}"]
         code, outcome = node.run_program(f"Parity {name}", command, limit_s - (time.monotonic() - began))
         data |= {name: json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
         lines += outcome.lines
-        found.append(f"{name}: {outcome.found}")
+        texts.append(f"{name}: {outcome.found}")
         codes.append(code)
     verdict = BAD if any(codes) or not data else OFF if None in codes else GOOD  # without any result, a collective may hang
-    return Outcome(verdict, "; ".join(found), lines, data)
+    return Outcome(verdict, "; ".join(texts), lines, data)
 
 
 def time_configs(node: Node, limit_s: float) -> Outcome:
     """Time shipped configs for 30 steps each, or as many as fit into the time, and compare them with their plans."""
     cases = [("tiny", smoke_config(node))] if node.smoke else [shipped_config(node, *c) for c in SHIPPED]
-    found: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
     steps: dict[str, Any] = {"steps": 2, "warmup": 1} if node.smoke else {"steps": 25, "warmup": 5}
     for i, (name, argv) in enumerate(cases):
         share = (limit_s - (time.monotonic() - began)) / (len(cases) - i)
-        found[name] = time_steps(node, name, argv, share, **steps)
-    lines = bench.markdown(bench.step_table("Shipped configs", found))
-    ended = {r["verdict"] for r in found.values()}
-    off = [f"{name} {text}" for name, r in found.items() for text in differences_from_plan(r)]
-    text = "; ".join([*(f"{name}: {bench.step_result(r)}" for name, r in found.items()), *off])
+        answers[name] = time_steps(node, name, argv, share, **steps)
+    lines = bench.markdown(bench.step_table("Shipped configs", answers))
+    ended = {r["verdict"] for r in answers.values()}
+    off = [f"{name} {text}" for name, r in answers.items() for text in differences_from_plan(r)]
+    text = "; ".join([*(f"{name}: {bench.step_result(r)}" for name, r in answers.items()), *off])
     verdict = BAD if {FAILED, REFUSED} & ended or OK not in ended else OFF if off or LATE in ended else GOOD
-    return Outcome(verdict, text, lines, found)
+    return Outcome(verdict, text, lines, answers)
 
 
-def differences_from_plan(r: Mapping[str, Any]) -> list[str]:
+def differences_from_plan(answer: Mapping[str, Any]) -> list[str]:
     """Return a text for an unexpected step time (`Expected.is_unexpected`), and one for a peak memory off by over PEAK_ERROR.
 
-    Without a plan, return []. r: answer of train_step.measure.
+    Without a plan, return []. answer: of train_step.measure.
     """
     from jaxtrain.plan.expect import Expected  # imports JAX
 
-    if not r.get("planned"):
+    if not answer.get("planned"):
         return []
-    planned, step_s, peak_gib, out = Expected(**r["planned"]), r["step_s"]["median"], r["memory"]["peak_gib"], []
+    planned, step_s, peak_gib, out = Expected(**answer["planned"]), answer["step_s"]["median"], answer["memory"]["peak_gib"], []
     if planned.is_unexpected(step_s):
         within = " ({:.3g} to {:.3g} s are expected)".format(*planned.range_s) if planned.range_s else ""
         out.append(f"takes {step_s / planned.step_s:.2f} times the planned time{within}")

@@ -88,8 +88,8 @@ class Context:
             return False
         ids = self.cluster.local_device_ids or ()
         # If a process is assigned a GPU above the visible ones, CUDA_VISIBLE_DEVICES has renumbered the GPUs.
-        here = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
-        return self.cluster.num_processes * (len(ids) or here) > here
+        gpu_count = self.gpus.on_node if ids and max(ids) >= self.gpus.count else self.gpus.count
+        return self.cluster.num_processes * (len(ids) or gpu_count) > gpu_count
 
 
 Probe = Callable[[Context], Verdict | None]
@@ -127,7 +127,7 @@ class Table(list[Check]):
 
     def run(self, context: Context) -> list[Finding]:
         """Return the findings of all checks. If a probe raises, its check is `unknown`."""
-        found = []
+        findings = []
         for check in self:
             try:
                 verdict = check.probe(context) if check.probe else None
@@ -135,8 +135,8 @@ class Table(list[Check]):
                 verdict = unknown(f"{type(error).__name__}: {error}")
             if verdict and verdict.state == FAULT and context.gpus.absent and not verdict.of_cpus:
                 verdict = dataclasses.replace(verdict, state=NOTE)
-            found += [check.finding(verdict)] if verdict else []
-        return found
+            findings += [check.finding(verdict)] if verdict else []
+        return findings
 
 
 # ---- most probes of GPUs: a verdict on each GPU, of which the worst counts
@@ -149,12 +149,12 @@ def each_gpu(fact: str) -> Callable[[GpuProbe], Probe]:
     """
 
     def decorate(judge: GpuProbe) -> Probe:
-        def probe(c: Context) -> Verdict:
-            verdicts = {name(row): verdict for row in c.gpus.rows if fact in row and (verdict := judge(c, row))}
-            refused = {name(row): row["refused"].get(fact, NOT_REPORTED) for row in c.gpus.rows if fact not in row}
+        def probe(context: Context) -> Verdict:
+            verdicts = {name(row): verdict for row in context.gpus.rows if fact in row and (verdict := judge(context, row))}
+            refused = {name(row): row["refused"].get(fact, NOT_REPORTED) for row in context.gpus.rows if fact not in row}
             if verdicts:
-                odd = {gpu: note(f"not reported ({why}), and of others", fix=LOOK) for gpu, why in refused.items()}
-                return worst(verdicts | odd, "")
+                unreported = {gpu: note(f"not reported ({why}), and of others", fix=LOOK) for gpu, why in refused.items()}
+                return worst(verdicts | unreported, "")
             return unknown(next(iter(refused.values()), NOT_REPORTED))
 
         return probe
@@ -183,10 +183,10 @@ def name(row: Row) -> str:
     return f"GPU{row['index']}"
 
 
-def grouped(parts: Sequence[tuple[str, str]]) -> str:
+def grouped(pairs: Sequence[tuple[str, str]]) -> str:
     """Format (GPU, text) pairs, with GPUs of equal text together: "GPU0 to GPU7: 500 W of 700"."""
     by_text: dict[str, list[str]] = {}
-    for gpu, text in parts:
+    for gpu, text in pairs:
         by_text.setdefault(text, []).append(gpu)
     return "; ".join(f"{span(gpus)}: {text}" for text, gpus in by_text.items())
 
@@ -197,6 +197,6 @@ def span(gpus: Sequence[str]) -> str:
     return f"{gpus[0]} to {gpus[-1]}" if consecutive else listed(gpus, 8)
 
 
-def listed(parts: Sequence[str], most: int = 4) -> str:
+def listed(texts: Sequence[str], most: int = 4) -> str:
     """Format a list with at most `most` items: "a, b, c, d and 3 more"."""
-    return ", ".join(parts[:most]) + (f" and {len(parts) - most} more" if len(parts) > most else "")
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

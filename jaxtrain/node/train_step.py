@@ -47,19 +47,19 @@ MIN_STEPS = 3  # least timed steps before a time limit ends a case
 
 def devices_for(count: int) -> hardware.Devices:
     """Return the first `count` devices of this machine; 0: all. A CPU can have any number of devices."""
-    found = hardware.probe()
-    if not count or found.kind == "gpu":
-        return dataclasses.replace(found, count=min(count or found.count, found.count))
-    return dataclasses.replace(found, count=count, memory_gib=hardware.available_gib() / count)
+    devices = hardware.probe()
+    if not count or devices.kind == "gpu":
+        return dataclasses.replace(devices, count=min(count or devices.count, devices.count))
+    return dataclasses.replace(devices, count=count, memory_gib=hardware.available_gib() / count)
 
 
 def gpu_problems() -> list[Problem]:
     """Return the problem of GPUs that the driver reports and JAX cannot start. A child process starts JAX."""
-    found = hardware.probe()
-    if found.problem or found.kind == "cpu":
-        return [found.problem] if found.problem else []
+    devices = hardware.probe()
+    if devices.problem or devices.kind == "cpu":
+        return [devices.problem] if devices.problem else []
     answer = run_case("jaxtrain.node.train_step:try_start", {}, limit_s=START_S)
-    rule = f"JAX does not start on {found.count} x {found.name}: {answer.get('why')}"
+    rule = f"JAX does not start on {devices.count} x {devices.name}: {answer.get('why')}"
     broken = [Problem("devices", None, rule, f"Run ./run.sh preflight to check the node, or {WITHOUT_GPUS}.")]
     return [] if answer["verdict"] == OK else [Problem(**fields) for fields in answer.get("problems", ())] or broken
 
@@ -73,14 +73,14 @@ def try_start(_: dict[str, Any]) -> dict[str, Any]:
 
 def find_problems(loaded: Loaded, count: int) -> list[Problem]:
     """Return the problems of a case: its config on `count` devices, its data, and environment variables refused by training."""
-    devices, found, run = devices_for(count), list(loaded.problems), loaded.run
+    devices, problems, run = devices_for(count), list(loaded.problems), loaded.run
     if not loaded.file_read:
-        return found
+        return problems
     if count > devices.count and not devices.problem:
-        found.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
-    found += validate_step(run, devices)
-    found += opening.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
-    return found + environment.overlay(run, devices, os.environ)[1]
+        problems.append(Problem("--devices", count, f"this machine has {devices.count}", "Ask for fewer, or leave it out."))
+    problems += validate_step(run, devices)
+    problems += opening.check(run.data, run.model.vocab_size, False, run.loss, bool(run.init.from_))
+    return problems + environment.overlay(run, devices, os.environ)[1]
 
 
 def one_device(cache: str | None = None) -> RunConfig:
@@ -95,17 +95,17 @@ def start_devices(run: RunConfig, count: int) -> list[Any]:
 
     Raises ConfigError if no device can be used, as with CUDA_VISIBLE_DEVICES=MIG-...
     """
-    found = devices_for(count)
-    if found.problem:
-        raise ConfigError([found.problem])
-    if found.kind == "cpu" and hardware.probe().count < found.count:
-        os.environ["JAX_NUM_CPU_DEVICES"] = str(found.count)
-    set_environment(environment.overlay(run, found, os.environ)[0])
-    start_jax(found)
+    devices = devices_for(count)
+    if devices.problem:
+        raise ConfigError([devices.problem])
+    if devices.kind == "cpu" and hardware.probe().count < devices.count:
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(devices.count)
+    set_environment(environment.overlay(run, devices, os.environ)[0])
+    start_jax(devices)
     set_compile_cache(run.paths.cache)
     import jax
 
-    return jax.devices()[: found.count]
+    return jax.devices()[: devices.count]
 
 
 # ---- The measurement
@@ -128,12 +128,12 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     """
     began = time.perf_counter()
     loaded, count = loading.load(request["argv"]), request["devices"]
-    if wrong := find_problems(loaded, count):
-        raise ConfigError(wrong)
-    run, there = loaded.run, devices_for(count)
-    parts = ("params", "moments") if run.optimizer.offload == "none" else ("params",)
-    if there.kind == "gpu" and (least := least_gib(run, parts) / there.count) > there.memory_gib:
-        rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {there.memory_gib:.1f}"
+    if problems := find_problems(loaded, count):
+        raise ConfigError(problems)
+    run, available = loaded.run, devices_for(count)
+    state_parts = ("params", "moments") if run.optimizer.offload == "none" else ("params",)
+    if available.kind == "gpu" and (least := least_gib(run, state_parts) / available.count) > available.memory_gib:
+        rule = f"parameters and moments alone take {least:.1f} GiB per device, which has {available.memory_gib:.1f}"
         return {"verdict": NO_MEMORY, "why": rule}
     devices = start_devices(run, count)
     import jax
@@ -181,20 +181,20 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         rule = f"the step takes {allocated:.1f} GiB a device, and {limit / 2**30:.1f} GiB are there"
         return out | {"verdict": NO_MEMORY, "why": rule}
     current = state.create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
-    marks, losses, waits, waiting = [], [], [], None
+    marks, losses, waits, pending = [], [], [], None
     warmup, steps, limit_s = request["warmup"], request["steps"], request["limit_s"]
     with contextlib.closing(BatchFeed(rows, 0, program.batch, program.context)) as feed:
         batches = feed.batches()
         # A step is done when its metrics have arrived. The next step is dispatched before that, as in training.
         while len(marks) < warmup + steps:
-            asked = time.perf_counter()
+            fetch_start = time.perf_counter()
             batch = next(batches)
-            waits.append(time.perf_counter() - asked)
+            waits.append(time.perf_counter() - fetch_start)
             current, values = train(current, batch)
-            if waiting is not None:
-                losses.append(float(waiting["loss"]))
+            if pending is not None:
+                losses.append(float(pending["loss"]))
                 marks.append(time.perf_counter())
-            waiting = values
+            pending = values
             if limit_s and time.perf_counter() - began > limit_s and len(marks) >= warmup + MIN_STEPS:
                 break
         jax.block_until_ready(current)
@@ -289,18 +289,18 @@ def make_cases(base: Sequence[str], name: str, sweep: str) -> tuple[dict[str, li
     remat.tensors.
     """
     axes: dict[str, list[str]] = {}
-    found = []
-    for part in sweep.split(";") if sweep else ():
-        key, given, values = part.strip().partition("=")
-        chosen = [v.strip() for v in re.split(r",(?!\w+=)", values)]
-        if not given or not re.fullmatch(r"\w+(\.\w+)+", key) or not all(chosen):
-            found.append(Problem("--sweep", part.strip(), "is no key with its values", f"Write {FORM}."))
+    problems = []
+    for axis_text in sweep.split(";") if sweep else ():
+        key, separator, values = axis_text.strip().partition("=")
+        choices = [v.strip() for v in re.split(r",(?!\w+=)", values)]
+        if not separator or not re.fullmatch(r"\w+(\.\w+)+", key) or not all(choices):
+            problems.append(Problem("--sweep", axis_text.strip(), "is no key with its values", f"Write {FORM}."))
         elif key in axes:
-            found.append(Problem("--sweep", key, "given twice", "Give all of its values at once."))
+            problems.append(Problem("--sweep", key, "given twice", "Give all of its values at once."))
         else:
-            axes[key] = [f"{key}={value}" for value in chosen]
+            axes[key] = [f"{key}={value}" for value in choices]
     combined = itertools.product(*axes.values())
-    return {" ".join(over) or name: [*base, *(f"--config.{o}" for o in over)] for over in combined}, found
+    return {" ".join(over) or name: [*base, *(f"--config.{o}" for o in over)] for over in combined}, problems
 
 
 def run_cases(
@@ -314,7 +314,7 @@ def run_cases(
 
     KeyboardInterrupt passes through after the results so far are printed and written.
     """
-    done: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     table, best = None, None
     try:
         for i, (name, argv) in enumerate(cases.items(), 1):
@@ -324,18 +324,20 @@ def run_cases(
                 trace = str(folder.path / "traces" / bench.file_name(name)) if request["trace"] else ""
                 with console.status(f"{i} of {len(cases)}: {name} ..."):
                     answer = run_case(CASE, {**request, "argv": argv, "trace": trace}, log=folder.log(name))
-            done[name] = answer | {"argv": argv}
+            answers[name] = answer | {"argv": argv}
             if len(cases) > 1:
                 bench.print_line(console, f"{i} of {len(cases)}: {name}: {bench.step_result(answer)}")
-            table = bench.step_table("Train steps", done)
-            best = max((n for n in done if done[n]["verdict"] == OK), key=lambda n: done[n]["tokens_per_s"], default=None)
-            rows = [{"name": n, **r} for n, r in done.items()]
+            table = bench.step_table("Train steps", answers)
+            best = max(
+                (n for n in answers if answers[n]["verdict"] == OK), key=lambda n: answers[n]["tokens_per_s"], default=None
+            )
+            rows = [{"name": n, **r} for n, r in answers.items()]
             folder.write("Step time", bench.markdown(table), cases=rows, best=best)
     finally:
         if table:
             bench.print_table(console, table)
-        if len(cases) > 1 and done:
-            fastest = f"best: {best}, {done[best]['tokens_per_s']:,.0f} tokens/s" if best else "no case was measured"
+        if len(cases) > 1 and answers:
+            fastest = f"best: {best}, {answers[best]['tokens_per_s']:,.0f} tokens/s" if best else "no case was measured"
             bench.print_line(console, fastest, "bold")
         folder.print_cpu_note(console)
     return 0 if best else 1

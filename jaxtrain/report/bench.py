@@ -28,15 +28,15 @@ WIDTH = 150  # columns of an output that is not a terminal
 NO_MEASUREMENT = "CPU: this tests the command; the figures mean nothing"
 
 
-def about(found: hardware.Devices) -> dict[str, Any]:
+def about(devices: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
     commit, dirty = checkout()
     return {
         "date": now(),
-        "device": found.name,
-        "platform": found.kind,
-        "count": found.count,
-        "memory_gib": found.memory_gib,
+        "device": devices.name,
+        "platform": devices.kind,
+        "count": devices.count,
+        "memory_gib": devices.memory_gib,
         "python": platform.python_version(),
         "packages": versions(),
         "git": {"commit": commit, "dirty": dirty},
@@ -62,42 +62,43 @@ def beside_plan(measured: float | None, planned: float | None, form: str = ",.4g
 COLUMNS = ("step s", "quartiles", "tokens/s", "a device", "MFU causal", "MFU full", "HFU", "peak GiB", "compile s")
 
 
-def step_facts(r: Mapping[str, Any]) -> dict[str, str]:
-    """Return name -> text of the facts of train steps, without those that are unknown. r: answer of train_step.measure."""
+def step_facts(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Return name -> text of the facts of train steps, without those that are unknown. answer: of train_step.measure."""
     out = {}
-    if "mesh" in r:
-        mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items() if n > 1) or "one device"
+    if "mesh" in answer:
+        mesh = " x ".join(f"{axis} {n}" for axis, n in answer["mesh"].items() if n > 1) or "one device"
         out |= {
-            "devices": f"{r['devices']['count']} x {', '.join(r['devices']['kind'])}; mesh: {mesh}",
-            "model": f"{r['parameters']:,} parameters, precision {r['precision']}, remat.policy {r['remat']}",
-            "kept": r["remat_auto"],
-            "batch": f"{r['global_batch']} x {r['seq_len']:,} tokens in {r['grad_accum']} microbatches, {r['data']} data",
-            "attention": f"{r['attention']} ({r['attention_reason']})",
+            "devices": f"{answer['devices']['count']} x {', '.join(answer['devices']['kind'])}; mesh: {mesh}",
+            "model": f"{answer['parameters']:,} parameters, precision {answer['precision']}, remat.policy {answer['remat']}",
+            "kept": answer["remat_auto"],
+            "batch": f"{answer['global_batch']} x {answer['seq_len']:,} tokens in {answer['grad_accum']} microbatches, "
+            f"{answer['data']} data",
+            "attention": f"{answer['attention']} ({answer['attention_reason']})",
         }
-    out["compile s"] = number(r.get("compile_s"), ".1f")
-    if r["verdict"] != OK:
-        return out | {"result": f"{r['verdict']}: {r['why']}"}
-    s, memory, planned = r["step_s"], r["memory"], r["planned"] or {}
+    out["compile s"] = number(answer.get("compile_s"), ".1f")
+    if answer["verdict"] != OK:
+        return out | {"result": f"{answer['verdict']}: {answer['why']}"}
+    step_s, memory, planned = answer["step_s"], answer["memory"], answer["planned"] or {}
     within = ", {:.3g} to {:.3g} s expected".format(*planned["range_s"]) if planned.get("range_s") else ""
-    without_graphs = r.get("trace") and r["compiler_options"].get("xla_gpu_enable_command_buffer") == ""
+    without_graphs = answer.get("trace") and answer["compiler_options"].get("xla_gpu_enable_command_buffer") == ""
     return out | {
-        "step s": beside_plan(s["median"], planned.get("step_s")),
-        "quartiles": f"{s['q1']:.4g} to {s['q3']:.4g}",
-        "extremes": f"{s['min']:.4g} to {s['max']:.4g}",
-        "data ms": f"{1e3 * r['data_wait_s']:.3g} of a step, waiting for data" if "data_wait_s" in r else "",
-        "tokens/s": f"{r['tokens_per_s']:,.0f}",
-        "a device": f"{r['tokens_per_s_per_device']:,.0f}",
-        "TFLOP/s": f"{r['tflops_per_device']:,.4g} a device, causal; peak {number(r['peak_tflops'])}",
-        "MFU causal": percent(r["mfu_causal"]),
-        "MFU full": percent(r["mfu_full"]),
-        "HFU": percent(r["hfu"]),
+        "step s": beside_plan(step_s["median"], planned.get("step_s")),
+        "quartiles": f"{step_s['q1']:.4g} to {step_s['q3']:.4g}",
+        "extremes": f"{step_s['min']:.4g} to {step_s['max']:.4g}",
+        "data ms": f"{1e3 * answer['data_wait_s']:.3g} of a step, waiting for data" if "data_wait_s" in answer else "",
+        "tokens/s": f"{answer['tokens_per_s']:,.0f}",
+        "a device": f"{answer['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s": f"{answer['tflops_per_device']:,.4g} a device, causal; peak {number(answer['peak_tflops'])}",
+        "MFU causal": percent(answer["mfu_causal"]),
+        "MFU full": percent(answer["mfu_full"]),
+        "HFU": percent(answer["hfu"]),
         "peak GiB": beside_plan(memory["peak_gib"], planned.get("peak_gib"), ".2f"),
         "limit GiB": number(memory["budget_gib"], ".2f"),
-        "plan": f"{planned['rates']}{within}" if planned else r["not_planned"],
-        "loss": f"{r['loss']['first']:.4f} first, {r['loss']['last']:.4f} last",
-        "trace": r.get("trace", ""),
+        "plan": f"{planned['rates']}{within}" if planned else answer["not_planned"],
+        "loss": f"{answer['loss']['first']:.4f} first, {answer['loss']['last']:.4f} last",
+        "trace": answer.get("trace", ""),
         "CUDA graphs": "off in all steps: a trace does not name their kernels" if without_graphs else "",
-        "result": f"{r['steps']} steps after {r['warmup']}",
+        "result": f"{answer['steps']} steps after {answer['warmup']}",
     }
 
 
@@ -109,16 +110,16 @@ def step_table(title: str, answers: Mapping[str, Mapping[str, Any]]) -> Table:
     """
     facts = {name: step_facts(r) for name, r in answers.items()}
     if len(facts) > 1:
-        rows = [[name, *(of.get(column, "-") for column in COLUMNS), of["result"]] for name, of in facts.items()]
+        rows = [[name, *(fields.get(column, "-") for column in COLUMNS), fields["result"]] for name, fields in facts.items()]
         return make_table(title, ("case", *COLUMNS, ""), rows)
-    ((name, of),) = facts.items()
-    return make_table(title, ("case", name), [pair for pair in of.items() if pair[1] not in ("", "-")])
+    ((name, fields),) = facts.items()
+    return make_table(title, ("case", name), [pair for pair in fields.items() if pair[1] not in ("", "-")])
 
 
-def step_result(r: Mapping[str, Any]) -> str:
+def step_result(answer: Mapping[str, Any]) -> str:
     """Return the result of a case of train steps in one line."""
-    facts = step_facts(r)
-    if r["verdict"] != OK:
+    facts = step_facts(answer)
+    if answer["verdict"] != OK:
         return facts["result"]
     names = ("step s", "tokens/s", "MFU causal", "peak GiB", "compile s")
     return ", ".join(f"{name} {facts[name]}" for name in names if facts[name] != "-")
@@ -130,8 +131,8 @@ def step_result(r: Mapping[str, Any]) -> str:
 def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> Table:
     """Return a table without the columns that are empty in every row, such as MFU on a CPU. The first `text` columns stay."""
     rows = list(rows)
-    kept = [i for i in range(len(headings)) if i < text or {row[i] for row in rows} - {"-", ""}]
-    return tables.text_table(title, [headings[i] for i in kept], [[row[i] for i in kept] for row in rows])
+    indices = [i for i in range(len(headings)) if i < text or {row[i] for row in rows} - {"-", ""}]
+    return tables.text_table(title, [headings[i] for i in indices], [[row[i] for i in indices] for row in rows])
 
 
 def print_table(console: rich.console.Console, table: Table) -> None:

@@ -65,19 +65,19 @@ class LineChart:
     named: bool = False
 
 
-def stacked(label: str, parts: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None) -> str:
+def stacked(label: str, segments: Sequence[tuple[str, float, str]], total: float, mark: tuple[float, str] | None = None) -> str:
     """Return a stacked bar as SVG.
 
     Args:
         label: description of the bar for screen readers.
-        parts: (tooltip, value, colour) of each part.
+        segments: (tooltip, value, colour) of each segment.
         total: value of the bar's full width.
         mark: value at which a line is drawn, and its name; None: no line.
     """
     out = [f'<svg class="bar{" marked" if mark else ""}" role="img" aria-label="{escape(label)}">']
     out.append('<rect class="empty" x="0" y="0.5" width="100%" height="97%"/>')
     start = 0.0
-    for text, value, colour in parts:
+    for text, value, colour in segments:
         width = 100 * value / total
         if width > 0:
             out.append(
@@ -109,13 +109,13 @@ def lanes(label: str, rows: Mapping[str, Sequence[tuple[float, float, str, str]]
         out.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>')
         text = f"{tick:g}" if tick else f"0 {unit}"
         out.append(f'<text class="axis" x="{x}" y="{bottom + 14}" text-anchor="{anchor}">{escape(text)}</text>')
-    for n, (name, events) in enumerate(rows.items()):
-        out.append(f'<text class="axis" x="0" y="{LANE * n + 12}">{escape(name)}</text>')
+    for lane, (name, events) in enumerate(rows.items()):
+        out.append(f'<text class="axis" x="0" y="{LANE * lane + 12}">{escape(name)}</text>')
         for start, end, colour, tip in events:
-            place = f'x="{100 * start / longest:.3f}%" width="{100 * (end - start) / longest:.3f}%" y="{LANE * n + 17}"'
+            bounds = f'x="{100 * start / longest:.3f}%" width="{100 * (end - start) / longest:.3f}%" y="{LANE * lane + 17}"'
             # Only wide events have an edge, which would hide narrow ones.
             edge = ";stroke:var(--ground)" if end - start > 0.01 * longest else ""
-            out.append(f'<rect {place} height="{LANE - 22}" style="fill:{colour}{edge}"><title>{escape(tip)}</title></rect>')
+            out.append(f'<rect {bounds} height="{LANE - 22}" style="fill:{colour}{edge}"><title>{escape(tip)}</title></rect>')
     return "".join([*out, "</svg>"])
 
 
@@ -179,35 +179,35 @@ def is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-def thin(c: Curve, columns: int) -> Curve:
+def thin(curve: Curve, columns: int) -> Curve:
     """Return a curve with at most four points in each of `columns` equal ranges of the first x axis, and both ends.
 
     The points of a range are the lowest, the highest, a gap, and a NaN or infinity. A curve of at most 2 x `columns` points is
     returned as it is.
     """
-    at = c.x[0]
-    if len(at) <= 2 * columns:
-        return c
-    width = (at[-1] - at[0]) / columns or 1.0
-    kept = {0, len(at) - 1}
-    for _, group in itertools.groupby(range(len(at)), lambda i: min(columns - 1, int((at[i] - at[0]) / width))):
+    xs = curve.x[0]
+    if len(xs) <= 2 * columns:
+        return curve
+    width = (xs[-1] - xs[0]) / columns or 1.0
+    indices = {0, len(xs) - 1}
+    for _, group in itertools.groupby(range(len(xs)), lambda i: min(columns - 1, int((xs[i] - xs[0]) / width))):
         points = list(group)
-        numbers = {i: value for i in points if is_number(value := c.y[i])}
-        kept.update({c.y[i] is None: i for i in points if i not in numbers}.values())
+        numbers = {i: value for i in points if is_number(value := curve.y[i])}
+        indices.update({curve.y[i] is None: i for i in points if i not in numbers}.values())
         if numbers:
-            kept |= {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)}
-    order = sorted(kept)
-    return dataclasses.replace(c, x=[[axis[i] for i in order] for axis in c.x], y=[c.y[i] for i in order])
+            indices |= {min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)}
+    order = sorted(indices)
+    return dataclasses.replace(curve, x=[[axis[i] for i in order] for axis in curve.x], y=[curve.y[i] for i in order])
 
 
 def describe(chart: LineChart, axis: str) -> str:
     """Return the description of a chart for screen readers."""
-    parts = []
-    for c in chart.curves:
-        if known := [v for v in c.y if is_number(v)]:
-            first, last, low, high = (f"{v:.4g}" for v in (known[0], known[-1], min(known), max(known)))
-            parts.append(f"{c.name}: {first} to {last}, lowest {low}, highest {high}")
-    return f"{chart.title}, over the {axis}. {'; '.join(parts)}."
+    texts = []
+    for curve in chart.curves:
+        if values := [v for v in curve.y if is_number(v)]:
+            first, last, low, high = (f"{v:.4g}" for v in (values[0], values[-1], min(values), max(values)))
+            texts.append(f"{curve.name}: {first} to {last}, lowest {low}, highest {high}")
+    return f"{chart.title}, over the {axis}. {'; '.join(texts)}."
 
 
 def _word(value: float) -> str:
@@ -218,5 +218,5 @@ def _legend(chart: LineChart) -> str:
     """Return the legend: the names of several curves, and the number of NaN and infinities. "" if it has neither."""
     lost = sum(v is not None and not math.isfinite(v) for c in chart.curves for v in c.y if c.kind != "smooth")
     notes = [f"{lost} {'value' if lost == 1 else 'values'} NaN or infinite, marked"] if lost else []
-    named = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
-    return key(named, notes) if len(named) > 1 or chart.named or notes else ""
+    entries = [(c.name, c.colour) for c in chart.curves if c.kind != "smooth"]
+    return key(entries, notes) if len(entries) > 1 or chart.named or notes else ""

@@ -51,58 +51,58 @@ def _print_rows(history: History, rows: list[Row], texts: bool) -> None:
                 print(written(file, first, last, tokenizer_of(file)[0]))
 
 
-def print_readings(history: History, source: int, places: list[tuple[int, int]]) -> None:
-    """Print when the run reads places in a source's file, (first, last) of their tokens."""
+def print_readings(history: History, source: int, spans: list[tuple[int, int]]) -> None:
+    """Print when the run reads spans in a source's file, (first, last) of their tokens."""
     with progress(history.work(source)) as advance:
-        readings = history.when(source, places, advance)
+        readings = history.when(source, spans, advance)
     file, label = history.file(source), history.label(source)
-    for (first, last), found in zip(places, readings, strict=True):
+    for (first, last), span_readings in zip(spans, readings, strict=True):
         document = int(np.searchsorted(file.doc_offsets, first, "right")) - 1
         begin = int(file.doc_offsets[document])
-        past = sum(reading.step <= history.done for reading in found)
+        past = sum(reading.step <= history.done for reading in span_readings)
         print(
             f"document {document} of {label}, tokens {first - begin:,} to {last - begin:,}: read {counted(past, 'time')} until "
-            f"step {history.done}, {len(found) - past} to come"
+            f"step {history.done}, {len(span_readings) - past} to come"
         )
-        for reading in found[:SHOWN]:
+        for reading in span_readings[:SHOWN]:
             later = "" if reading.step <= history.done else " (to come)"
             print(f"  step {reading.step}, sequence {reading.row}, epoch {reading.epoch} of the file{later}")
-        if len(found) > SHOWN:
-            print(f"  and {len(found) - SHOWN} more")
+        if len(span_readings) > SHOWN:
+            print(f"  and {len(span_readings) - SHOWN} more")
 
 
-def print_document(history: History, named: str) -> None:
-    """Print when a document is read. named: FILE:N, where N counts from 0. Raises SeenError."""
-    path, _, number = named.rpartition(":")
+def print_document(history: History, target: str) -> None:
+    """Print when a document is read. target: FILE:N, where N counts from 0. Raises SeenError."""
+    path, _, number = target.rpartition(":")
     if not path or not number.isdecimal():
-        raise SeenError(f"--document = {named}: is written FILE:N, with the number of the document in the file, from 0")
+        raise SeenError(f"--document = {target}: is written FILE:N, with the number of the document in the file, from 0")
     source = history.source_of(path)
     file, document = history.file(source), int(number)
     if document >= (count := file.header["documents"]):
-        raise SeenError(f"--document = {named}: the file has documents 0 to {count - 1}")
+        raise SeenError(f"--document = {target}: the file has documents 0 to {count - 1}")
     first, last = (int(at) for at in file.doc_offsets[document : document + 2])
     print_readings(history, source, [(first, last)])
 
 
 def print_text(history: History, text: str) -> None:
     """Print when the documents with a text are read, for each place of the text. Raises SeenError."""
-    found, full = 0, False
+    count, full = 0, False
     for source in range(len(history.sources)):
         file, label = history.file(source), history.label(source)
         tokenizer, note = tokenizer_of(file)
         if tokenizer is None:
             raise SeenError(f"--text = {text}: {label} cannot be searched: {note}")
         with progress(file.header["tokens"]) as advance:
-            places = seen.places(file, tokenizer, text, advance)
-        print_readings(history, source, places[: max(0, SHOWN - found)])
-        found += len(places)
-        full |= len(places) == seen.PLACES
-    limit = f"; the first {SHOWN} are listed" if found > SHOWN else ""
+            spans = seen.places(file, tokenizer, text, advance)
+        print_readings(history, source, spans[: max(0, SHOWN - count)])
+        count += len(spans)
+        full |= len(spans) == seen.PLACES
+    limit = f"; the first {SHOWN} are listed" if count > SHOWN else ""
     more = " or more" if full else ""
-    print(f"{counted(found, 'place')}{more} with this text in {counted(len(history.sources), 'file')}{limit}")
+    print(f"{counted(count, 'place')}{more} with this text in {counted(len(history.sources), 'file')}{limit}")
 
 
-def print_overlap(history: History, path: Path, until: int, n: int) -> None:
+def print_overlap(history: History, path: Path, until: int, ngram_size: int) -> None:
     """Print how many documents of a held-out file the steps up to `until` have read, exactly and by n-grams."""
     held_out, last = TokenFile.open(path), history.stretches[-1].last
     if until > last:
@@ -110,12 +110,12 @@ def print_overlap(history: History, path: Path, until: int, n: int) -> None:
     sources = range(len(history.sources))
     work = sum(history.work(k, until) + history.file(k).header["tokens"] for k in sources)
     with progress(work) as advance:
-        found = seen.overlap(history, held_out, until, n, advance)
-    share_D = np.nan_to_num(found.ngrams_D)
+        overlap = seen.overlap(history, held_out, until, ngram_size, advance)
+    share_D = np.nan_to_num(overlap.ngrams_D)
     tense = "read" if until <= history.done else "will have read"
     print(f"{path}: {counted(len(share_D), 'document')}, compared with what steps 1 to {until} {tense}")
-    print(f"  equal to a document that was read: {found.exact_D.sum():,}")
-    print(f"  with an n-gram of {n} tokens that was read: {(share_D > 0).sum():,}")
+    print(f"  equal to a document that was read: {overlap.exact_D.sum():,}")
+    print(f"  with an n-gram of {ngram_size} tokens that was read: {(share_D > 0).sum():,}")
     print(f"  with {seen.MOST:.0%} of their n-grams or more: {(share_D >= seen.MOST).sum():,}")
     for document in [k for k in np.argsort(-share_D, kind="stable")[:WORST].tolist() if share_D[k] > 0]:
-        print(f"  document {document}: {share_D[document]:.0%} of its n-grams{', equal' if found.exact_D[document] else ''}")
+        print(f"  document {document}: {share_D[document]:.0%} of its n-grams{', equal' if overlap.exact_D[document] else ''}")

@@ -28,9 +28,9 @@ def live(console: Console, title: str = "plans") -> Iterator[Show]:
         yield print_lines
         return
     # The count and the clock keep their width; this column gets the rest.
-    rest = TextColumn("{task.fields[now]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    now_column = TextColumn("{task.fields[now]}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), rest, console=console, transient=True, expand=True) as bar:
+    with Progress(*columns, TimeElapsedColumn(), now_column, console=console, transient=True, expand=True) as bar:
         task = bar.add_task(title, total=None, now="")
 
         def update(completed: int, total: int, now: str = "", lines: Sequence[str] = ()) -> None:

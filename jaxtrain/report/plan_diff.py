@@ -12,21 +12,21 @@ from jaxtrain.report.tables import Column, Listing, Section, Table, numbers, pri
 ROWS = 30  # of a table
 
 
-def print_diff(found: Diff, console: Console) -> None:
+def print_diff(changes: Diff, console: Console) -> None:
     """Print the figures, times, sizes and settings that differ, and the number of smaller differences."""
-    figures = [(name, *column((x, y)), *_signed([y - x])) for name, (x, y) in found.figures.items() if x != y]
-    times, sizes = ([row for row in found.rows if row.key.what in kinds] for kinds in (TIMES, SIZES))
-    settings = [r for r in found.rows if r.key.what not in TIMES + SIZES]
+    figures = [(name, *column((x, y)), *_signed([y - x])) for name, (x, y) in changes.figures.items() if x != y]
+    times, sizes = ([row for row in changes.rows if row.key.what in kinds] for kinds in (TIMES, SIZES))
+    settings = [r for r in changes.rows if r.key.what not in TIMES + SIZES]
     values = [[(each or NONE).text or "absent" for each in (r.before, r.after)] for r in settings]
     words = [f"{r.change}: {r.key.what} {r.key.name}: {x} -> {y}" for r, (x, y) in zip(settings, values, strict=True)]
-    left = f"{plural(len(found.smaller), 'smaller difference')}, each below {SMALL:.1%} of the step or of the memory, with "
-    left += f"{number(sum(row.more('ms') for row in found.smaller))} ms in all"
+    note = f"{plural(len(changes.smaller), 'smaller difference')}, each below {SMALL:.1%} of the step or of the memory, with "
+    note += f"{number(sum(row.more('ms') for row in changes.smaller))} ms in all"
     sections = [Section("Figures", [text_table("", ("", "A", "B", "change"), figures)])] if figures else []
     sections += [Section("Time of a step; of collectives exposed, and on the link", [_table(times, "ms", 1)])] if times else []
     sections += [Section("Memory at the peak", [_table(sizes, "GiB", GIB)])] if sizes else []
     sections.append(Section("Settings", [Listing(words)]))
     print_sections(sections, console)
-    say(console, "nothing changed" if found.same else f"\n{left}" if found.smaller else "")
+    say(console, "nothing changed" if changes.same else f"\n{note}" if changes.smaller else "")
 
 
 def _table(rows: Sequence[Row], unit: str, scale: float) -> Table:

@@ -58,8 +58,14 @@ def html(
     """
     title = f"{plan.config} on {plan.topology}"
     schedule = [schedule_of_layer(layer)] if layer and plan.fits else []
-    found = [mesh_section(plan), schedule_section(plan), *summary(plan, steps, tokens, epochs, cost), *schedule, *details(plan)]
-    sections = html_sections([warnings_section(plan), *found])
+    body_sections = [
+        mesh_section(plan),
+        schedule_section(plan),
+        *summary(plan, steps, tokens, epochs, cost),
+        *schedule,
+        *details(plan),
+    ]
+    sections = html_sections([warnings_section(plan), *body_sections])
     sections.append(f"{heading('Command of this plan')}<pre><code>{escape(command(plan))}</code></pre>")
     body = [
         f"<header><h1>{escape(title)}</h1>",
@@ -78,33 +84,33 @@ def html(
 
 def _tiles(plan: Plan) -> str:
     """Return the tiles: allocated memory, and the speed and communication of a step that fits, else the missing memory."""
-    t, m = plan.time, plan.memory
-    memory = ("memory allocated", size(m.taken_gib), f"of {size(m.usable_gib)} usable")
+    time, memory = plan.time, plan.memory
+    memory_tile = ("memory allocated", size(memory.taken_gib), f"of {size(memory.usable_gib)} usable")
     if not plan.fits:
-        return tiles([memory, ("missing", size(m.taken_gib - m.usable_gib), "on each GPU")])
+        return tiles([memory_tile, ("missing", size(memory.taken_gib - memory.usable_gib), "on each GPU")])
     wire = sum(c.wire_gib for c in plan.collectives) * GB_PER_GIB
     roofline = {
-        "step": f"{rough(t.step_ms)} ms, bound by {t.bound_by}",
-        "tokens/s/GPU": f"{rough(t.tokens_per_s_per_device, 4)}, {rough(t.tokens_per_s, 4)} in all",
-        "MFU": f"{mfu(plan)}, full {percent(t.mfu_full)}, HFU {percent(t.hfu)}",
+        "step": f"{rough(time.step_ms)} ms, bound by {time.bound_by}",
+        "tokens/s/GPU": f"{rough(time.tokens_per_s_per_device, 4)}, {rough(time.tokens_per_s, 4)} in all",
+        "MFU": f"{mfu(plan)}, full {percent(time.mfu_full)}, HFU {percent(time.hfu)}",
     }
-    if t.expected_step_ms:
-        low, high = (percent(t.mfu_causal * t.step_ms / each) for each in reversed(t.expected_step_ms))
+    if time.expected_step_ms:
+        low, high = (percent(time.mfu_causal * time.step_ms / each) for each in reversed(time.expected_step_ms))
         values = {
-            "step": f"{span(t.expected_step_ms)} ms",
-            "tokens/s/GPU": span(t.expected_tokens_per_s_per_device),
+            "step": f"{span(time.expected_step_ms)} ms",
+            "tokens/s/GPU": span(time.expected_tokens_per_s_per_device),
             "MFU": f"{low} to {high}",
         }
         speed = [(f"{name}, expected", value, f"roofline {roofline[name]}") for name, value in values.items()]
     else:
         values = {
-            "step": f"{rough(t.step_ms)} ms",
-            "tokens/s/GPU": rough(t.tokens_per_s_per_device, 4),
-            "MFU": percent(t.mfu_causal),
+            "step": f"{rough(time.step_ms)} ms",
+            "tokens/s/GPU": rough(time.tokens_per_s_per_device, 4),
+            "MFU": percent(time.mfu_causal),
         }
         speed = [(f"{name}, roofline", value, roofline[name]) for name, value in values.items()]
-    exposed = ("exposed communication", percent(t.exposed_ms / t.step_ms), "of the step")
-    return tiles([memory, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
+    exposed = ("exposed communication", percent(time.exposed_ms / time.step_ms), "of the step")
+    return tiles([memory_tile, *speed, exposed, ("on the wire", f"{number(wire)} GB", "a GPU and step")])
 
 
 def schedule_of_layer(layer: Mapping[str, Sequence[Stretch]]) -> Section:
@@ -139,10 +145,10 @@ def mesh_section(plan: Plan) -> Section:
     for first in range(0, shown, node):
         cells = []
         for rank in range(first, min(first + node, shown)):
-            rest, words = rank, []
+            remaining, words = rank, []
             for axis, n in reversed(axes):
-                rest, at = divmod(rest, n)
-                words.insert(0, f"{axis} {at}")
+                remaining, coordinate = divmod(remaining, n)
+                words.insert(0, f"{axis} {coordinate}")
             colour = f"var(--c{1 + (rank // _inner(axes)) % 8})"
             cells.append(f'<div class="gpu" style="border-color:{colour}"><b>{rank}</b>{escape(", ".join(words))}</div>')
         boxes.append(f'<div class="node"><span class="quiet">node {first // node}</span>{"".join(cells)}</div>')
@@ -153,7 +159,6 @@ def mesh_section(plan: Plan) -> Section:
 
 
 def _inner(axes: Sequence[tuple[str, int]]) -> int:
-    """Return the size of the innermost axis."""
     return axes[-1][1]
 
 
@@ -168,21 +173,21 @@ def _gpus_of_a_node(topology: str, total: int) -> int:
 
 def schedule_section(plan: Plan) -> Section:
     """Return the section with memory over XLA's schedule, and the lowest and highest memory of each phase of the step."""
-    m = plan.memory
-    if not m.timeline:
+    memory = plan.memory
+    if not memory.timeline:
         return Section("Memory over the schedule", [])
-    phases = list(dict.fromkeys(phase for _, phase in m.timeline))
-    held = {p: [value for value, phase in m.timeline if phase == p] for p in phases}
-    low, high = [min(held[p]) for p in phases], [max(held[p]) for p in phases]
+    phases = list(dict.fromkeys(phase for _, phase in memory.timeline))
+    gib_by_phase = {p: [value for value, phase in memory.timeline if phase == p] for p in phases}
+    low, high = [min(gib_by_phase[p]) for p in phases], [max(gib_by_phase[p]) for p in phases]
     letters = _letters(plan)
     columns = [Column("phase", [f"{letters.get(phase, '')} {phase or 'start'}".strip() for phase in phases])]
     for name, values in (("lowest", low), ("highest", high)):
         columns.append(Column(f"{name}, {gib(values)[0]}", gib(values)[1], values))
-    places = decimals([value for value, _ in m.timeline])
-    texts = [f"{number(value, places)} GiB, {phase or 'start'}" for value, phase in m.timeline]
-    least = 10.0**-places / 2  # smaller parts are left out
-    parts = [(name, [number(v, places) if v >= least else "" for v in values]) for name, _, values in reversed(_layers(plan))]
-    points = cursor_data({"texts": texts, "parts": parts})
+    digits = decimals([value for value, _ in memory.timeline])
+    texts = [f"{number(value, digits)} GiB, {phase or 'start'}" for value, phase in memory.timeline]
+    least = 10.0**-digits / 2  # smaller parts are left out
+    layers = [(name, [number(v, digits) if v >= least else "" for v in values]) for name, _, values in reversed(_layers(plan))]
+    points = cursor_data({"texts": texts, "parts": layers})
     chart = (
         '<div class="chart" tabindex="0" role="group" aria-label="Memory over the schedule; arrow keys move the cursor">'
         f'{memory_chart(plan)}{points}<div class="tip"></div></div>'
@@ -193,7 +198,7 @@ def schedule_section(plan: Plan) -> Section:
     words = [f"Phases: {lettered}. Short stretches of a phase inside another have no letter.", note]
     if peak := peak_arrays(plan):
         arrays = "; ".join(f"{array} {size(each)}" for array, each in peak)
-        words.insert(1, f"Largest arrays at the peak of {size(m.peak_gib)}: {arrays}.")
+        words.insert(1, f"Largest arrays at the peak of {size(memory.peak_gib)}: {arrays}.")
     return Section(
         "Memory over the schedule", [Drawing(chart), *words, Table("Phases of the schedule", columns, style="small")]
     )
@@ -219,24 +224,24 @@ def bands(phases: Sequence[str]) -> list[tuple[str, int, int]]:
 
     XLA schedules some operations of one phase inside another. A range below SHORT inside another phase belongs to that phase.
     """
-    found: list[tuple[str, int]] = []  # phase, number of points
+    ranges: list[tuple[str, int]] = []  # phase, number of points
     for phase, points in itertools.groupby(phases):
-        found.append((phase, len(list(points))))
-        if len(found) > 2 and found[-3][0] == phase and found[-2][1] <= SHORT * len(phases):
-            found[-3:] = [(phase, sum(n for _, n in found[-3:]))]
-    ends = list(itertools.accumulate(n for _, n in found))
-    return [(phase, end - n, end - 1) for (phase, n), end in zip(found, ends, strict=True)]
+        ranges.append((phase, len(list(points))))
+        if len(ranges) > 2 and ranges[-3][0] == phase and ranges[-2][1] <= SHORT * len(phases):
+            ranges[-3:] = [(phase, sum(n for _, n in ranges[-3:]))]
+    ends = list(itertools.accumulate(n for _, n in ranges))
+    return [(phase, end - n, end - 1) for (phase, n), end in zip(ranges, ends, strict=True)]
 
 
 def _layers(plan: Plan) -> list[tuple[str, str, list[float]]]:
     """Return (class, colour, GiB at each point) from the bottom of the chart up. Classes without a colour are summed."""
-    m = plan.memory
-    named = [c for c in m.over_time if c.name in CLASS_COLOURS]
+    memory = plan.memory
+    classes = [c for c in memory.over_time if c.name in CLASS_COLOURS]
     # Classes of constant size are at the bottom, so that their edges are straight.
-    named.sort(key=lambda c: max(c.gib) - min(c.gib))
-    layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in named]
-    rest = [value - sum(c.gib[i] for c in named) for i, (value, _) in enumerate(m.timeline)]
-    return [*layers, ("others", OTHER_CLASS, rest)]
+    classes.sort(key=lambda c: max(c.gib) - min(c.gib))
+    layers = [(c.name, CLASS_COLOURS[c.name], list(c.gib)) for c in classes]
+    unlisted = [value - sum(c.gib[i] for c in classes) for i, (value, _) in enumerate(memory.timeline)]
+    return [*layers, ("others", OTHER_CLASS, unlisted)]
 
 
 def _apart(centres: Sequence[float]) -> list[float]:
@@ -256,10 +261,10 @@ def memory_chart(plan: Plan) -> str:
     Positions along x are percentages, so the browser stretches the drawing and not the text. The curves are in a nested svg,
     which is stretched as a whole.
     """
-    m = plan.memory
-    held = [value for value, _ in m.timeline]
-    last = max(1, len(held) - 1)
-    top = 1.12 * max(m.usable_gib, m.peak_gib, *held)
+    memory = plan.memory
+    totals = [value for value, _ in memory.timeline]
+    last = max(1, len(totals) - 1)
+    top = 1.12 * max(memory.usable_gib, memory.peak_gib, *totals)
 
     def x(i: float) -> str:
         return f"{100 * i / last:.2f}%"
@@ -273,18 +278,18 @@ def memory_chart(plan: Plan) -> str:
     def text(at: str, y: float, anchor: str, kind: str, words: str) -> str:
         return f'<text x="{at}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(words)}</text>'
 
-    highest = max(range(len(held)), key=held.__getitem__)
+    highest = max(range(len(totals)), key=totals.__getitem__)
     alternative = (
-        f"Memory on each GPU over the schedule of one step: between {size(min(held))} and {size(held[highest])}, highest in "
-        f"phase {m.timeline[highest][1] or 'start'}; {size(m.usable_gib)} usable."
+        f"Memory on each GPU over the schedule of one step: between {size(min(totals))} and {size(totals[highest])}, highest "
+        f"in phase {memory.timeline[highest][1] or 'start'}; {size(memory.usable_gib)} usable."
     )
     out = [f'<svg role="img" aria-label="{escape(alternative)}">']
     letters, centres = _letters(plan), []
-    drawn = bands([phase for _, phase in m.timeline])
-    for n, (_, first, end) in enumerate(drawn):
+    drawn = bands([phase for _, phase in memory.timeline])
+    for index, (_, first, end) in enumerate(drawn):
         # A point covers the range up to the next point, so that bands of phases touch.
         begin, finish = 100 * first / last, 100 * min(end + 1, last) / last
-        if n % 2 == 0:
+        if index % 2 == 0:
             out.append(f'<rect class="band" x="{begin:.2f}%" y="-26" width="{finish - begin:.2f}%" height="{HEIGHT + 26}"/>')
         centres.append((begin + finish) / 2)
     for centre, (phase, *_) in zip(_apart(centres), drawn, strict=True):
@@ -294,27 +299,27 @@ def memory_chart(plan: Plan) -> str:
         out.append(text("-8", y(tick) + 4, "end", "axis", f"{tick:g}"))
     out.append(text("-8", -10, "end", "axis", "GiB"))
 
-    area = f"0,1000 {curve(held)} {1000 * (len(held) - 1) / last:.1f},1000"
+    area = f"0,1000 {curve(totals)} {1000 * (len(totals) - 1) / last:.1f},1000"
     out.append('<svg width="100%" height="100%" viewBox="0 0 1000 1000" preserveAspectRatio="none" overflow="visible">')
-    limit = max(0.0, 1000 * (1 - m.usable_gib / top))
+    limit = max(0.0, 1000 * (1 - memory.usable_gib / top))
     out.append(f'<clipPath id="too-much"><rect width="1000" height="{limit:.2f}"/></clipPath>')
-    bottom = [0.0] * len(held)
+    bottom = [0.0] * len(totals)
     for name, colour, values in _layers(plan):
         edge = [b + v for b, v in zip(bottom, values, strict=True)]
         points = f"{curve(bottom)} {' '.join(reversed(curve(edge).split()))}"
         out.append(f'<polygon class="layer" style="fill:{colour}" points="{points}"><title>{escape(name)}</title></polygon>')
         bottom = edge
     out.append(f'<polygon class="over" points="{area}" clip-path="url(#too-much)"/>')
-    out.append(f'<polyline class="held" points="{curve(held)}"/></svg>')
+    out.append(f'<polyline class="held" points="{curve(totals)}"/></svg>')
 
-    out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(m.usable_gib):.1f}" y2="{y(m.usable_gib):.1f}"/>')
+    out.append(f'<line class="usable" x1="0" x2="100%" y1="{y(memory.usable_gib):.1f}" y2="{y(memory.usable_gib):.1f}"/>')
     # The two labels are in opposite halves, so they never overlap.
     right = highest > last / 2
     edge, anchor = ("6", "start") if right else ("99.5%", "end")
-    out.append(text(edge, y(m.usable_gib) - 7, anchor, "halo", f"usable {size(m.usable_gib)}"))
-    out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(held[highest]):.1f}" r="5"/>')
-    above, anchor = y(held[highest]) - 11, "end" if right else "start"
-    out.append(text(x(highest), above, anchor, "halo", f"peak {size(held[highest])}"))
+    out.append(text(edge, y(memory.usable_gib) - 7, anchor, "halo", f"usable {size(memory.usable_gib)}"))
+    out.append(f'<circle class="peak" cx="{x(highest)}" cy="{y(totals[highest]):.1f}" r="5"/>')
+    above, anchor = y(totals[highest]) - 11, "end" if right else "start"
+    out.append(text(x(highest), above, anchor, "halo", f"peak {size(totals[highest])}"))
     for array, _ in peak_arrays(plan)[:1]:
         out.append(text(x(highest), above - 16, anchor, "halo roomy", array))
     out.append(text("0", HEIGHT + 18, "start", "axis", "start of the step"))

@@ -24,7 +24,7 @@ def run_section(cost: Cost | None) -> list[Section]:
     table = text_table(title, ("", *names), [(name, *cells) for name, cells in rows if cells])
     end = next(iter(cost.ends))
     bound = "so that each write ends before the next" if cost.write_s > cost.daly_s else "by Daly's formula"
-    own = f"every {cost.config_every_steps:,} steps" if cost.config_every_steps else "only at the end"
+    config_interval = f"every {cost.config_every_steps:,} steps" if cost.config_every_steps else "only at the end"
     lost = "the run has no end" if cost.config_lost_s is None else f"failures and saves lose {duration(cost.config_lost_s)}"
     lines = [
         f"{cost.steps:,} steps; this config has {cost.config_steps:,}",
@@ -33,7 +33,7 @@ def run_section(cost: Cost | None) -> list[Section]:
         f"a save every {cost.every_steps:,} steps, {duration(cost.every_steps * end.step_s)}, loses least, {bound}",
         f"intervals for copies of d and failures M apart: {duration(cost.young_s)} by Young 1974, sqrt(2 d M); "
         f"{duration(cost.daly_s)} by Daly 2006, sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d; at least a write",
-        f"with saves {own}, as in this config, {lost}; with these, {duration(end.failures_s + end.saves_s)}",
+        f"with saves {config_interval}, as in this config, {lost}; with these, {duration(end.failures_s + end.saves_s)}",
     ]
     options = f"--config.train.steps={cost.steps} --config.checkpoint.every_steps={cost.every_steps}"
     used = text_table("Assumptions", ("", "value", "source"), cost.assumptions)

@@ -95,10 +95,10 @@ def details(plan: Plan) -> list[Section]:
 
 def verdict(plan: Plan) -> str:
     """Return one line: whether the step fits, and its free or missing memory."""
-    m = plan.memory
-    unit, (allocated, usable, margin) = gib([m.taken_gib, m.usable_gib, abs(m.usable_gib - m.taken_gib)])
-    if plan.fits and m.taken_gib < 1 <= m.usable_gib:
-        return f"fits: {size(m.taken_gib)} of {usable} {unit} usable memory"
+    memory = plan.memory
+    unit, (allocated, usable, margin) = gib([memory.taken_gib, memory.usable_gib, abs(memory.usable_gib - memory.taken_gib)])
+    if plan.fits and memory.taken_gib < 1 <= memory.usable_gib:
+        return f"fits: {size(memory.taken_gib)} of {usable} {unit} usable memory"
     if plan.fits:
         return f"fits: {allocated} of {usable} {unit} usable memory, {margin} {unit} free"
     return f"does not fit: needs {allocated} {unit}, {usable} {unit} usable: {margin} {unit} missing"
@@ -108,33 +108,33 @@ def headline(plan: Plan) -> str:
     """Return the speed in one line, expected range first; "no speed: ..." for a step that does not fit."""
     if not plan.fits:
         return "no speed: the step does not fit"
-    t = plan.time
+    time = plan.time
     load = f", expert load {expert_load(plan.experts.load)}" if plan.experts else ""
     return (
-        f"{expected(plan)}; roofline: step {rough(t.step_ms)} ms, {rough(t.tokens_per_s_per_device, 4)} tokens/s/GPU, "
-        f"MFU {mfu(plan)}, bound by {t.bound_by}{load}"
+        f"{expected(plan)}; roofline: step {rough(time.step_ms)} ms, {rough(time.tokens_per_s_per_device, 4)} tokens/s/GPU, "
+        f"MFU {mfu(plan)}, bound by {time.bound_by}{load}"
     )
 
 
 def expected(plan: Plan) -> str:
     """Return the expected range of step time, speed and MFU, or the reason why there is none."""
-    t = plan.time
-    if not (steps := t.expected_step_ms) or not (speeds := t.expected_tokens_per_s_per_device):
+    time = plan.time
+    if not (steps := time.expected_step_ms) or not (speeds := time.expected_tokens_per_s_per_device):
         return no_range(plan)
     return f"expected: step {span(steps)} ms, {span(speeds)} tokens/s/GPU, MFU {expected_mfu(plan)}"
 
 
 def expected_mfu(plan: Plan) -> str:
     """Return the expected range of causal MFU; "" without a range. precision=fp8 has one range per peak: bf16 and FP8."""
-    t = plan.time
-    if t.expected_step_ms is None:
+    time = plan.time
+    if time.expected_step_ms is None:
         return ""
 
     def ends(mfu: float) -> str:
-        return " to ".join(percent(mfu * t.step_ms / each) for each in reversed(t.expected_step_ms or ()))
+        return " to ".join(percent(mfu * time.step_ms / each) for each in reversed(time.expected_step_ms or ()))
 
-    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {ends(t.mfu_fp8_peak)} of the FP8 peak"
-    return f"{ends(t.mfu_causal)} causal{of_fp8}"
+    fp8_note = "" if time.mfu_fp8_peak is None else f" of the bf16 peak, {ends(time.mfu_fp8_peak)} of the FP8 peak"
+    return f"{ends(time.mfu_causal)} causal{fp8_note}"
 
 
 def no_range(plan: Plan) -> str:
@@ -153,9 +153,9 @@ def range_source(plan: Plan) -> str:
 
 def mfu(plan: Plan) -> str:
     """Return the causal MFU of the roofline. precision=fp8 has one MFU per peak: bf16 and FP8."""
-    t = plan.time
-    of_fp8 = "" if t.mfu_fp8_peak is None else f" of the bf16 peak, {percent(t.mfu_fp8_peak)} of the FP8 peak"
-    return f"{percent(t.mfu_causal)} causal{of_fp8}"
+    time = plan.time
+    fp8_note = "" if time.mfu_fp8_peak is None else f" of the bf16 peak, {percent(time.mfu_fp8_peak)} of the FP8 peak"
+    return f"{percent(time.mfu_causal)} causal{fp8_note}"
 
 
 def span(low_high: tuple[float, float] | None) -> str:
@@ -178,12 +178,12 @@ def device_count(plan: Plan) -> int:
     return math.prod(plan.mesh.values())
 
 
-def describe_remat(r: Remat) -> str:
+def describe_remat(remat: Remat) -> str:
     """Return the remat policy, or the activations that "custom" saves, and remat.every if it is above 1."""
-    every = f", {r.every} layers each" if r.every > 1 else ""
-    if r.policy != "custom":
-        return r.policy + every
-    return "keep " + " ".join(item.replace("=keep", "") for item in r.tensors.split(",")) + every
+    every = f", {remat.every} layers each" if remat.every > 1 else ""
+    if remat.policy != "custom":
+        return remat.policy + every
+    return "keep " + " ".join(item.replace("=keep", "") for item in remat.tensors.split(",")) + every
 
 
 def command(plan: Plan) -> str:
@@ -205,69 +205,71 @@ def memory_classes(plan: Plan) -> list[tuple[str, float, str]]:
 
     Temporaries have an entry for each of their largest parts, in shades of one colour.
     """
-    m = plan.memory
-    ordered = sorted(m.by_class.items(), key=lambda item: -item[1])
-    small = [value for _, value in ordered if value < SMALL * m.peak_gib]
+    memory = plan.memory
+    ordered = sorted(memory.by_class.items(), key=lambda item: -item[1])
+    small = [value for _, value in ordered if value < SMALL * memory.peak_gib]
     shown = ordered[: -len(small)] if len(small) > 1 else ordered
     rows = []
     for name, value in shown:
-        parts = _temporaries(plan) if name == "temporaries" else []
-        rows += parts or [(name, value, CLASS_COLOURS.get(name, OTHER_CLASS))]
+        temporaries = _temporaries(plan) if name == "temporaries" else []
+        rows += temporaries or [(name, value, CLASS_COLOURS.get(name, OTHER_CLASS))]
     return [*rows, (f"{len(small)} others", math.fsum(small), OTHER_CLASS)] if len(small) > 1 else rows
 
 
 def _temporaries(plan: Plan) -> list[tuple[str, float, str]]:
     """Return the rows of the temporaries: their largest parts, and the sum of all others."""
-    m = plan.memory
-    parts = sorted(m.temporaries.items(), key=lambda item: -item[1])
-    large = [(name, gib) for name, gib in parts if gib >= SMALL * m.peak_gib][:TEMPORARIES]
-    rest = parts[len(large) :]
-    rows = [*large, ("others", math.fsum(gib for _, gib in rest))] if rest else large
-    colour, whole = CLASS_COLOURS["temporaries"], 100
-    shades = [f"color-mix(in srgb, {colour} {max(20, whole - 20 * n)}%, var(--ground))" for n in range(len(rows))]
+    memory = plan.memory
+    temporaries = sorted(memory.temporaries.items(), key=lambda item: -item[1])
+    large = [(name, gib) for name, gib in temporaries if gib >= SMALL * memory.peak_gib][:TEMPORARIES]
+    small = temporaries[len(large) :]
+    rows = [*large, ("others", math.fsum(gib for _, gib in small))] if small else large
+    colour, full = CLASS_COLOURS["temporaries"], 100
+    shades = [f"color-mix(in srgb, {colour} {max(20, full - 20 * n)}%, var(--ground))" for n in range(len(rows))]
     return [(f"temporaries: {name}", gib, shade) for (name, gib), shade in zip(rows, shades, strict=True)]
 
 
 def memory_section(plan: Plan) -> Section:
     """Return the section of memory at the peak by class."""
-    m = plan.memory
+    memory = plan.memory
     names, values, colours = zip(*memory_classes(plan), strict=True)
     classes = Column("class", names, total="peak", colours=colours)
-    sizes = dataclasses.replace(_sizes(values), total=gib([*values, m.peak_gib])[1][-1])
-    bar = _stacked_bar("Memory at the peak", classes, sizes, max(m.hbm_gib, m.peak_gib + m.reserve_gib), m.usable_gib)
-    columns = [classes, sizes, shares("share", values, m.peak_gib), bars(values, m.peak_gib)]
+    sizes = dataclasses.replace(_sizes(values), total=gib([*values, memory.peak_gib])[1][-1])
+    bar = _stacked_bar(
+        "Memory at the peak", classes, sizes, max(memory.hbm_gib, memory.peak_gib + memory.reserve_gib), memory.usable_gib
+    )
+    columns = [classes, sizes, shares("share", values, memory.peak_gib), bars(values, memory.peak_gib)]
     by_class = Table(f"Peak memory by class, {sizes.heading} on each GPU", columns, style="sortable")
-    unit, (arguments, temporary, gaps) = gib([m.arguments_gib, m.temp_gib, m.taken_gib - m.peak_gib])
+    unit, (arguments, temporary, gaps) = gib([memory.arguments_gib, memory.temp_gib, memory.taken_gib - memory.peak_gib])
     sums = f"state and batch {arguments} {unit} throughout, other memory {temporary} {unit} with {gaps} {unit} fragmentation"
-    named = ["temporaries are named after the pass and part whose operation wrote them"] if m.temporaries else []
-    return Section("Memory at the peak", [bar, by_class, "; ".join([sums, *named])])
+    notes = ["temporaries are named after the pass and part whose operation wrote them"] if memory.temporaries else []
+    return Section("Memory at the peak", [bar, by_class, "; ".join([sums, *notes])])
 
 
 def memory_details(plan: Plan) -> Section:
     """Return the section with the sources of the memory figures, and saved activations by name."""
-    m = plan.memory
-    parts: list[str | Table] = [f"the peak is in {label(m.peak_at)}"] if m.peak_at else []
-    if m.workspace_gib:
-        parts.append(f"cuDNN workspace {size(m.workspace_gib)}, by {m.workspace_by.replace('cudnn', 'cuDNN')}")
-    unit, (card, reserve, usable) = gib([m.hbm_gib, m.reserve_gib, m.usable_gib])
-    parts.append(f"the card has {card} {unit}: {usable} usable, {reserve} reserved for NCCL and the CUDA context")
-    if m.host_gib:
-        parts.append(f"pinned host memory for each GPU: {size(m.host_gib)}")
-    if m.saved:
-        saved = sorted(m.saved.items(), key=lambda item: -item[1])
+    memory = plan.memory
+    blocks: list[str | Table] = [f"the peak is in {label(memory.peak_at)}"] if memory.peak_at else []
+    if memory.workspace_gib:
+        blocks.append(f"cuDNN workspace {size(memory.workspace_gib)}, by {memory.workspace_by.replace('cudnn', 'cuDNN')}")
+    unit, (card, reserve, usable) = gib([memory.hbm_gib, memory.reserve_gib, memory.usable_gib])
+    blocks.append(f"the card has {card} {unit}: {usable} usable, {reserve} reserved for NCCL and the CUDA context")
+    if memory.host_gib:
+        blocks.append(f"pinned host memory for each GPU: {size(memory.host_gib)}")
+    if memory.saved:
+        saved = sorted(memory.saved.items(), key=lambda item: -item[1])
         values = [value for _, value in saved]
         title = f"Saved activations, {gib([math.fsum(values)])[0]} on each GPU"
         names = Column("activation", [name for name, _ in saved], total="all")
-        parts.append(Table(title, [names, _sizes(values), bars(values, values[0])]))
-    return Section("Memory in detail", parts)
+        blocks.append(Table(title, [names, _sizes(values), bars(values, values[0])]))
+    return Section("Memory in detail", blocks)
 
 
-def _stacked_bar(title: str, names: Column, sizes: Column, whole: float, mark: float | None = None) -> Drawing:
-    """Return one stacked bar of a table's rows. whole: GiB of the bar's full length."""
+def _stacked_bar(title: str, names: Column, sizes: Column, total: float, mark: float | None = None) -> Drawing:
+    """Return one stacked bar of a table's rows. total: GiB of the bar's full length."""
     tips = [f"{name}: {text} {sizes.heading}" for name, text in zip(names.cells, sizes.cells, strict=True)]
     label = f"{title}: {', '.join(tips)}" + (f"; {size(mark)} usable" if mark is not None else "")
-    parts = list(zip(tips, sizes.values or (), names.colours, strict=True))
-    return Drawing(stacked(label, parts, whole, None if mark is None else (mark, f"usable {size(mark)}")))
+    segments = list(zip(tips, sizes.values or (), names.colours, strict=True))
+    return Drawing(stacked(label, segments, total, None if mark is None else (mark, f"usable {size(mark)}")))
 
 
 def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
@@ -278,15 +280,15 @@ def _sizes(values: Sequence[float], *, total: bool = True) -> Column:
 
 def arrays_section(plan: Plan) -> Section:
     """Return the section of the largest arrays at the peak, for the page."""
-    found = plan.memory.largest
-    if not found:
+    arrays = plan.memory.largest
+    if not arrays:
         return Section("Largest arrays at the peak", [])
     columns = [
-        Column("array", [b.shape for b in found], kind="whole"),
-        _sizes([b.gib for b in found], total=False),
-        Column("class", [b.kind for b in found]),
-        Column("source", [b.source for b in found], kind="source"),
-        Column("scope, and name in the HLO", [_scope(b.op_name, b.instruction) for b in found], kind="scope", page_only=True),
+        Column("array", [b.shape for b in arrays], kind="whole"),
+        _sizes([b.gib for b in arrays], total=False),
+        Column("class", [b.kind for b in arrays]),
+        Column("source", [b.source for b in arrays], kind="source"),
+        Column("scope, and name in the HLO", [_scope(b.op_name, b.instruction) for b in arrays], kind="scope", page_only=True),
     ]
     return Section("Largest arrays at the peak", [Table("", columns, page_rows=PAGE_ROWS, style="sortable")])
 
@@ -326,22 +328,24 @@ def merged_collectives(plan: Plan) -> list[Collective]:
 
 def collectives_section(plan: Plan) -> Section:
     """Return the section of the collectives of a step, with bytes on the wire, time and exposed time."""
-    found = merged_collectives(plan)
-    if not found:
+    collectives = merged_collectives(plan)
+    if not collectives:
         return Section("Collectives", ["none: the GPUs do not communicate"])
-    network = [c.network_gib * GB_PER_GIB for c in found]
+    network = [c.network_gib * GB_PER_GIB for c in collectives]
     columns = [
-        Column("kind", [c.kind for c in found], kind="whole", total="all"),
-        Column("dtype", [c.dtype for c in found]),
-        Column("axis", [c.axis for c in found]),
-        labels("GPUs", [c.group for c in found]),
-        counts("count", [c.count for c in found]),
-        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in found]),
+        Column("kind", [c.kind for c in collectives], kind="whole", total="all"),
+        Column("dtype", [c.dtype for c in collectives]),
+        Column("axis", [c.axis for c in collectives]),
+        labels("GPUs", [c.group for c in collectives]),
+        counts("count", [c.count for c in collectives]),
+        numbers("wire GB", [c.wire_gib * GB_PER_GIB for c in collectives]),
         *([numbers("network GB", network)] if any(network) else []),
-        numbers("ms", [c.ms for c in found]),
-        numbers("exposed ms", [c.exposed_ms for c in found]),
-        Column("source", [c.source for c in found], kind="source"),
-        Column("scope, and name in the HLO", [_scope(c.op_name, c.instruction) for c in found], kind="scope", page_only=True),
+        numbers("ms", [c.ms for c in collectives]),
+        numbers("exposed ms", [c.exposed_ms for c in collectives]),
+        Column("source", [c.source for c in collectives], kind="source"),
+        Column(
+            "scope, and name in the HLO", [_scope(c.op_name, c.instruction) for c in collectives], kind="scope", page_only=True
+        ),
     ]
     table = Table("Collectives of a step; bytes sent by each GPU", columns, ROWS, style="sortable")
     on_links, exposed = column([plan.time.communication_ms, plan.time.exposed_ms])
@@ -353,40 +357,42 @@ def collectives_section(plan: Plan) -> Section:
 
 def step_parts(plan: Plan) -> list[tuple[str, float]]:
     """Return (part, ms) of a step. The sum is the step time."""
-    t = plan.time
+    time = plan.time
     parts = [
-        ("GEMM", t.gemm_ms),
-        ("attention", t.attention_ms),
-        ("memory-bound", t.memory_ms),
-        ("exposed communication", t.exposed_ms),
+        ("GEMM", time.gemm_ms),
+        ("attention", time.attention_ms),
+        ("memory-bound", time.memory_ms),
+        ("exposed communication", time.exposed_ms),
     ]
-    return [*parts, ("host", t.host_exposed_ms)] if t.host_exposed_ms else parts
+    return [*parts, ("host", time.host_exposed_ms)] if time.host_exposed_ms else parts
 
 
 def time_section(plan: Plan, steps: int | None, tokens: int = 0, epochs: str = "") -> Section:
     """Return the section of the roofline of a step, and the time to train. The arguments are those of `summary`."""
-    t = plan.time
+    time = plan.time
     names, values = zip(*step_parts(plan), strict=True)
     kinds = Column("part", names, total="step", colours=[PART_COLOURS[name] for name in names])
-    times = dataclasses.replace(numbers("ms", values), total=column([*values, t.step_ms])[-1])
-    bar = _stacked_bar("Time of a step", kinds, times, max(t.step_ms, sum(values)))
-    table = Table("Roofline of a step on each GPU", [kinds, times, shares("share", values, t.step_ms), bars(values, t.step_ms)])
-    parts: list[str | Table | Drawing] = [
+    times = dataclasses.replace(numbers("ms", values), total=column([*values, time.step_ms])[-1])
+    bar = _stacked_bar("Time of a step", kinds, times, max(time.step_ms, sum(values)))
+    table = Table(
+        "Roofline of a step on each GPU", [kinds, times, shares("share", values, time.step_ms), bars(values, time.step_ms)]
+    )
+    blocks: list[str | Table | Drawing] = [
         bar,
         table,
-        f"roofline: {plan.tokens_per_step:,} tokens a step, {rough(t.tokens_per_s, 4)} tokens/s in all; MFU "
-        f"{percent(t.mfu_full)} full; HFU {percent(t.hfu)}",
+        f"roofline: {plan.tokens_per_step:,} tokens a step, {rough(time.tokens_per_s, 4)} tokens/s in all; MFU "
+        f"{percent(time.mfu_full)} full; HFU {percent(time.hfu)}",
     ]
-    parts += filter(None, (matmuls(plan), host_waits(plan)))
-    return Section("Time of a step", [*parts, training_table(plan, steps, tokens, epochs)])
+    blocks += filter(None, (matmuls(plan), host_waits(plan)))
+    return Section("Time of a step", [*blocks, training_table(plan, steps, tokens, epochs)])
 
 
 def training_table(plan: Plan, steps: int | None, tokens: int = 0, epochs: str = "") -> Table:
     """Return the table of the time to train, for `steps` and for a trillion tokens, without saves, evaluations and restarts."""
     works = []
     if steps:
-        of_config = ", ".join(filter(None, ("this config", epochs)))
-        works.append((of_config, float(tokens or steps * plan.tokens_per_step), f"{steps:,}"))
+        title = ", ".join(filter(None, ("this config", epochs)))
+        works.append((title, float(tokens or steps * plan.tokens_per_step), f"{steps:,}"))
     works.append(("each trillion", TRILLION, rough(TRILLION / plan.tokens_per_step)))
     step_times = plan.time.expected_step_ms or (plan.time.step_ms,)
     rows = []
@@ -413,10 +419,10 @@ def host_waits(plan: Plan) -> str:
     """Return the number of times per step that the host waits for loops and branches, and their names; "" without waits."""
     if not plan.host_waits:
         return ""
-    most = sorted(plan.host_waits.items(), key=lambda item: -item[1])
-    named = [f"{n:,} x {name}" for name, n in most[:SHOWN]] + [f"{len(most) - SHOWN} more"] * (len(most) > SHOWN)
+    by_count = sorted(plan.host_waits.items(), key=lambda item: -item[1])
+    loops = [f"{n:,} x {name}" for name, n in by_count[:SHOWN]] + [f"{len(by_count) - SHOWN} more"] * (len(by_count) > SHOWN)
     waits = plural(sum(plan.host_waits.values()), "time")
-    return f"not counted: the host waits {waits} a step for a loop's end or a branch on the GPU: {', '.join(named)}"
+    return f"not counted: the host waits {waits} a step for a loop's end or a branch on the GPU: {', '.join(loops)}"
 
 
 def matmuls(plan: Plan) -> str:
@@ -429,18 +435,18 @@ def matmuls(plan: Plan) -> str:
 
 def kernels_section(plan: Plan) -> Section:
     """Return the section of the kernels of a step by time, without collectives."""
-    found = sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
-    if not found:
+    kernels = sorted((k for k in plan.kernels if k.kind != "communication"), key=lambda k: -k.ms)
+    if not kernels:
         return Section("Kernels", [])
     columns = [
-        Column("kind", [k.kind for k in found]),
-        counts("count", [k.count for k in found], total=False),
-        numbers("ms", [k.ms for k in found], total=False),
-        shares("of step", [k.ms for k in found], plan.time.step_ms),
-        numbers("TFLOP", [k.tflop for k in found], total=False),
-        numbers("GB", [k.gb for k in found], total=False),
-        Column("operation", [k.op_name for k in found], kind="path"),
-        Column("source", [k.source for k in found], kind="source"),
+        Column("kind", [k.kind for k in kernels]),
+        counts("count", [k.count for k in kernels], total=False),
+        numbers("ms", [k.ms for k in kernels], total=False),
+        shares("of step", [k.ms for k in kernels], plan.time.step_ms),
+        numbers("TFLOP", [k.tflop for k in kernels], total=False),
+        numbers("GB", [k.gb for k in kernels], total=False),
+        Column("operation", [k.op_name for k in kernels], kind="path"),
+        Column("source", [k.source for k in kernels], kind="source"),
     ]
     return Section("Kernels", [Table("Kernels of a step on each GPU", columns, page_rows=PAGE_ROWS, style="sortable")])
 
@@ -462,17 +468,19 @@ def loops_section(plan: Plan) -> Section:
 
 def pipeline(plan: Plan) -> list[str]:
     """Return the pipeline's schedule in words; [] without stages."""
-    if not (p := plan.pipeline):
+    if not (pipe := plan.pipeline):
         return []
-    virtual = f", {p.groups} virtual stages each" if p.groups > 1 else ""
-    neighbours, everyone, over_network = column([v * GB_PER_GIB for v in (p.permute_gib, p.reduce_gib, p.network_gib)])
-    network = f", {over_network} GB of it over the network" if p.network_gib else ""
-    on_links, exposed = column([p.ms, p.exposed_ms])
+    virtual = f", {pipe.groups} virtual stages each" if pipe.groups > 1 else ""
+    neighbours, everyone, over_network = column([v * GB_PER_GIB for v in (pipe.permute_gib, pipe.reduce_gib, pipe.network_gib)])
+    network = f", {over_network} GB of it over the network" if pipe.network_gib else ""
+    on_links, exposed = column([pipe.ms, pipe.exposed_ms])
     return [
-        f"{p.schedule} over {p.stages} stages{virtual}, {p.microbatches} microbatches; layers {' | '.join(p.layers)}",
-        f"bubble {percent(p.bubble)} of the step by formula, (stages - 1) / (virtual stages x microbatches + stages - 1); "
-        f"{percent(p.idle)} of the program's passes through a stage are idle",
-        f"at most {p.in_flight:g} microbatches in flight on a stage: {size(p.saved_gib)} of saved activations on each GPU",
+        f"{pipe.schedule} over {pipe.stages} stages{virtual}, {pipe.microbatches} microbatches; "
+        f"layers {' | '.join(pipe.layers)}",
+        f"bubble {percent(pipe.bubble)} of the step by formula, (stages - 1) / (virtual stages x microbatches + stages - 1); "
+        f"{percent(pipe.idle)} of the program's passes through a stage are idle",
+        f"at most {pipe.in_flight:g} microbatches in flight on a stage: {size(pipe.saved_gib)} of saved activations on "
+        f"each GPU",
         f"over stage each GPU sends {neighbours} GB to its neighbours and {everyone} GB to all stages{network}: {on_links} ms, "
         f"{exposed} ms of it exposed",
     ]
@@ -482,10 +490,10 @@ def experts(plan: Plan) -> list[str]:
     """Return the placement of experts and the dispatch of tokens in words; [] for a model without experts."""
     if not (x := plan.experts):
         return []
-    where = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
+    placement = f"{x.experts // x.devices} on each of {x.devices} GPUs" if x.devices > 1 else "all on each GPU"
     lines = [
-        f"{x.experts} experts a layer, {where}, {x.per_token} for each token: {x.rows:,.0f} rows of a microbatch and layer on "
-        f"a GPU, in buffers of {x.room:,.0f}"
+        f"{x.experts} experts a layer, {placement}, {x.per_token} for each token: {x.rows:,.0f} rows of a microbatch and layer "
+        f"on a GPU, in buffers of {x.room:,.0f}"
     ]
     if x.devices > 1:
         lines.append(
@@ -506,44 +514,47 @@ def experts(plan: Plan) -> list[str]:
 
 def rates(plan: Plan) -> str:
     """Return the rates that the estimated times of this program use, and their source."""
-    r = plan.rates
+    gpu_rates = plan.rates
     pallas = plan.attention == "pallas"
-    of_cudnn = PALLAS_ATTENTION if pallas else (1.0, 1.0)
+    cudnn_shares = PALLAS_ATTENTION if pallas else (1.0, 1.0)
     fp8 = any("jaxtrain_attention_forward_fp8" in kernel.op_name for kernel in plan.kernels)
     if fp8:
-        of_cudnn = PALLAS_ATTENTION[0] * fp8_attention(ATTENTION_AT), of_cudnn[1]
-    stated = r.attention_forward_tflops, r.attention_backward_tflops
-    forward, backward = (number(x * y, 0) for x, y in zip(of_cudnn, stated, strict=True))
-    small = ((mib, r.nvlink_gb_s * fraction(r.collective_curve, mib * 2**20)) for mib in (64, 1))
+        cudnn_shares = PALLAS_ATTENTION[0] * fp8_attention(ATTENTION_AT), cudnn_shares[1]
+    stated = gpu_rates.attention_forward_tflops, gpu_rates.attention_backward_tflops
+    forward, backward = (number(x * y, 0) for x, y in zip(cudnn_shares, stated, strict=True))
+    small = ((mib, gpu_rates.nvlink_gb_s * fraction(gpu_rates.collective_curve, mib * 2**20)) for mib in (64, 1))
     by_size = " and ".join(f"{number(gb_s)} at {mib} MiB" for mib, gb_s in small)
-    parts = [
-        f"GEMM {number(r.gemm_tflops, 0)} TFLOP/s" + (f", in FP8 {number(r.fp8_tflops, 0)}" if plan.matmuls else ""),
+    texts = [
+        f"GEMM {number(gpu_rates.gemm_tflops, 0)} TFLOP/s"
+        + (f", in FP8 {number(gpu_rates.fp8_tflops, 0)}" if plan.matmuls else ""),
         f"{'Pallas ' if pallas else ''}attention {forward} forward{' in FP8' * fp8}, {backward} backward "
         f"at {ATTENTION_AT:,} tokens",
-        f"memory {number(r.memory_tb_s)} TB/s",
-        f"NVLink {number(r.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
+        f"memory {number(gpu_rates.memory_tb_s)} TB/s",
+        f"NVLink {number(gpu_rates.nvlink_gb_s, 0)} GB/s for large messages, {by_size}",
     ]
     if any(c.network_gib for c in plan.collectives):
-        parts.append(f"network {number(r.network_gb_s, 0)} GB/s + {number(r.network_latency_us, 0)} us between nodes")
+        texts.append(
+            f"network {number(gpu_rates.network_gb_s, 0)} GB/s + {number(gpu_rates.network_latency_us, 0)} us between nodes"
+        )
     if plan.memory.host_gib:
-        parts.append(f"host {number(r.host_gb_s, 0)} GB/s")
-    return f"{r.source}: {', '.join(parts)}"
+        texts.append(f"host {number(gpu_rates.host_gb_s, 0)} GB/s")
+    return f"{gpu_rates.source}: {', '.join(texts)}"
 
 
 def work(plan: Plan) -> str:
     """Return the FLOPs per token by formula and per step in the program, and the balance of attention over mesh.seq."""
-    f = plan.flops
-    more = f.hardware_per_step / f.expected_per_step - 1 if f.expected_per_step else math.nan
-    against = f"{100 * more:+.1f}%" if math.isfinite(more) else "-"
+    flops = plan.flops
+    excess = flops.hardware_per_step / flops.expected_per_step - 1 if flops.expected_per_step else math.nan
+    against = f"{100 * excess:+.1f}%" if math.isfinite(excess) else "-"
     text = (
-        f"{number(f.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(f.per_token_full / 1e9, 2)} full; a step "
-        f"executes {number(f.hardware_per_step / 1e12)} TFLOP on each GPU, {against} against the formula with recomputation"
+        f"{number(flops.per_token_causal / 1e9, 2)} GFLOP a token causal, {number(flops.per_token_full / 1e9, 2)} full; a step "
+        f"executes {number(flops.hardware_per_step / 1e12)} TFLOP on each GPU, {against} against the formula with recomputation"
     )
-    if ranks := f.attention_by_rank:
+    if ranks := flops.attention_by_rank:
         apart = 100 * (max(ranks) / min(ranks) - 1)
         text += f"; attention within the causal mask: {number(max(ranks) / 1e12)} TFLOP on each of {len(ranks)} ranks of seq"
         text += f" (largest over smallest {apart:+.1f}%)"
-        text += f", {number(f.attention_per_step / 1e12)} computed" if f.attention_per_step else ""
+        text += f", {number(flops.attention_per_step / 1e12)} computed" if flops.attention_per_step else ""
     return text
 
 

@@ -58,8 +58,8 @@ class Job:
     @property
     def name(self) -> str:
         """Return the config file, and its variant if there is one, as on the command line."""
-        at = self.args.loaded.launch
-        return f"{at.config_file}:{at.variant}" if at.variant else at.config_file
+        launch = self.args.loaded.launch
+        return f"{launch.config_file}:{launch.variant}" if launch.variant else launch.config_file
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -68,12 +68,12 @@ class Job:
     def search(self) -> SearchResult:
         """Search, print the result, and return it."""
         args = self.args
-        how: dict[str, Any] = {"jobs": args.jobs, "budget_s": args.budget, "most": args.most, "cache": self.cache}
-        how |= {"overrides": self.overrides, "check": self.check}
+        options: dict[str, Any] = {"jobs": args.jobs, "budget_s": args.budget, "most": args.most, "cache": self.cache}
+        options |= {"overrides": self.overrides, "check": self.check}
         with search_page.watch(self.console) as progress:
-            found = search(self.run, self.name, self.topology, on_progress=progress, **how)
-        search_page.show(found, self.console)
-        return found
+            search_result = search(self.run, self.name, self.topology, on_progress=progress, **options)
+        search_page.show(search_result, self.console)
+        return search_result
 
     def write_json(self, tree: Mapping[str, Any]) -> None:
         """Write `tree` to the file of --json, if one is given."""
@@ -94,9 +94,9 @@ def plan(job: Job, cudnn: Library | None) -> int:
     # of a device through a layer, per step
     passes = run.train.grad_accum * run.model.num_layers / planned.mesh.get("stage", 1)
     layer = layer_schedule.read(compiled.module, planned.mesh, topology, planned.rates, passes) if args.html else {}
-    asked = Asked(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
-    counted = asked.tokens and planned.fits
-    cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, asked) if counted else None
+    cost_request = Asked(args.tokens, args.price_per_gpu_hour, args.failures_per_1000_gpu_days, args.storage_gb_s)
+    counted = cost_request.tokens and planned.fits
+    cost = estimate(planned, run, topology, compiled.program.checkpoint_bytes, cost_request) if counted else None
     del compiled
     tokens = run.tokens_before(run.train.steps)
     epochs = opening.epochs(run.data, Path(run.paths.data), tokens)
@@ -105,7 +105,7 @@ def plan(job: Job, cudnn: Library | None) -> int:
     print_plan(planned, console, **length)
     if not planned.fits:
         _print_search(job)
-    if asked.tokens and not cost:
+    if cost_request.tokens and not cost:
         say(console, f"\n{NO_COST}")
     job.write_json(result.to_json(planned) | ({"run": dataclasses.asdict(cost)} if cost else {}))
     if args.html:
@@ -125,11 +125,11 @@ def refused(job: Job) -> bool:
     needs, usable = least(job.run, job.topology), job.topology.usable_gib(job.run.train.memory_fraction)
     if needs.gib <= usable:
         return False
-    missing = f"needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable"
-    say(job.console, f"does not fit: {job.name} on {job.topology.name} {missing}", "bold red")
-    parts = f"weights and moments {size(needs.state_gib)}, gradients {size(needs.gradients_gib)}"
-    parts += f", gathered weights {size(needs.gathered_gib)}, inputs of layers {size(needs.inputs_gib)}"
-    say(job.console, f"{parts}; nothing was compiled")
+    shortage = f"needs at least {size(needs.gib)} on each GPU, {size(usable)} are usable"
+    say(job.console, f"does not fit: {job.name} on {job.topology.name} {shortage}", "bold red")
+    breakdown = f"weights and moments {size(needs.state_gib)}, gradients {size(needs.gradients_gib)}"
+    breakdown += f", gathered weights {size(needs.gathered_gib)}, inputs of layers {size(needs.inputs_gib)}"
+    say(job.console, f"{breakdown}; nothing was compiled")
     if job.args.tokens:
         say(job.console, NO_COST)
     _print_search(job)
@@ -169,11 +169,11 @@ def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int
         with console.status(f"compiling {name} for {topology.name} ...") if console.is_terminal else contextlib.nullcontext():
             compiled = compile_step(loaded.run, topology, cudnn)
             plans[name] = read_plan(compiled, topology, name=getattr(args, name.lower()))
-    found = diff(plans["A"], plans["B"])
-    print_diff(found, console)
+    changes = diff(plans["A"], plans["B"])
+    print_diff(changes, console)
     if args.json:
-        write_output(args.json, json.dumps(found.to_json(), indent=1) + "\n")
-    return 0 if found.same else 1
+        write_output(args.json, json.dumps(changes.to_json(), indent=1) + "\n")
+    return 0 if changes.same else 1
 
 
 def search_layouts(job: Job) -> int:
@@ -182,8 +182,8 @@ def search_layouts(job: Job) -> int:
     SIGTERM ends the search as Ctrl-C does.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    found = job.search()
-    job.write_json(search_page.to_json(found))
-    if found.ended == "interrupted":
+    search_result = job.search()
+    job.write_json(search_page.to_json(search_result))
+    if search_result.ended == "interrupted":
         return INTERRUPTED
-    return 0 if found.best else FAILED
+    return 0 if search_result.best else FAILED

@@ -98,24 +98,24 @@ def shortened(text: str) -> str:
 
 def last_line(nodes: Sequence[NodeReport]) -> str:
     """Return the verdict in one line."""
-    found = [(node, finding) for node in nodes for finding in node.findings]
-    states = Counter(finding.state for _, finding in found)
-    allowed = ", ".join(dict.fromkeys(finding.name for _, finding in found if finding.seen.startswith(ALLOWED)))
+    findings = [(node, finding) for node in nodes for finding in node.findings]
+    states = Counter(finding.state for _, finding in findings)
+    allowed = ", ".join(dict.fromkeys(finding.name for _, finding in findings if finding.seen.startswith(ALLOWED)))
     allowed = f", allowed: {allowed}" if allowed else ""
     result = verdict(nodes)
     if result == FAULTY:
         faults = [
             f"{f.name}{f' on {f.node or node.host}' if len(nodes) > 1 else ''} ({shortened(f.seen)})"
-            for node, f in found
+            for node, f in findings
             if f.state == FAULT
         ]
         more = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         return f"FAULT: {', '.join(faults[:3])}{more}{allowed}: see above"
     if result == NOT_CONNECTED:
-        seen = next(f.seen for _, f in found if f.state == MISSING)
+        seen = next(f.seen for _, f in findings if f.state == MISSING)
         return f"not met: {shortened(seen)}; this node has no fault that would stop it"
-    others = [f"{states[state]} {text}" for state, text in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]]
-    count = f"{len(found)} checks" + (f" ({', '.join(others)})" if others else "")
+    notes = [f"{states[state]} {text}" for state, text in ((NOTE, "worth a look"), (UNKNOWN, "not measured")) if states[state]]
+    count = f"{len(findings)} checks" + (f" ({', '.join(notes)})" if notes else "")
     if result == NO_GPUS:
         return f"no GPUs: {nodes[0].absent}; checks of GPUs left out. {count}"
     kinds = Counter(node.gpus for node in nodes if node.gpus)
@@ -144,11 +144,11 @@ def show(nodes: Sequence[NodeReport]) -> None:
     table = rich.table.Table(title=title, title_justify="left")
     for heading in ("check", *(["node"] * several), "state", "expected", "seen"):
         table.add_column(heading, overflow="fold", ratio=2 if heading in ("expected", "seen") else None)
-    found = lines(nodes)
-    for where, f in found:
-        table.add_row(f.name, *([where] * several), Text(f.state, style=STYLES[f.state]), Text(f.expected), Text(f.seen))
+    rows = lines(nodes)
+    for node_names, f in rows:
+        table.add_row(f.name, *([node_names] * several), Text(f.state, style=STYLES[f.state]), Text(f.expected), Text(f.seen))
     console.print(table)
-    texts = [(f"{f.name}{f' on {where}' if several else ''}: {f.seen}", f) for where, f in found]
+    texts = [(f"{f.name}{f' on {node_names}' if several else ''}: {f.seen}", f) for node_names, f in rows]
     for text, f in texts:
         if f.state == NOTE:
             console.print(Text(f"{text}; {f.fix}" if f.fix else text), soft_wrap=True)

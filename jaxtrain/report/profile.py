@@ -101,39 +101,39 @@ def profile(path: Path, run: Run | None) -> Profile:
 # ---- Its report
 
 
-def verdict(found: Profile) -> str:
+def verdict(profile: Profile) -> str:
     """Return a line with the step time, and the longest causes of lost time."""
-    lost = [f"{row.cause} {lost_time.share(row, found.lost.step_s)}" for row in found.lost.rows[:WORST]]
-    return f"step {rough(found.step_ms)} ms; lost: {', '.join(lost) or 'nothing that was measured'}"
+    lost = [f"{row.cause} {lost_time.share(row, profile.lost.step_s)}" for row in profile.lost.rows[:WORST]]
+    return f"step {rough(profile.step_ms)} ms; lost: {', '.join(lost) or 'nothing that was measured'}"
 
 
-def facts(found: Profile) -> list[tuple[str, str, str]]:
+def facts(profile: Profile) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of each figure of the step."""
-    low, high = map(rough, found.step_range_ms)
-    untraced, planned = ("-", "not recorded"), ("-", found.no_plan)
-    if found.untraced_ms is not None:
-        ratio = f"{found.step_ms / found.untraced_ms:.2f}"
-        untraced = f"{rough(found.untraced_ms)} ms", f"median of the run; the traced steps took {ratio} times as long"
-    if found.planned:
-        ratio = f"{found.step_ms / found.planned.step_ms:.2f}"
-        planned = f"{rough(found.planned.step_ms)} ms", f"{found.planned.rates}; the measured step takes {ratio} times that"
+    low, high = map(rough, profile.step_range_ms)
+    untraced, planned = ("-", "not recorded"), ("-", profile.no_plan)
+    if profile.untraced_ms is not None:
+        ratio = f"{profile.step_ms / profile.untraced_ms:.2f}"
+        untraced = f"{rough(profile.untraced_ms)} ms", f"median of the run; the traced steps took {ratio} times as long"
+    if profile.planned:
+        ratio = f"{profile.step_ms / profile.planned.step_ms:.2f}"
+        planned = f"{rough(profile.planned.step_ms)} ms", f"{profile.planned.rates}; the measured step takes {ratio} times that"
     return [
-        ("step, traced", f"{rough(found.step_ms)} ms", f"mean of {plural(len(found.steps), 'step')}, {low} to {high} ms"),
+        ("step, traced", f"{rough(profile.step_ms)} ms", f"mean of {plural(len(profile.steps), 'step')}, {low} to {high} ms"),
         ("step, not traced", *untraced),
         ("step, planned", *planned),
-        ("devices", str(len(found.by_device)), found.device_kind),
+        ("devices", str(len(profile.by_device)), profile.device_kind),
     ]
 
 
-def make_sections(found: Profile) -> list[Section]:
+def make_sections(profile: Profile) -> list[Section]:
     """Return the sections of a profile's report."""
     return [
-        lost_time.section(found.lost),
-        Section("Time by kind", [_kinds(found)]),
-        Section("Time by part", _parts(found)),
-        Section("Operations", [_operations(found)]),
-        Section("Devices", _devices(found)),
-        Section("Notes", [Listing((timeline_note(Path(found.trace)), *NOTES, *found.notes))]),
+        lost_time.section(profile.lost),
+        Section("Time by kind", [_kinds(profile)]),
+        Section("Time by part", _parts(profile)),
+        Section("Operations", [_operations(profile)]),
+        Section("Devices", _devices(profile)),
+        Section("Notes", [Listing((timeline_note(Path(profile.trace)), *NOTES, *profile.notes))]),
     ]
 
 
@@ -142,47 +142,47 @@ def _sparse(heading: str, values: Sequence[float]) -> Column:
     return Column(heading, [number(v) if v else "" for v in values], values)
 
 
-def _kinds(found: Profile) -> Table:
-    planned = found.planned.by_kind if found.planned else {}
-    overlapped = {f"exposed {link}": ms for link, ms in found.overlapped.items()}
-    names = [k for k in KINDS if found.by_kind[k] or overlapped.get(k) or planned.get(k) or k == "idle"]
-    ms = [found.by_kind[k] for k in names]
+def _kinds(profile: Profile) -> Table:
+    planned = profile.planned.by_kind if profile.planned else {}
+    overlapped = {f"exposed {link}": ms for link, ms in profile.overlapped.items()}
+    names = [k for k in KINDS if profile.by_kind[k] or overlapped.get(k) or planned.get(k) or k == "idle"]
+    ms = [profile.by_kind[k] for k in names]
     columns = [
         Column("kind", names, total="step", colours=[_colour(k) for k in names]),
         numbers("ms", ms),
-        shares("of step", ms, found.step_ms),
+        shares("of step", ms, profile.step_ms),
     ]
     if any(overlapped.values()):
         columns.append(_sparse("overlapped ms", [overlapped.get(k, 0.0) for k in names]))
-    if found.planned:
+    if profile.planned:
         columns.append(numbers("planned ms", [planned.get(k, 0.0) for k in names]))
-    return Table("Mean of steps and devices", [*columns, bars(ms, found.step_ms)], style="sortable")
+    return Table("Mean of steps and devices", [*columns, bars(ms, profile.step_ms)], style="sortable")
 
 
-def _parts(found: Profile) -> list[str | Table]:
-    planned = found.planned.by_part if found.planned else {}
-    spent = {name: found.by_part.get(name, {}) for name in dict.fromkeys((*found.by_part, *planned))}
+def _parts(profile: Profile) -> list[str | Table]:
+    planned = profile.planned.by_part if profile.planned else {}
+    spent = {name: profile.by_part.get(name, {}) for name in dict.fromkeys((*profile.by_part, *planned))}
     ms = [sum(kinds.values()) for kinds in spent.values()]
     columns = [
         Column("part, pass", list(spent), total="all", kind="whole"),
         numbers("ms", ms),
-        shares("of step", ms, found.step_ms),
+        shares("of step", ms, profile.step_ms),
     ]
     if planned:
         columns.append(numbers("planned", [planned.get(name, 0.0) for name in spent]))
-    columns += _of_kinds(list(spent.values()))
-    named = f"{percent(found.named)} of the time in which something ran belongs to a part."
-    return [Table("By part and pass, ms", columns, style="sortable"), named]
+    columns += _kind_columns(list(spent.values()))
+    coverage = f"{percent(profile.named)} of the time in which something ran belongs to a part."
+    return [Table("By part and pass, ms", columns, style="sortable"), coverage]
 
 
-def _of_kinds(rows: Sequence[Mapping[str, float]]) -> list[Column]:
+def _kind_columns(rows: Sequence[Mapping[str, float]]) -> list[Column]:
     """Return a column for each kind of time that any row has. rows: kind -> ms."""
     kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows)]
     return [_sparse(SHORT.get(kind, kind), [row.get(kind, 0.0) for row in rows]) for kind in kinds]
 
 
-def _operations(found: Profile) -> Table:
-    ops = found.ops
+def _operations(profile: Profile) -> Table:
+    ops = profile.ops
     ms = [op.ms for op in ops]
     tflops, gbs = _rates(ops, [(op.gflop or 0.0) / 1e3 for op in ops]), _rates(ops, [op.gb or 0.0 for op in ops])
     large = max(tflops, default=0.0) >= 1
@@ -192,15 +192,15 @@ def _operations(found: Profile) -> Table:
         Column("kind", [op.kind for op in ops], kind="whole", colours=[_colour(op.kind) for op in ops]),
         Column("count", [f"{op.count:,.0f}" for op in ops], [op.count for op in ops]),
         numbers("ms", ms, total=False),
-        shares("of step", ms, found.step_ms),
+        shares("of step", ms, profile.step_ms),
     ]
     if any(op.overlapped_ms for op in ops):
         columns.append(_sparse("overlapped", [op.overlapped_ms for op in ops]))
     columns.append(Column("TFLOP/s" if large else "GFLOP/s", [rough(v) if v else "-" for v in flops], flops))
     columns.append(Column("GB/s", [number(v) if v else "-" for v in gbs], gbs))
-    if found.planned:
-        of_plan = _rates(ops, [(op.planned_ms or 0.0) / 1e3 for op in ops])
-        columns.append(Column("of plan", [percent(v) if v else "-" for v in of_plan], of_plan))
+    if profile.planned:
+        plan_shares = _rates(ops, [(op.planned_ms or 0.0) / 1e3 for op in ops])
+        columns.append(Column("of plan", [percent(v) if v else "-" for v in plan_shares], plan_shares))
     columns.append(Column("source", [op.source for op in ops], kind="source"))
     return Table("Mean of a step, and rates while they run", columns, ROWS, PAGE_ROWS, "sortable")
 
@@ -210,45 +210,45 @@ def _rates(ops: Iterable[Op], work: Iterable[float]) -> list[float]:
     return [w / (op.ran_ms / 1e3) if op.ran_ms else 0.0 for op, w in zip(ops, work, strict=True)]
 
 
-def _devices(found: Profile) -> list[str | Table]:
+def _devices(profile: Profile) -> list[str | Table]:
     """Return the table of devices, and a sentence on the one with the longest computation; [] for one device."""
-    if len(found.by_device) == 1:
+    if len(profile.by_device) == 1:
         return []
-    busy = {device: sum(ms for kind, ms in kinds.items() if kind in COMPUTATION) for device, kinds in found.by_device.items()}
+    busy = {device: sum(ms for kind, ms in kinds.items() if kind in COMPUTATION) for device, kinds in profile.by_device.items()}
     last = max(busy, key=lambda device: busy[device])
     above = busy[last] / statistics.fmean(busy.values()) - 1 if busy[last] else 0.0
     straggler = f"Computation takes {rough(min(busy.values()))} to {rough(busy[last])} ms a step. Device {last} takes longest, "
     straggler += f"{percent(above)} more than the mean, and the others wait for it in communication."
-    steps = numbers("step", [sum(kinds.values()) for kinds in found.by_device.values()], total=False)
-    columns = [Column("device", [str(device) for device in busy]), steps, *_of_kinds(list(found.by_device.values()))]
+    steps = numbers("step", [sum(kinds.values()) for kinds in profile.by_device.values()], total=False)
+    columns = [Column("device", [str(device) for device in busy]), steps, *_kind_columns(list(profile.by_device.values()))]
     return [Table("ms of a step", columns, ROWS, style="sortable"), straggler]
 
 
-def print_profile(found: Profile, console: Console) -> None:
+def print_profile(profile: Profile, console: Console) -> None:
     """Print the report of a profile."""
-    steps = f"{found.trace}, steps {', '.join(map(str, found.steps))}"
-    shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(found)])
-    print_sections([Section(f"{found.name}: {verdict(found)}", [steps, shown]), *make_sections(found)], console)
+    steps = f"{profile.trace}, steps {', '.join(map(str, profile.steps))}"
+    shown = Listing([f"{name}: {value}, {note}" for name, value, note in facts(profile)])
+    print_sections([Section(f"{profile.name}: {verdict(profile)}", [steps, shown]), *make_sections(profile)], console)
 
 
-def make_html(found: Profile) -> str:
+def make_html(profile: Profile) -> str:
     """Return the report as one HTML page that needs no network."""
-    title = f"{found.name}: time of a step"
-    steps = f"{found.trace}; steps {', '.join(map(str, found.steps))}"
+    title = f"{profile.name}: time of a step"
+    steps = f"{profile.trace}; steps {', '.join(map(str, profile.steps))}"
     body = [
         f"<header><h1>{escape(title)}</h1>{paragraph(steps, 'quiet')}",
-        f'<p class="verdict">{escape(verdict(found))}</p></header><main>',
-        tiles(facts(found)),
-        *html_sections(make_sections(found)),
+        f'<p class="verdict">{escape(verdict(profile))}</p></header><main>',
+        tiles(facts(profile)),
+        *html_sections(make_sections(profile)),
         "</main>",
     ]
-    return document(title, verdict(found), body)
+    return document(title, verdict(profile), body)
 
 
 def _colour(kind: str) -> str:
     return f"var({COLOURS.get(kind.removeprefix('exposed '), '--panel')})"
 
 
-def to_json(found: Profile) -> str:
+def to_json(profile: Profile) -> str:
     """Return a profile as JSON."""
-    return json.dumps(dataclasses.asdict(found), indent=1) + "\n"
+    return json.dumps(dataclasses.asdict(profile), indent=1) + "\n"

@@ -102,22 +102,22 @@ def read(text: str, mesh: Mapping[str, int], gpus: int) -> Program:
         program.wires.update(collectives.read(module, dict(mesh), gpus))
     except (HloError, ValueError) as error:
         unknown.append(f"bytes of collectives: {error}")
-    inner = {c for made in module.computations.values() for i in made.instructions if i.opcode in FUSIONS for c in i.called}
-    for where in (c for c in module.computations.values() if c.name not in inner):
+    inner = {c for comp in module.computations.values() for i in comp.instructions if i.opcode in FUSIONS for c in i.called}
+    for computation in (c for c in module.computations.values() if c.name not in inner):
         users: dict[str, list[Instruction]] = defaultdict(list)
-        for i in where.instructions:
+        for i in computation.instructions:
             for operand in i.operands:
                 users[operand].append(i)
-        for i in where.instructions:
+        for i in computation.instructions:
             # Only the start of an asynchronous operation counts.
             if i.opcode in FREE or i.opcode in CONTROL or i.opcode.endswith(("-done", "-update")):
                 continue
             try:
-                if cost := work(module, where, i, program.wires):
+                if cost := work(module, computation, i, program.wires):
                     program.work[i.name] = cost
             except HloError as error:
                 unknown.append(str(error))
-            name, source = _scope(module, where, users, i)
+            name, source = _scope(module, computation, users, i)
             part = part_of(name) or NO_SCOPE
             phase = phase_of(name) if part != NO_SCOPE else ""
             label = roofline.label(name) or re.sub(r"[.\d]+$", "", i.name)
@@ -144,12 +144,12 @@ def _kind(module: Module, i: Instruction, work: Work | None) -> str:
     return "copies" if kind == "memory-bound" and all(j.opcode in _COPIES for j in inside) else kind
 
 
-def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruction]], i: Instruction) -> tuple[str, str]:
+def _scope(module: Module, computation: Computation, users: Mapping[str, list[Instruction]], i: Instruction) -> tuple[str, str]:
     """Return (op_name with a scope, source) of an instruction, else of its nearest user, else of its nearest operand.
 
     If none has a scope, op_name is "".
     """
-    for neighbours in (lambda j: users.get(j.name, ()), lambda j: [where.by_name[o] for o in j.operands]):
+    for neighbours in (lambda j: users.get(j.name, ()), lambda j: [computation.by_name[o] for o in j.operands]):
         for j in _nearest_first(i, neighbours):
             if part_of(j.op_name):
                 return j.op_name, j.source
@@ -162,11 +162,11 @@ def _scope(module: Module, where: Computation, users: Mapping[str, list[Instruct
 
 
 def _nearest_first(i: Instruction, neighbours: Callable[[Instruction], Iterable[Instruction]]) -> Iterator[Instruction]:
-    seen, order = {i.name}, [i]
+    visited, order = {i.name}, [i]
     for j in order:  # `order` grows during the loop
         yield j
-        new = {k.name: k for k in neighbours(j) if k.name not in seen}
-        seen |= new.keys()
+        new = {k.name: k for k in neighbours(j) if k.name not in visited}
+        visited |= new.keys()
         order += new.values()
 
 

@@ -117,19 +117,19 @@ def windows(trace: Trace, module: Module | None) -> dict[int, list[Window]]:
     Raises:
         TraceError: no device has a complete step.
     """
-    found = {}
-    for device, every in trace.devices.items():
-        events = [e for e in every if e.program == trace.main_program]
+    by_device = {}
+    for device, device_events in trace.devices.items():
+        events = [e for e in device_events if e.program == trace.main_program]
         ends = _ends(events, len(trace.steps), module)
         # The trace can have the end of an earlier step, which is the start of the first.
         count = len(trace.steps) or len(ends)
         starts = [events[0].start, *ends][-count - 1 : -1] if ends else []
         numbers = trace.steps or range(count)
         if steps := [Window(*step) for step in zip(numbers, starts, ends[-count:], strict=False)]:
-            found[device] = steps
-    if not found:
+            by_device[device] = steps
+    if not by_device:
         raise TraceError(f"{trace.path}: this trace has no complete step. Fix: raise profile.steps, and trace again.")
-    return found
+    return by_device
 
 
 def _ends(events: Sequence[Event], marked: int, module: Module | None) -> list[float]:
@@ -143,10 +143,10 @@ def _ends(events: Sequence[Event], marked: int, module: Module | None) -> list[f
         marked: steps that the training loop marked; 0 if unknown.
     """
     if events and events[0].run >= 0:
-        of_run: dict[int, float] = {}
+        run_ends: dict[int, float] = {}
         for e in events:
-            of_run[e.run] = max(e.end, of_run.get(e.run, e.end))
-        return sorted(of_run.values())
+            run_ends[e.run] = max(e.end, run_ends.get(e.run, e.end))
+        return sorted(run_ends.values())
     counts = Counter(e.op for e in events if e.op)
     if module:  # in scheduled order, without operations of loops
         counts = {i.name: counts[i.name] for i in module.entry.instructions if i.name in counts}
@@ -166,14 +166,14 @@ TIME, OVERLAPPED = 0, 1
 type Sums = dict[Operation, np.ndarray]
 
 
-def operation_of(event: Event, main: int, known: Mapping[str, Operation]) -> Operation | None:
-    """Return the operation of an event; None for a loop or a call. main: id of the main program. known: operations in it."""
-    if event.program == main and event.op in known:
-        return known[event.op]
+def operation_of(event: Event, main: int, operations: Mapping[str, Operation]) -> Operation | None:
+    """Return the operation of an event; None for a loop or a call. main: id of the main program. operations: in it."""
+    if event.program == main and event.op in operations:
+        return operations[event.op]
     if event.op.split(".")[0] in CONTROL:
         return None
-    found = programs.by_kernel(event.kernel)
-    return found if event.program in (main, -1) else dataclasses.replace(found, part="other programs")
+    operation = programs.by_kernel(event.kernel)
+    return operation if event.program in (main, -1) else dataclasses.replace(operation, part="other programs")
 
 
 def divide_time(
@@ -189,22 +189,22 @@ def divide_time(
     sums: Sums = defaultdict(lambda: np.zeros(7))
     first, last = steps[0].start, steps[-1].end
     points: list[tuple[float, int, Operation]] = []
-    for e, operation in events:
-        if e.end > first and e.start < last:
-            sums[operation] += (0.0, 0.0, e.end - e.start, 1, *work.get((e.program, e.op), (math.nan,) * 3))
-            if e.end > e.start:
-                points += [(max(e.start, first), 1, operation), (min(e.end, last), -1, operation)]
+    for event, operation in events:
+        if event.end > first and event.start < last:
+            sums[operation] += (0.0, 0.0, event.end - event.start, 1, *work.get((event.program, event.op), (math.nan,) * 3))
+            if event.end > event.start:
+                points += [(max(event.start, first), 1, operation), (min(event.end, last), -1, operation)]
     computing: Counter[Operation] = Counter()
     links: Counter[Operation] = Counter()
-    now = first
+    previous = first
     for time, change, operation in sorted(points, key=lambda p: p[:2]):
-        exposed = {} if computing else {o: n for o, n in links.items() if o.kind == "communication"} or links
+        exposed = {} if computing else {op: n for op, n in links.items() if op.kind == "communication"} or links
         shared = computing or exposed
-        for o, n in shared.items():
-            sums[o][TIME] += (time - now) * n / sum(shared.values())
-        for o in links.keys() - exposed.keys():
-            sums[o][OVERLAPPED] += time - now
-        now = time
+        for op, n in shared.items():
+            sums[op][TIME] += (time - previous) * n / sum(shared.values())
+        for op in links.keys() - exposed.keys():
+            sums[op][OVERLAPPED] += time - previous
+        previous = time
         running = links if operation.kind in LINKS else computing
         running[operation] += change
         if not running[operation]:
@@ -232,24 +232,26 @@ def measure(path: Path, run: Run | None) -> StepTimes:
     except HloError as error:
         rates, no_plan = None, f"no plan: {error}"
 
-    main, known = trace.main_program, program.operations if program else {}
+    main, operations = trace.main_program, program.operations if program else {}
     work = {
         (main, name): (w.flops, w.bytes, w.seconds(rates) if rates else math.nan)
         for name, w in (program.work if program else {}).items()
     }
     steps = windows(trace, program.module if program else None)
     divided = {
-        device: divide_time([(e, o) for e in trace.devices[device] if (o := operation_of(e, main, known))], found, work)
-        for device, found in sorted(steps.items())
+        device: divide_time(
+            [(e, o) for e in trace.devices[device] if (o := operation_of(e, main, operations))], device_steps, work
+        )
+        for device, device_steps in sorted(steps.items())
     }
-    every = [w for found in steps.values() for w in found]
-    lengths = [(w.end - w.start) / NS_PER_MS for w in every]
+    all_steps = [w for device_steps in steps.values() for w in device_steps]
+    lengths = [(w.end - w.start) / NS_PER_MS for w in all_steps]
     sums: Sums = defaultdict(lambda: np.zeros(7))
-    for of_device in divided.values():
-        for operation, row in of_device.items():
+    for device_sums in divided.values():
+        for operation, row in device_sums.items():
             sums[operation] += row
-    ops = sorted((_op(o, row / len(every)) for o, row in sums.items()), key=lambda op: -(op.ms + op.overlapped_ms))
-    by_kind, overlapped = _by_kind(sums, every), dict.fromkeys(LINKS, 0.0)
+    ops = sorted((_op(o, row / len(all_steps)) for o, row in sums.items()), key=lambda op: -(op.ms + op.overlapped_ms))
+    by_kind, overlapped = _by_kind(sums, all_steps), dict.fromkeys(LINKS, 0.0)
     by_part: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for op in ops:
         if op.ms:
@@ -257,20 +259,20 @@ def measure(path: Path, run: Run | None) -> StepTimes:
         if op.kind in LINKS:
             overlapped[op.kind] += op.overlapped_ms
     step_ms = statistics.fmean(lengths)
-    ran = step_ms - by_kind["idle"]
+    busy_ms = step_ms - by_kind["idle"]
     times = [t for t in run.train["step_time_s"] if t is not None] if run else []
     return StepTimes(
         name=run.name if run else path.name,
         trace=str(path),
         device_kind=", ".join(run.receipt["devices"]["kind"]) if run and run.receipt else trace.platform,
-        steps=tuple(sorted({w.step for found in steps.values() for w in found})),
+        steps=tuple(sorted({w.step for device_steps in steps.values() for w in device_steps})),
         step_ms=step_ms,
         step_range_ms=(min(lengths), max(lengths)),
         by_kind=by_kind,
         overlapped=overlapped,
         by_part={part: dict(kinds) for part, kinds in sorted(by_part.items(), key=lambda item: -sum(item[1].values()))},
         by_device={device: _by_kind(sums, steps[device]) for device, sums in divided.items()},
-        named=1 - sum(by_part[NO_SCOPE].values()) / ran if ran else 0.0,
+        named=1 - sum(by_part[NO_SCOPE].values()) / busy_ms if busy_ms else 0.0,
         ops=tuple(ops),
         untraced_ms=statistics.median(times) * 1e3 if times else None,
         planned=planned,
@@ -280,18 +282,18 @@ def measure(path: Path, run: Run | None) -> StepTimes:
 
 
 def _op(operation: Operation, row: np.ndarray) -> Op:
-    time, overlapped, ran, count, flops, moved, seconds = row.tolist()
-    gflop, gb, planned_ms = (None if math.isnan(v) else v for v in (flops / 1e9, moved / 1e9, seconds * 1e3))
-    ms = {"ms": time / NS_PER_MS, "ran_ms": ran / NS_PER_MS, "overlapped_ms": overlapped / NS_PER_MS}
+    time, overlapped, ran_ns, count, flops, moved_bytes, seconds = row.tolist()
+    gflop, gb, planned_ms = (None if math.isnan(v) else v for v in (flops / 1e9, moved_bytes / 1e9, seconds * 1e3))
+    ms = {"ms": time / NS_PER_MS, "ran_ms": ran_ns / NS_PER_MS, "overlapped_ms": overlapped / NS_PER_MS}
     return Op(**vars(operation), **ms, count=count, gflop=gflop, gb=gb, planned_ms=planned_ms)
 
 
 def _by_kind(sums: Sums, steps: Sequence[Window]) -> dict[str, float]:
     """Return kind -> ms of the mean of these steps, idle time included."""
-    found = dict.fromkeys(KINDS, 0.0)
+    by_kind = dict.fromkeys(KINDS, 0.0)
     for operation, row in sums.items():
-        found[operation.kind_of_time] += float(row[TIME]) / NS_PER_MS / len(steps)
-    return found | {"idle": sum(w.end - w.start for w in steps) / NS_PER_MS / len(steps) - sum(found.values())}
+        by_kind[operation.kind_of_time] += float(row[TIME]) / NS_PER_MS / len(steps)
+    return by_kind | {"idle": sum(w.end - w.start for w in steps) / NS_PER_MS / len(steps) - sum(by_kind.values())}
 
 
 def _caveats(platform: str, devices: int) -> list[str]:

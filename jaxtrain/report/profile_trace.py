@@ -68,13 +68,13 @@ def find(target: Path) -> list[Path]:
     """
     if not target.exists():
         raise TraceError(f"{target}: no such file or folder. Fix: name a run's folder, or a trace (*.xplane.pb).")
-    found = list(target.rglob("*.xplane.pb")) if target.is_dir() else [target]
-    if not found:
+    files = list(target.rglob("*.xplane.pb")) if target.is_dir() else [target]
+    if not files:
         raise TraceError(
             f"{target}: no trace (*.xplane.pb) in this folder. Fix: start the run with --config.profile.start=STEP, or send "
             "SIGUSR2 to a running one."
         )
-    return sorted(found, key=lambda path: (path.stat().st_mtime, str(path)))
+    return sorted(files, key=lambda path: (path.stat().st_mtime, str(path)))
 
 
 def read(path: Path) -> Trace:
@@ -103,29 +103,29 @@ def read(path: Path) -> Trace:
 
 
 def _gpu_events(plane: Any) -> tuple[Event, ...]:
-    found = []
+    events = []
     for line in plane.lines:
         if line.name.startswith(STREAM):
             for event in line.events:
                 stats = dict(event.stats)
                 op, program = str(stats.get("hlo_op", "")), int(stats.get("program_id", -1))
-                found.append(Event(event.start_ns, event.end_ns, op, event.name, program, -1))
-    return tuple(sorted(found))
+                events.append(Event(event.start_ns, event.end_ns, op, event.name, program, -1))
+    return tuple(sorted(events))
 
 
 def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
     ends: dict[tuple[str, Any], list[float]] = defaultdict(list)
-    ran: list[tuple[int, Any, Event]] = []
+    executions: list[tuple[int, Any, Event]] = []
     for event in (event for line in host.lines for event in line.events):
         stats = dict(event.stats)
         if event.name.startswith(END):
             ends[event.name.removeprefix(END), stats.get("_c")].append(event.start_ns)
         elif op := str(stats.get("hlo_op", "")):
             program, run = int(stats.get("program_id", -1)), int(stats.get("run_id", -1))
-            made = Event(event.start_ns, event.end_ns, op, op, program, run)
-            ran.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), made))
+            execution = Event(event.start_ns, event.end_ns, op, op, program, run)
+            executions.append((int(stats.get("device_ordinal", 0)), stats.get("_p"), execution))
     devices: dict[int, list[Event]] = defaultdict(list)
-    for device, number, event in ran:
+    for device, number, event in executions:
         later = [end for end in ends.get((event.op, number), ()) if end >= event.start]
         devices[device].append(event._replace(end=min(later)) if later else event)
     return {device: tuple(sorted(events)) for device, events in sorted(devices.items())}
@@ -134,14 +134,14 @@ def _cpu_events(host: Any) -> dict[int, tuple[Event, ...]]:
 def run_folder(target: Path) -> Path | None:
     """Return the nearest folder, from `target` upwards, that has a run's config and receipt; None without such a folder."""
     start = target.resolve()
-    both = (folder for folder in (start, *start.parents) if (folder / "config.json").is_file())
-    return next((folder for folder in both if (folder / "receipt.json").is_file()), None)
+    folders = (folder for folder in (start, *start.parents) if (folder / "config.json").is_file())
+    return next((folder for folder in folders if (folder / "receipt.json").is_file()), None)
 
 
 def timeline_note(path: Path) -> str:
     """Return how the events of a trace are shown as a timeline: JAX writes them for Perfetto beside the trace."""
-    beside = path.with_name(path.name.replace(".xplane.pb", ".trace.json.gz"))
-    perfetto = f"open {beside} at ui.perfetto.dev, or " if beside.is_file() else ""
+    perfetto_file = path.with_name(path.name.replace(".xplane.pb", ".trace.json.gz"))
+    perfetto = f"open {perfetto_file} at ui.perfetto.dev, or " if perfetto_file.is_file() else ""
     return f"This trace as a timeline: {perfetto}give --xprof to open it in xprof."
 
 
@@ -151,13 +151,13 @@ def open_xprof(path: Path) -> int:
     Raises:
         TraceError: xprof is not installed.
     """
-    beside = Path(sys.executable).with_name("xprof")
-    command = str(beside) if beside.exists() else shutil.which("xprof")
+    local_xprof = Path(sys.executable).with_name("xprof")
+    command = str(local_xprof) if local_xprof.exists() else shutil.which("xprof")
     if command is None:
         raise TraceError(
             "--xprof: xprof is not installed. It brings many packages. Fix: install it in an environment of its own, "
             "python -m venv xprof-env && xprof-env/bin/pip install xprof, and put xprof-env/bin on PATH."
         )
     # xprof reads LOGDIR/plugins/profile/*/*.xplane.pb.
-    above = (p.parent.parent for p in path.resolve().parents if (p.parent.name, p.name) == ("plugins", "profile"))
-    return 1 if subprocess.call([command, "--logdir", str(next(above, path.parent))]) else 0
+    logdirs = (p.parent.parent for p in path.resolve().parents if (p.parent.name, p.name) == ("plugins", "profile"))
+    return 1 if subprocess.call([command, "--logdir", str(next(logdirs, path.parent))]) else 0

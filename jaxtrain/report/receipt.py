@@ -22,31 +22,31 @@ def compare(a: Run, b: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]
 
     Raises ReceiptError if a metrics.jsonl cannot be read.
     """
-    found = []
+    facts = []
     for path, (x, y) in differences(a.receipt, b.receipt).items():
         group, _, name = path.partition(".")
-        found.append({"group": group, "name": name, "a": _text(x), "b": _text(y)})
-    both = sorted(a.losses.keys() & b.losses.keys())
-    first = next((step for step in both if repr(a.losses[step]) != repr(b.losses[step])), None)  # repr: NaN equals NaN
+        facts.append({"group": group, "name": name, "a": _text(x), "b": _text(y)})
+    common_steps = sorted(a.losses.keys() & b.losses.keys())
+    first = next((step for step in common_steps if repr(a.losses[step]) != repr(b.losses[step])), None)  # repr: NaN equals NaN
     if first is None:
-        told = f"the same, bit for bit, to step {both[-1]}" if both else "no step whose loss both have"
-        results = [{"name": "loss", "a": "", "b": "", "ratio": told}]
+        verdict = f"the same, bit for bit, to step {common_steps[-1]}" if common_steps else "no step whose loss both have"
+        results = [{"name": "loss", "a": "", "b": "", "ratio": verdict}]
     else:
         x, y = str(a.losses[first]), str(b.losses[first])
         results = [{"name": "loss", "a": x, "b": y, "ratio": f"the first that differs, at step {first}"}]
     for name, form in FORMATS.items():
         x, y = a.rates.get(name), b.rates.get(name)
         if x or y:
-            shown = [f"{v:{form}}" if v else "not measured" for v in (x, y)]
-            results.append({"name": name, "a": shown[0], "b": shown[1], "ratio": f"{y / x:.3f} times" if x and y else ""})
-    return found, results
+            texts = [f"{v:{form}}" if v else "not measured" for v in (x, y)]
+            results.append({"name": name, "a": texts[0], "b": texts[1], "ratio": f"{y / x:.3f} times" if x and y else ""})
+    return facts, results
 
 
 def _text(value: Any) -> str:
     return "absent" if value is None else str(value) or "''"
 
 
-def show_diff(a: Run, b: Run, found: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console) -> None:
+def show_diff(a: Run, b: Run, facts: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console) -> None:
     """Print the facts that differ between two runs by group, and the results of both (see `compare`)."""
 
     def say(text: str, style: str = "") -> None:
@@ -55,17 +55,17 @@ def show_diff(a: Run, b: Run, found: Sequence[dict[str, str]], results: Sequence
     for letter, run in (("A", a), ("B", b)):
         code = run.receipt.get("code") or {}
         say(f"{letter}: {run.name}, commit {code.get('commit') or 'unknown'}{', with changes' if code.get('dirty') else ''}")
-    for group in dict.fromkeys(d["group"] for d in found):
+    for group in dict.fromkeys(d["group"] for d in facts):
         say(f"\n{group}", "bold")
-        for d in found:
+        for d in facts:
             if d["group"] == group:
                 say(f"  {d['name']}: {d['a']} -> {d['b']}")
-    if not found:
+    if not facts:
         say("\nno difference that can explain other results or another speed")
     say("\nresults", "bold")
-    for one in results:
-        values = f"{one['a']} -> {one['b']}" if one["a"] else ""
-        say(f"  {one['name']}: {values}{f' ({one["ratio"]})' if values and one['ratio'] else one['ratio']}")
+    for result in results:
+        values = f"{result['a']} -> {result['b']}" if result["a"] else ""
+        say(f"  {result['name']}: {values}{f' ({result["ratio"]})' if values and result['ratio'] else result['ratio']}")
 
 
 def rows(run: Run) -> Iterator[tuple[str, str]]:
@@ -84,9 +84,9 @@ def show(run: Run, console: Console) -> None:
         fields.add_row(escape(path), escape(value))
     names = ("attempt", "started", "ended", "resumed_from_step", "exit_code", "reason")
     attempts = Table(*(name.replace("_", " ") for name in names), "changed", box=None, padding=(0, 2, 0, 0))
-    for one in run.attempts:
-        changed = ", ".join(f"{name}: {_text(was)} -> {_text(now)}" for name, (was, now) in one.get("changed", {}).items())
-        attempts.add_row(*("-" if one.get(name) is None else escape(str(one[name])) for name in names), escape(changed))
+    for attempt in run.attempts:
+        changed = ", ".join(f"{name}: {_text(was)} -> {_text(now)}" for name, (was, now) in attempt.get("changed", {}).items())
+        attempts.add_row(*("-" if attempt.get(name) is None else escape(str(attempt[name])) for name in names), escape(changed))
     console.print(fields, "", attempts, highlight=False)
 
 
@@ -94,8 +94,8 @@ def find_runs(targets: Sequence[str]) -> list[Path]:
     """Return the targets that are runs, and the runs in the other targets, by name. Raises ReceiptError if there are none."""
     out: list[Path] = []
     for path in (Path(target).expanduser() for target in targets):
-        one = path.is_file() or (path / NAME).exists()
-        inside = [path] if one else sorted(file.parent for file in path.glob(f"*/{NAME}"))
+        is_run = path.is_file() or (path / NAME).exists()
+        inside = [path] if is_run else sorted(file.parent for file in path.glob(f"*/{NAME}"))
         if not inside:
             raise ReceiptError(f"{path}: no {NAME} in this folder or in one below it. {FIX}")
         out += inside

@@ -99,18 +99,20 @@ class Run(receipts.Run):
     @cached_property
     def evals(self) -> dict[str, Columns]:
         """Return name of a held-out set -> its eval lines. The name is "" for a set without a name."""
-        found: dict[str, list[dict[str, Any]]] = {}
+        by_set: dict[str, list[dict[str, Any]]] = {}
         for line in (line for line in self.lines if line["kind"] == "eval"):
-            found.setdefault(line.get("set", ""), []).append(line)
-        return {name: columns(lines) for name, lines in found.items()}
+            by_set.setdefault(line.get("set", ""), []).append(line)
+        return {name: columns(lines) for name, lines in by_set.items()}
 
     @cached_property
     def gpu(self) -> list[dict[str, Any]]:
         """Return the lines of kind "gpu" of all processes, ordered by time. Raises MetricsError for a damaged file."""
         paths = sorted(self.folder.glob("metrics.*.jsonl"))
-        others = [path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)]  # moved files have other names
-        found = (line for line in itertools.chain(self.lines, *map(metrics.read, others)) if line["kind"] == "gpu")
-        return sorted(found, key=lambda line: line["time_unix"])
+        process_files = [
+            path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)
+        ]  # moved files have other names
+        lines = (line for line in itertools.chain(self.lines, *map(metrics.read, process_files)) if line["kind"] == "gpu")
+        return sorted(lines, key=lambda line: line["time_unix"])
 
     @cached_property
     def alerts(self) -> list[str]:
@@ -123,8 +125,8 @@ class Run(receipts.Run):
     def samples(self) -> list[sample_files.Sample]:
         """Return the generated samples of the last step with samples."""
         path = self.folder / "samples.txt"
-        found = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
-        return [s for s in found if s.step == found[-1].step]
+        all_samples = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
+        return [s for s in all_samples if s.step == all_samples[-1].step]
 
     @cached_property
     def wall_time(self) -> Goodput | None:
@@ -144,7 +146,9 @@ class Run(receipts.Run):
     @property
     def tokens_per_step(self) -> int | None:
         """Return the tokens of a step of train.global_batch, from the config."""
-        batch, length = (self.config.get(part, {}).get(key) for part, key in (("train", "global_batch"), ("data", "seq_len")))
+        batch, length = (
+            self.config.get(section, {}).get(key) for section, key in (("train", "global_batch"), ("data", "seq_len"))
+        )
         return batch * length if batch and length else None
 
     @property
@@ -180,28 +184,28 @@ class Run(receipts.Run):
 
         Between two train lines, tokens and time grow evenly. times: Unix seconds of each step, if they are known.
         """
-        known, tokens, moments = self.train.steps, self.train["tokens"], self.train["time_unix"]
-        start = self.ledger[0]["time"] if self.ledger else moments[0] if known else times[0] if times else 0.0
+        train_steps, tokens, moments = self.train.steps, self.train["tokens"], self.train["time_unix"]
+        start = self.ledger[0]["time"] if self.ledger else moments[0] if train_steps else times[0] if times else 0.0
         if times is None:
-            times = list(np.interp(steps, [0, *known], [start, *moments]))
+            times = list(np.interp(steps, [0, *train_steps], [start, *moments]))
         seconds = [max(0.0, float(t) - start) for t in times]
-        return [list(steps), np.interp(steps, [0, *known], [0, *tokens]).round().tolist(), seconds]
+        return [list(steps), np.interp(steps, [0, *train_steps], [0, *tokens]).round().tolist(), seconds]
 
 
 def verdict(run: Run) -> tuple[str, str]:
     """Return (CSS class, text) for the state of a run: done, ended with an error, running, killed, or unknown."""
-    at = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    progress = f"step {run.last_step:,}" + (f" of {run.steps:,}" if run.steps else "")
     if run.receipt.get("ended") is not None:
         code, reason = run.receipt.get("exit_code"), run.receipt.get("reason")
         if code == 0:
             return "yes", f"done: {reason}"
         means = f"{EXIT_CODES[code]}: " if code in EXIT_CODES else ""
-        return "no", f"{means}{reason}; exit code {code}, last logged {at}"
+        return "no", f"{means}{reason}; exit code {code}, last logged {progress}"
     if run.silent_s is None or not run.receipt:
-        return "", f"{at}; how it ended is not known"
+        return "", f"{progress}; how it ended is not known"
     if run.alive:
-        return "", f"running: {at}, last write {duration(run.silent_s)} ago"
-    return "no", f"killed or hanging at {at}: the receipt has no end, last write {duration(run.silent_s)} ago"
+        return "", f"running: {progress}, last write {duration(run.silent_s)} ago"
+    return "no", f"killed or hanging at {progress}: the receipt has no end, last write {duration(run.silent_s)} ago"
 
 
 def read[R: Run](folder: str | Path, name: str = "", kind: type[R] = Run) -> R:
@@ -211,30 +215,32 @@ def read[R: Run](folder: str | Path, name: str = "", kind: type[R] = Run) -> R:
         RunError: the folder is not a run's folder.
         ReceiptError: metrics.jsonl is damaged.
     """
-    at = Path(folder).expanduser()
-    if not at.is_dir():
+    root = Path(folder).expanduser()
+    if not root.is_dir():
         raise RunError(f"RUN = {folder}: no such folder. Fix: name a run's folder, such as runs/tiny.")
-    if not any((at / file).exists() for file in FILES):
+    if not any((root / file).exists() for file in FILES):
         raise RunError(
             f"RUN = {folder}: not a run's folder, it has none of {', '.join(FILES)}. Fix: name one such as runs/tiny."
         )
     notes: list[str] = []
 
-    def load(file: str, parse: Callable[[Path], Any], empty: Any, missing: str) -> Any:
+    def load_file(file: str, parse: Callable[[Path], Any], empty: Any, effect: str) -> Any:
         try:
-            if (at / file).exists():
-                return parse(at / file)
-            notes.append(f"There is no {file}: {missing}.")
+            if (root / file).exists():
+                return parse(root / file)
+            notes.append(f"There is no {file}: {effect}.")
         except ValueError as error:  # ReceiptError is a ValueError too
             notes.append(f"{file} is left out, because it cannot be read: {error}")
         return empty
 
     run = kind(
-        name or at.resolve().name,
-        at,
-        load(receipts.NAME, receipts.load, {}, "the page has no receipt"),
-        load("config.json", lambda path: json.loads(path.read_text(encoding="utf-8")), {}, "the number of steps is not known"),
-        load(goodput.FILE, goodput.read, [], "the page has no goodput"),
+        name or root.resolve().name,
+        root,
+        load_file(receipts.NAME, receipts.load, {}, "the page has no receipt"),
+        load_file(
+            "config.json", lambda path: json.loads(path.read_text(encoding="utf-8")), {}, "the number of steps is not known"
+        ),
+        load_file(goodput.FILE, goodput.read, [], "the page has no goodput"),
         notes,
     )
     if not run.train.steps:

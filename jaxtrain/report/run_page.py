@@ -67,28 +67,28 @@ def html(runs: Sequence[Run], target: Path = Path("report.html")) -> str:
     if len(runs) > MANY:
         raise RunError(f"RUN = {len(runs)} runs: a page has at most {MANY}. Fix: name fewer.")
     title, described, head = _head(runs, target)
-    one = runs[0] if len(runs) == 1 else None
+    single = runs[0] if len(runs) == 1 else None
     body = [
         f"<header>{head}</header><main>",
-        tiles(_tiles(one)) if one else "",
-        *(paragraph(f"{'' if one else f'{run.name}: '}{note}") for run in runs for note in run.notes),
-        _links(one, target) if one else "",
-        *html_sections([_warnings(run, "Warnings" if one else f"Warnings of {run.name}") for run in runs]),
+        tiles(_tiles(single)) if single else "",
+        *(paragraph(f"{'' if single else f'{run.name}: '}{note}") for run in runs for note in run.notes),
+        _links(single, target) if single else "",
+        *html_sections([_warnings(run, "Warnings" if single else f"Warnings of {run.name}") for run in runs]),
     ]
     charts = Charts(runs)
-    sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(one) if one else ())])]
+    sections = [wall_time(runs), Section("GPUs", [charts.gpus(), *(_gpus(single) if single else ())])]
     if any(run.train.steps for run in runs):
         body.append(controls(charts.axes, log=charts.log))
         training = charts.show(*charts.losses(), *charts.of_metrics("training"))
         sections = [
             Section("Training", [training]),
-            *([_evaluations(one), _lost_time(one)] if one else []),
+            *([_evaluations(single), _lost_time(single)] if single else []),
             Section("Throughput", [charts.show(*charts.of_metrics("throughput"))]),
             Section("Memory", [charts.show(*charts.of_metrics("memory", kind="first"))]),
             *sections,
         ]
-    sections.append(Section("Samples", [Drawing(_sample(run, s, bool(one))) for run in runs for s in run.samples]))
-    sections.append(Section("Receipt", _receipt(one) if one else []))
+    sections.append(Section("Samples", [Drawing(_sample(run, s, bool(single))) for run in runs for s in run.samples]))
+    sections.append(Section("Receipt", _receipt(single) if single else []))
     return document(title, described, [*body, *html_sections(sections), "</main>"])
 
 
@@ -97,26 +97,25 @@ def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
     if len(runs) == 1:
         run, devices = runs[0], runs[0].receipt.get("devices")
         kind, text = verdict(run)
-        parts = (run.receipt.get("config"), devices and f"{devices['count']} x {', '.join(devices['kind'])}", str(run.folder))
-        head = f"<h1>{escape(run.name)}</h1>{paragraph('; '.join(filter(None, parts)), 'quiet')}"
+        facts = (run.receipt.get("config"), devices and f"{devices['count']} x {', '.join(devices['kind'])}", str(run.folder))
+        head = f"<h1>{escape(run.name)}</h1>{paragraph('; '.join(filter(None, facts)), 'quiet')}"
         return f"{run.name}: {text}", f"Report of a training run: {text}", f'{head}<p class="verdict {kind}">{escape(text)}</p>'
     states = []
     for i, run in enumerate(runs):
         page = run.folder / PAGE
-        known = page.exists() and page.resolve() != target.resolve()
-        name = _link(page, run.name, target) if known else escape(run.name)
+        has_page = page.exists() and page.resolve() != target.resolve()
+        name = _link(page, run.name, target) if has_page else escape(run.name)
         states.append(f"<li>{swatch(colour(i))}{name}: {escape(verdict(run)[1])}</li>")
     title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     head = f'<h1>{len(runs)} runs</h1><ul class="list plain">{"".join(states)}</ul>'
-    how = f"{spelled('python -m jaxtrain receipt diff')} A B names the differences between two of them, also of their data."
-    return title, title, head + paragraph(how, "quiet")
+    hint = f"{spelled('python -m jaxtrain receipt diff')} A B names the differences between two of them, also of their data."
+    return title, title, head + paragraph(hint, "quiet")
 
 
 class OpenRun(Run):
     """A run as the Python API returns it: it shows itself as its page, and has the profile of its newest trace."""
 
     def __repr__(self) -> str:
-        """Return name, folder and state of the run."""
         return f"{self.name} ({self.folder}): {verdict(self)[1]}"
 
     def _repr_html_(self) -> str:
@@ -154,7 +153,7 @@ class Charts:
         self.axes = ("step", "tokens", f"time, {unit}")
         losses = [[v for v in run.train["loss"] if is_number(v)] for run in runs]
         # The page begins with log scales if a run's highest loss is at least LOG_FROM times its lowest.
-        self.log = any(known and min(known) > 0 and max(known) / min(known) >= LOG_FROM for known in losses)
+        self.log = any(values and min(values) > 0 and max(values) / min(values) >= LOG_FROM for values in losses)
 
     def show(self, *charts: LineChart) -> Drawing:
         """Return HTML with charts next to each other. Charts without values are left out."""
@@ -167,16 +166,16 @@ class Charts:
         step, tokens, seconds = run.positions(series.steps, series.times)
         return Curve(name, (step, tokens, [s / self._seconds for s in seconds]), series.values, **style)
 
-    def curves(self, found: Sequence[Mapping[str, Series]]) -> list[Curve]:
+    def curves(self, series_by_run: Sequence[Mapping[str, Series]]) -> list[Curve]:
         """Return a curve for each series of a single run; for several runs, a curve for the first series of each run.
 
-        found: for each run, name of a curve -> its series.
+        series_by_run: for each run, name of a curve -> its series.
         """
         if len(self.runs) == 1:
-            return [self.curve(self.runs[0], *named, colour=colour(n)) for n, named in enumerate(found[0].items())]
+            return [self.curve(self.runs[0], *item, colour=colour(n)) for n, item in enumerate(series_by_run[0].items())]
         return [
             self.curve(run, run.name, next(iter(series.values())), colour=colour(i))
-            for i, (run, series) in enumerate(zip(self.runs, found, strict=True))
+            for i, (run, series) in enumerate(zip(self.runs, series_by_run, strict=True))
             if series
         ]
 
@@ -193,7 +192,7 @@ class Charts:
         if len(self.runs) > 1 and len(metrics) > 1:
             title = f"{metrics[first].curve}, {title.rpartition(', ')[2]}"
             metrics = {first: metrics[first]}
-        found = [
+        series_by_run = [
             {
                 metric.curve: Series(run.train.steps, [None if v is None else v * metric.factor for v in run.train[name]])
                 for name, metric in metrics.items()
@@ -201,7 +200,7 @@ class Charts:
             }
             for run in self.runs
         ]
-        curves = self.curves(found)
+        curves = self.curves(series_by_run)
         limits = planned(self.runs[0]) if len(self.runs) == 1 and curves else {}
         for label, value in (pair for name in metrics for pair in limits.get(name, ())):
             ends = [[axis[0], axis[-1]] for axis in curves[0].x]
@@ -210,20 +209,20 @@ class Charts:
 
     def losses(self) -> list[LineChart]:
         """Return the chart of the loss, and with several runs one of each held-out set."""
-        one = len(self.runs) == 1
+        single = len(self.runs) == 1
         loss, held_out = [], []
         for i, run in enumerate(self.runs):
-            name, raw = "train" if one else run.name, run.train["loss"]
-            for kind, shown, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
-                loss.append(self.curve(run, shown, Series(run.train.steps, values), colour=colour(i), kind=kind))
+            name, raw = "train" if single else run.name, run.train["loss"]
+            for kind, label, values in (("raw", name, raw), ("smooth", f"{name}{SMOOTHED}", smoothed(raw))):
+                loss.append(self.curve(run, label, Series(run.train.steps, values), colour=colour(i), kind=kind))
         for n, name in enumerate(dict.fromkeys(name for run in self.runs for name in run.evals)):
             title = f"held-out {name}".rstrip()
             sets = [run.evals.get(name) for run in self.runs]
-            found = [{title: Series(c.steps, c["loss"])} if c else {} for c in sets]
-            if one:
-                loss.append(self.curve(self.runs[0], title, found[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
+            series_by_run = [{title: Series(c.steps, c["loss"])} if c else {} for c in sets]
+            if single:
+                loss.append(self.curve(self.runs[0], title, series_by_run[0][title], colour=colour((4, 1, 3, 2, 5)[n % 5])))
             else:
-                held_out.append(LineChart(f"{title[:1].upper()}{title[1:]} loss", self.curves(found), log=True))
+                held_out.append(LineChart(f"{title[:1].upper()}{title[1:]} loss", self.curves(series_by_run), log=True))
         return [LineChart(f"Loss, {METRICS['loss'].unit}", loss, log=True, kind="first"), *held_out]
 
     def gpus(self) -> Drawing:
@@ -232,13 +231,13 @@ class Charts:
         for name, metric in GPU.items():
             if metric.chart is None:
                 continue
-            found = []
+            series_by_run = []
             for run in self.runs:
                 steps, times, *values = list(zip(*moments(run, name), strict=True)) or [()] * 5
                 mean, low, high = (Series(steps, [v * metric.factor for v in values[n]], times) for n in (1, 0, 2))
-                found.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
+                series_by_run.append({"mean": mean, "lowest GPU": low, "highest GPU": high} if steps else {})
             title = metric.chart.title if len(self.runs) == 1 else f"{metric.chart.title}, mean"
-            charts.append(LineChart(title, self.curves(found), metric.chart.zero))
+            charts.append(LineChart(title, self.curves(series_by_run), metric.chart.zero))
         return self.show(*charts)
 
 
@@ -256,8 +255,8 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
     elif plan.get("step_s"):
         limits["step_time_s"] = [("roofline", plan["step_s"])]
     if run.tokens_per_step:
-        each = run.tokens_per_step / run.devices
-        limits["tokens_per_s_per_device"] = [(name, each / s) for name, s in limits["step_time_s"]]
+        per_device = run.tokens_per_step / run.devices
+        limits["tokens_per_s_per_device"] = [(name, per_device / s) for name, s in limits["step_time_s"]]
     if plan.get("peak_gib"):
         limits["peak_memory_gib"] = [("planned", plan["peak_gib"])]
     return limits
@@ -266,13 +265,13 @@ def planned(run: Run) -> dict[str, list[tuple[str, float]]]:
 def smoothed(values: Sequence[float | None]) -> list[float | None]:
     """Return the centered moving average. None, NaN and infinities do not count in the means, and are None in the result."""
     reach = min(MOST, len(values) // SMOOTH)
-    kept = [v if is_number(v) else None for v in values]
+    finite = [v if is_number(v) else None for v in values]
     # Sums of integers are exact. In floats, one loss of 1e30 would erase the digits of all later sums.
-    sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in kept), initial=0))
-    counts = list(itertools.accumulate((v is not None for v in kept), initial=0))
+    sums = list(itertools.accumulate((int((v or 0.0) * UNIT) for v in finite), initial=0))
+    counts = list(itertools.accumulate((v is not None for v in finite), initial=0))
     out: list[float | None] = []
-    for i, v in enumerate(kept):
-        low, high = max(0, i - reach), min(len(kept), i + reach + 1)
+    for i, v in enumerate(finite):
+        low, high = max(0, i - reach), min(len(finite), i + reach + 1)
         out.append(None if v is None else (sums[high] - sums[low]) / (counts[high] - counts[low]) / UNIT)
     return out
 
@@ -305,35 +304,35 @@ def wall_time(runs: Sequence[Run]) -> Section:
 
     Shares are of the same time as goodput, without "stopped".
     """
-    found = [(run.name, g) for run in runs if (g := run.wall_time) and g.wall_s > 0]
-    if not found:
+    spent_by_run = [(run.name, spent) for run in runs if (spent := run.wall_time) and spent.wall_s > 0]
+    if not spent_by_run:
         return Section("Wall time", [])
-    causes = [cause for cause in goodput.CAUSES if any(g.parts[cause] for _, g in found)]
+    causes = [cause for cause in goodput.CAUSES if any(spent.parts[cause] for _, spent in spent_by_run)]
     total = "all but stopped" if "stopped" in causes else "all"
     columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
-    words, one = [], len(runs) == 1
-    for name, g in found:
-        seconds = [g.parts[cause] for cause in causes]
-        heading = "seconds" if one else f"{name}, s"
-        columns.append(Column(heading, [f"{s:,.1f}" for s in seconds], seconds, f"{g.wanted_s:,.1f}"))
-        shares = [g.parts[cause] / g.wanted_s if cause != "stopped" and g.wanted_s else None for cause in causes]
+    words, single = [], len(runs) == 1
+    for name, spent in spent_by_run:
+        seconds = [spent.parts[cause] for cause in causes]
+        heading = "seconds" if single else f"{name}, s"
+        columns.append(Column(heading, [f"{s:,.1f}" for s in seconds], seconds, f"{spent.wanted_s:,.1f}"))
+        shares = [spent.parts[cause] / spent.wanted_s if cause != "stopped" and spent.wanted_s else None for cause in causes]
         columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
-        text = goodput.words(g)
-        words.append(f"{text[:1].upper()}{text[1:]}." if one else f"{name}: {text}.")
+        text = goodput.words(spent)
+        words.append(f"{text[:1].upper()}{text[1:]}." if single else f"{name}: {text}.")
     columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
-    unit, size = unit_of(max(g.wall_s for _, g in found))
-    drawn = lanes("Wall time in order, by cause", {name: wall_time_events(g, size) for name, g in found}, unit)
+    unit, size = unit_of(max(spent.wall_s for _, spent in spent_by_run))
+    drawn = lanes("Wall time in order, by cause", {name: wall_time_events(spent, size) for name, spent in spent_by_run}, unit)
     return Section("Wall time", [*words, Drawing(drawn), Table("Wall time by cause", columns, style="sortable")])
 
 
-def wall_time_events(g: Goodput, size: float) -> list[tuple[float, float, str, str]]:
+def wall_time_events(spent: Goodput, size: float) -> list[tuple[float, float, str, str]]:
     """Return the wall time as events for `charts.lanes`: the longest cause of each of STRETCHES equal intervals.
 
     size: seconds of the unit of the events' times.
     """
-    start, length = g.spans[0].start, g.wall_s / STRETCHES
+    start, length = spent.spans[0].start, spent.wall_s / STRETCHES
     shares = [dict.fromkeys(COLOURS, 0.0) for _ in range(STRETCHES)]
-    for span in g.spans:
+    for span in spent.spans:
         first, last = (span.start - start) / length, (span.end - start) / length
         for i in range(int(first), min(STRETCHES - 1, int(last)) + 1):
             inside = max(0.0, min(last, i + 1) - max(first, i))
@@ -341,10 +340,10 @@ def wall_time_events(g: Goodput, size: float) -> list[tuple[float, float, str, s
                 shares[i][cause] += seconds / length * inside / (last - first) if last > first else 0.0
     events, end = [], 0
     for cause, group in itertools.groupby(max(share, key=share.__getitem__) for share in shares):
-        at, end = end, end + len(list(group))
+        begin, end = end, end + len(list(group))
         if COLOURS[cause]:
-            tip = f"mostly {cause}, {duration(at * length)} to {duration(end * length)} from the start"
-            events.append((at * length / size, end * length / size, COLOURS[cause], tip))
+            tip = f"mostly {cause}, {duration(begin * length)} to {duration(end * length)} from the start"
+            events.append((begin * length / size, end * length / size, COLOURS[cause], tip))
     return events
 
 
@@ -364,11 +363,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         held_out = ", ".join(f"{name or 'held-out'} {loss_text(lines['loss'][-1])}" for name, lines in run.evals.items())
         cells.append(("loss", loss_text(run.train["loss"][-1]), held_out or METRICS["loss"].unit))
     if run.train.steps and (tokens := run.train["tokens"][-1]):
-        of = f"of {short_count(run.tokens_in_all)}" if run.tokens_in_all else "seen"
-        cells.append(("tokens", short_count(tokens), of))
-    if (each := rates["tokens_per_s_per_device"]) is not None:
-        note = f"{number(each, 0)} per device; median" if run.devices > 1 else "median"
-        cells.append(("tokens/s", number(each * run.devices, 0), f"{note} without the first fifth"))
+        tokens_note = f"of {short_count(run.tokens_in_all)}" if run.tokens_in_all else "seen"
+        cells.append(("tokens", short_count(tokens), tokens_note))
+    if (per_device := rates["tokens_per_s_per_device"]) is not None:
+        note = f"{number(per_device, 0)} per device; median" if run.devices > 1 else "median"
+        cells.append(("tokens/s", number(per_device * run.devices, 0), f"{note} without the first fifth"))
     if (step_s := rates["step_time_s"]) is not None:
         cells.append(("step time", f"{step_s:.3g} s", "median"))
     if (mfu := rates["mfu_causal"]) is not None:
@@ -376,9 +375,9 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     if (peak := rates["peak_memory_gib"]) is not None:
         plan = (run.receipt.get("planned") or {}).get("peak_gib")
         cells.append(("peak memory", size(peak), f"planned {size(plan)}" if plan else "fullest device"))
-    if found := run.wall_time:
-        stopped = f", and {duration(found.parts['stopped'])} stopped" if found.parts["stopped"] else ""
-        cells.append(("elapsed", duration(found.wanted_s), f"goodput {percent(found.goodput)}{stopped}"))
+    if spent := run.wall_time:
+        stopped = f", and {duration(spent.parts['stopped'])} stopped" if spent.parts["stopped"] else ""
+        cells.append(("elapsed", duration(spent.wanted_s), f"goodput {percent(spent.goodput)}{stopped}"))
     return cells
 
 
@@ -402,14 +401,14 @@ def _lost_time(run: Run) -> Section:
 def _evaluations(run: Run) -> Section:
     """Return the section with the newest evaluation and the lowest loss of each held-out set."""
     sets = list(run.evals.values())
-    own = any(c["cross_entropy"][-1] is not None for c in sets)  # the loss is a user's own
+    custom_loss = any(c["cross_entropy"][-1] is not None for c in sets)  # the loss is a user's own
     lowest = [min(((v, s) for v, s in zip(c["loss"], c.steps, strict=True) if v == v), default=None) for c in sets]
     columns = [
         Column("set", [name or "held-out" for name in run.evals], kind="whole"),
         Column("step", [f"{c.steps[-1]:,}" for c in sets], kind="number"),
         *([Column("weights", [c["weights"][-1] or "-" for c in sets])] if any(c["weights"][-1] for c in sets) else []),
         Column("loss", [loss_text(c["loss"][-1]) for c in sets], kind="number"),
-        *([Column("cross entropy", [loss_text(c["cross_entropy"][-1]) for c in sets], kind="number")] if own else []),
+        *([Column("cross entropy", [loss_text(c["cross_entropy"][-1]) for c in sets], kind="number")] if custom_loss else []),
         Column("bits per byte", [number(c["bits_per_byte"][-1], 4) for c in sets], kind="number"),
         Column("perplexity", [number(c["perplexity"][-1]) for c in sets], kind="number"),
         Column("lowest loss", [f"{low[0]:.4f} at step {low[1]:,}" if low else "-" for low in lowest], kind="number"),
@@ -418,8 +417,8 @@ def _evaluations(run: Run) -> Section:
 
 
 def _link(path: Path, words: str, target: Path) -> str:
-    place = quote(Path(os.path.relpath(path.resolve(), target.resolve().parent)).as_posix())
-    return f'<a href="./{place}">{escape(words)}</a>'
+    url = quote(Path(os.path.relpath(path.resolve(), target.resolve().parent)).as_posix())
+    return f'<a href="./{url}">{escape(words)}</a>'
 
 
 def _links(run: Run, target: Path) -> str:
@@ -435,8 +434,8 @@ def _warnings(run: Run, title: str) -> Section:
     return Section(title, [Listing([*more, *run.alerts[-WARNINGS:]], "warning")])
 
 
-def _sample(run: Run, s: Any, one: bool) -> str:
-    name = f"{'' if one else f'{run.name}, '}step {s.step:,}{f', prompt {s.prompt}' if s.prompt else ''}"
+def _sample(run: Run, s: Any, single: bool) -> str:
+    name = f"{'' if single else f'{run.name}, '}step {s.step:,}{f', prompt {s.prompt}' if s.prompt else ''}"
     text = s.text if len(s.text) <= SAMPLE else f"{s.text[:SAMPLE]} ... ({len(s.text):,} characters in samples.txt)"
     return f"{paragraph(name, 'quiet')}<pre>{escape(text)}</pre>"
 
@@ -474,17 +473,17 @@ def _receipt(run: Run) -> list[str | Table | Drawing]:
         return []
     every = [(name, value) for name, value in rows(run) if not name.startswith(ELSEWHERE)]
     first = {name: value for name, value in every if name.startswith(FIRST)}
-    rest = {name: value for name, value in every if name not in first}
+    remaining = {name: value for name, value in every if name not in first}
     overrides = run.receipt.get("overrides") or {}
-    other = [
-        folded("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", rest))),
+    folded_parts = [
+        folded("All other fields of the receipt", html_table(_pairs("Fields of receipt.json", remaining))),
         folded("The resolved config", html_table(_pairs("Keys of config.json", dict(flatten(run.config))))),
     ]
     return [
         _pairs("Overrides of the config", overrides) if overrides else "No key of the config was overridden.",
         _pairs("What ran", first),
         *(_attempts(run) if len(run.attempts) > 1 else ()),
-        Drawing("".join(other)),
+        Drawing("".join(folded_parts)),
     ]
 
 

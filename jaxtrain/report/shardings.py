@@ -73,14 +73,14 @@ class Shardings:
         names = [axis or f"dim {i}" for i, axis in enumerate(row.axes or [""] * len(row.shape))]
         sharded = [i for i, local in enumerate(row.local_shape) if local < row.shape[i]]
         down, across = (sharded[:-1], sharded[-1:]) if len(sharded) > 1 else (sharded, [])
-        held: dict[str, dict[str, list[int]]] = {}
+        device_ids: dict[str, dict[str, list[int]]] = {}
         shards = row.sharding.devices_indices_map(row.shape).items()
         for device, index in sorted(shards, key=lambda shard: [at.start or 0 for at in shard[1]]):
             line = ", ".join(f"{index[i].start}:{index[i].stop}" for i in down)
             column = "".join(f"{names[i]} {index[i].start}:{index[i].stop}" for i in across)
-            held.setdefault(line, {}).setdefault(column or "devices", []).append(device.id)
-        headings = (", ".join(names[i] for i in down), *next(iter(held.values())))
-        cells = [(line or "all", *map(_devices, columns.values())) for line, columns in held.items()]
+            device_ids.setdefault(line, {}).setdefault(column or "devices", []).append(device.id)
+        headings = (", ".join(names[i] for i in down), *next(iter(device_ids.values())))
+        cells = [(line or "all", *map(_devices, columns.values())) for line, columns in device_ids.items()]
         return text_table(f"{name} ({row.kind}) {row.type}", headings, cells)
 
     def diff(self, other: "Shardings", title: str = "") -> Table:
@@ -101,9 +101,9 @@ class Shardings:
         """Return a table of bytes by kind: of the global arrays without replicas, and on one device."""
         cells = []
         for kind, rows in _grouped(self, lambda row: f"{row.kind}, {row.saved}" if row.saved else row.kind).items():
-            known = [row.total_bytes * row.copies for row in rows if row.total_bytes is not None]
-            unknown = f" without {len(rows) - len(known)} of each device's own" if len(known) < len(rows) else ""
-            cells.append((kind, str(len(rows)), _size(sum(known)) + unknown, _total(rows)))
+            global_bytes = [row.total_bytes * row.copies for row in rows if row.total_bytes is not None]
+            unknown = f" without {len(rows) - len(global_bytes)} of each device's own" if len(global_bytes) < len(rows) else ""
+            cells.append((kind, str(len(rows)), _size(sum(global_bytes)) + unknown, _total(rows)))
         return text_table(self.title, ("kind", "arrays", "global", "held by a device"), cells)
 
     def to_pandas(self) -> Any:
@@ -112,20 +112,20 @@ class Shardings:
 
     def _tree(self) -> dict[str, str]:
         """Return the heading of each kind -> a line for each array."""
-        found = {}
+        tree = {}
         for kind, rows in _grouped(self, lambda row: row.kind).items():
             wide = max(len(row.name) for row in rows), max(len(row.type) for row in rows)
-            lines = [f"  {row.name:<{wide[0]}}  {row.type:<{wide[1]}}  {_held(row)}" for row in rows]
-            found[f"{kind}: {plural(len(rows), 'array')}, {_total(rows)} on a device"] = "\n".join(lines)
-        return found
+            lines = [f"  {row.name:<{wide[0]}}  {row.type:<{wide[1]}}  {_device_bytes(row)}" for row in rows]
+            tree[f"{kind}: {plural(len(rows), 'array')}, {_total(rows)} on a device"] = "\n".join(lines)
+        return tree
 
     def __repr__(self) -> str:
         return "\n".join([self.title, *(f"{kind}\n{lines}" for kind, lines in self._tree().items())])
 
     def _repr_html_(self) -> str:
         """Return the tree as HTML for a notebook. Each kind can be folded; the first one is open."""
-        parts = [f"<summary>{escape(kind)}</summary><pre>{escape(lines)}</pre>" for kind, lines in self._tree().items()]
-        kinds = "".join(f"<details{' open' * (i == 0)}>{part}</details>" for i, part in enumerate(parts))
+        blocks = [f"<summary>{escape(kind)}</summary><pre>{escape(lines)}</pre>" for kind, lines in self._tree().items()]
+        kinds = "".join(f"<details{' open' * (i == 0)}>{block}</details>" for i, block in enumerate(blocks))
         return f'<div style="font-family: monospace; text-align: left"><b>{escape(self.title)}</b>{kinds}</div>'
 
 
@@ -140,11 +140,11 @@ def of_run(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
         RuntimeError: the GPUs are not present, and XLA's GPU compiler is not installed.
     """
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
-    place = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
+    machine = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
     program = build(run, devices)
     stages = f" ({' | '.join(pipeline_moe.layers(program.layout.stages))} by stage)" if program.layout.pipelined else ""
     layers = plural(run.model.num_layers, "layer") + stages
-    return _table(of_step(program), f"{run.model.family}, {layers}, on {place}")
+    return _table(of_step(program), f"{run.model.family}, {layers}, on {machine}")
 
 
 def of_tree(tree: Any) -> Shardings:
@@ -172,8 +172,8 @@ def _table(rows: tuple[Row, ...], title: str) -> Shardings:
     return Shardings(rows, f"{title}: {', '.join(f'{axis}={n}' for axis, n in mesh.items()) or 'one device'}")
 
 
-def _unknown(key: str, value: str, known: list[str]) -> ConfigError:
-    hint = nearest(value, list(dict.fromkeys(known)))
+def _unknown(key: str, value: str, candidates: list[str]) -> ConfigError:
+    hint = nearest(value, list(dict.fromkeys(candidates)))
     return ConfigError([Problem(key, value, f"no array of this table has this {key}", hint)])
 
 
@@ -191,7 +191,7 @@ def _devices(ids: list[int]) -> str:
     return f"{ids[0]}-{ids[-1]}" if in_a_row else ",".join(map(str, ids))
 
 
-def _held(row: Row) -> str:
+def _device_bytes(row: Row) -> str:
     """Return the copies and the bytes of one copy on a device, as text."""
     copies = f"{row.copies} x " if row.copies > 1 else ""
     return copies + _size(row.bytes_per_device) + {"offload": " on the host", "recompute": " recomputed"}.get(row.saved, "")

@@ -74,7 +74,6 @@ class Table:
         return printed(lambda console: print_table(self, console), 160)
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML for a notebook."""
         return f"<style scoped>{NOTEBOOK_STYLE}</style>{html_table(self)}"
 
 
@@ -113,10 +112,10 @@ def numbers(
     sums = [math.fsum(values)] if total else []
     texts = write([*values, *sums])
 
-    def rest(n: int) -> str:
-        return write([*values, *sums, math.fsum(values[n:])])[-1]
+    def sum_rest(start: int) -> str:
+        return write([*values, *sums, math.fsum(values[start:])])[-1]
 
-    return Column(heading, texts[: len(values)], values, texts[-1] if total else "", rest)
+    return Column(heading, texts[: len(values)], values, texts[-1] if total else "", sum_rest)
 
 
 def counts(heading: str, values: Sequence[int], *, total: bool = True) -> Column:
@@ -129,14 +128,14 @@ def labels(heading: str, values: Sequence[int]) -> Column:
     return Column(heading, [f"{n:,}" for n in values], values)
 
 
-def shares(heading: str, values: Sequence[float], whole: float) -> Column:
-    """Return a column of values as percentages of `whole`."""
-    return Column(heading, [percent(v / whole) for v in values], values)
+def shares(heading: str, values: Sequence[float], total: float) -> Column:
+    """Return a column of values as percentages of `total`."""
+    return Column(heading, [percent(v / total) for v in values], values)
 
 
-def bars(values: Sequence[float], whole: float) -> Column:
-    """Return a column of bars. whole: the value of a bar with full length."""
-    return Column("", [str(v / whole if whole else 0.0) for v in values], kind="bar")
+def bars(values: Sequence[float], total: float) -> Column:
+    """Return a column of bars. total: the value of a bar with full length."""
+    return Column("", [str(v / total if total else 0.0) for v in values], kind="bar")
 
 
 def text_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], total: Sequence[str] = ()) -> Table:
@@ -186,22 +185,22 @@ def print_sections(sections: Sequence[Section], console: Console) -> None:
         shown = [p for p in section.parts if not isinstance(p, Drawing) and not (isinstance(p, Listing) and not p.lines)]
         if shown:
             say(console, f"\n{section.title}", "bold")
-        for part in shown:
-            if isinstance(part, str):
-                say(console, part)
-            elif isinstance(part, Listing):
-                _print_listing(part, console)
-            elif isinstance(part, Table):
-                print_table(part, console, with_title=part.title != section.title)
+        for block in shown:
+            if isinstance(block, str):
+                say(console, block)
+            elif isinstance(block, Listing):
+                _print_listing(block, console)
+            elif isinstance(block, Table):
+                print_table(block, console, with_title=block.title != section.title)
 
 
-def _print_listing(part: Listing, console: Console) -> None:
-    made = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
-    made.add_column(width=1)
-    made.add_column(overflow="fold")
-    for line in part.lines:
-        made.add_row("-", Text(line), style="yellow" if part.style == "warning" else part.style)
-    console.print(made)
+def _print_listing(listing: Listing, console: Console) -> None:
+    table = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    for line in listing.lines:
+        table.add_row("-", Text(line), style="yellow" if listing.style == "warning" else listing.style)
+    console.print(table)
 
 
 def print_table(table: Table, console: Console, *, with_title: bool = True) -> None:
@@ -210,24 +209,26 @@ def print_table(table: Table, console: Console, *, with_title: bool = True) -> N
     On a narrow terminal the columns of bars are left out, then those of sources. If the table is still too wide, its lines are
     longer than the terminal, so that no digit and no name is cut off.
     """
-    columns = [c for c in table.columns if not c.page_only]
+    columns = [col for col in table.columns if not col.page_only]
     for kind in ("bar", "source"):
         if sum(map(_least_width, columns)) > console.width:
-            columns = [c for c in columns if c.kind != kind]
+            columns = [col for col in columns if col.kind != kind]
     if table.title and with_title:
         say(console, table.title, "dim")
-    made = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for c in columns:
-        right = c.values is not None or c.kind == "number"
-        whole = right or c.kind in ("whole", "source", "bar")
-        least = _least_width(c) - 2 if c.kind != "bar" else None
-        made.add_column(Text(c.heading), justify="right" if right else "left", no_wrap=whole, overflow="fold", min_width=least)
+    rich_table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for col in columns:
+        right = col.values is not None or col.kind == "number"
+        no_wrap = right or col.kind in ("whole", "source", "bar")
+        least = _least_width(col) - 2 if col.kind != "bar" else None
+        rich_table.add_column(
+            Text(col.heading), justify="right" if right else "left", no_wrap=no_wrap, overflow="fold", min_width=least
+        )
     shown = len(columns[0].cells[: table.rows])
     for i in range(shown):
-        made.add_row(*(Text(_terminal_cell(c, i, console)) for c in columns))
+        rich_table.add_row(*(Text(_terminal_cell(col, i, console)) for col in columns))
     for texts, style in _last_rows(columns, shown):
-        made.add_row(*map(Text, texts), style=style)
-    console.print(made, width=max(console.width, sum(map(_least_width, columns))), crop=False)
+        rich_table.add_row(*map(Text, texts), style=style)
+    console.print(rich_table, width=max(console.width, sum(map(_least_width, columns))), crop=False)
 
 
 def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], str]]:
@@ -240,30 +241,30 @@ def _last_rows(columns: Sequence[Column], shown: int) -> list[tuple[list[str], s
     return out
 
 
-def _least_width(c: Column) -> int:
+def _least_width(col: Column) -> int:
     """Return the number of characters that a column needs on a terminal, including the space after the column."""
-    if c.kind == "bar":
+    if col.kind == "bar":
         return BAR + 2
-    cells = [shorten_source(cell) if c.kind == "source" else cell for cell in c.cells]
-    longest = max(map(len, [c.heading, c.total, *cells]))
-    is_text = c.values is None and c.kind not in ("number", "whole", "source")
-    return (min(longest, max(len(c.heading), FOLDED_TEXT)) if is_text else longest) + 2
+    cells = [shorten_source(cell) if col.kind == "source" else cell for cell in col.cells]
+    longest = max(map(len, [col.heading, col.total, *cells]))
+    is_text = col.values is None and col.kind not in ("number", "whole", "source")
+    return (min(longest, max(len(col.heading), FOLDED_TEXT)) if is_text else longest) + 2
 
 
-def _terminal_cell(c: Column, i: int, console: Console) -> str:
-    if c.kind == "bar":  # in eighths of a character if the terminal has such characters
-        eighths = round(8 * BAR * max(0.0, min(1.0, float(c.cells[i]))))
+def _terminal_cell(col: Column, i: int, console: Console) -> str:
+    if col.kind == "bar":  # in eighths of a character if the terminal has such characters
+        eighths = round(8 * BAR * max(0.0, min(1.0, float(col.cells[i]))))
         if not console.encoding.lower().startswith("utf"):
             return "#" * round(eighths / 8)
         return "\u2588" * (eighths // 8) + ("", *"\u258f\u258e\u258d\u258c\u258b\u258a\u2589")[eighths % 8]
-    return shorten_source(c.cells[i]) if c.kind == "source" else c.cells[i]
+    return shorten_source(col.cells[i]) if col.kind == "source" else col.cells[i]
 
 
 def place(source: str) -> str:
     """Return a source (file:line) without the path to site-packages; for a file of jaxtrain, without the path to jaxtrain."""
-    for package, kept in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
-        before, found, inside = source.rpartition(package)
-        source = kept + inside if found else source
+    for package, prefix in (("/site-packages/", ""), ("/jaxtrain/", "jaxtrain/")):
+        before, separator, inside = source.rpartition(package)
+        source = prefix + inside if separator else source
     return source
 
 
@@ -280,20 +281,20 @@ def html_sections(sections: Sequence[Section]) -> list[str]:
     """Return sections as HTML."""
     out = []
     for section in sections:
-        if parts := [made for part in section.parts if (made := _html_part(part))]:
-            out += [html.heading(section.title), *parts]
+        if blocks := [markup for block in section.parts if (markup := _html_block(block))]:
+            out += [html.heading(section.title), *blocks]
     return out
 
 
-def _html_part(part: str | Table | Listing | Drawing) -> str:
-    if isinstance(part, str):
-        return html.paragraph(part, "quiet")
-    if isinstance(part, Drawing):
-        return part.html
-    if isinstance(part, Table):
-        return html_table(part)
-    lines = "".join(f"<li>{escape(line)}</li>" for line in part.lines)
-    return f'<ul class="list{" warnings" if part.style == "warning" else ""}">{lines}</ul>' if lines else ""
+def _html_block(block: str | Table | Listing | Drawing) -> str:
+    if isinstance(block, str):
+        return html.paragraph(block, "quiet")
+    if isinstance(block, Drawing):
+        return block.html
+    if isinstance(block, Table):
+        return html_table(block)
+    lines = "".join(f"<li>{escape(line)}</li>" for line in block.lines)
+    return f'<ul class="list{" warnings" if block.style == "warning" else ""}">{lines}</ul>' if lines else ""
 
 
 def html_table(table: Table) -> str:
@@ -303,8 +304,8 @@ def html_table(table: Table) -> str:
         return ""
 
     def row(cells: Sequence[str], values: Sequence[float | None]) -> str:
-        named, *others = zip(columns, cells, values, strict=True)
-        return f"<tr>{_tag('th scope="row"', *named)}{''.join(_tag('td', *each) for each in others)}</tr>"
+        first, *remaining = zip(columns, cells, values, strict=True)
+        return f"<tr>{_tag('th scope="row"', *first)}{''.join(_tag('td', *each) for each in remaining)}</tr>"
 
     head = "".join(_tag('th scope="col"', c, escape(c.heading)) for c in columns)
     cells = [[_html_cell(c, i) for c in columns] for i in range(shown)]
@@ -317,20 +318,20 @@ def html_table(table: Table) -> str:
     )
 
 
-def _tag(tag: str, c: Column, markup: str, value: float | None = None) -> str:
+def _tag(tag: str, col: Column, markup: str, value: float | None = None) -> str:
     """Return a cell of a column as HTML element `tag` with content `markup`. value: the number by which the page sorts."""
-    kind = {"source": "whole", "bar": "share"}.get(c.kind, c.kind) or ("number" if c.values is not None else "")
+    kind = {"source": "whole", "bar": "share"}.get(col.kind, col.kind) or ("number" if col.values is not None else "")
     css = f' class="{kind}"' if kind else ""
     data = f' data-value="{value!r}"' if value is not None and tag == "td" else ""
     return f"<{tag}{css}{data}>{markup}</{tag[:2]}>"
 
 
-def _html_cell(c: Column, i: int) -> str:
-    text = c.cells[i]
-    if c.kind == "bar":  # the number is next to it, so screen readers skip the bar
+def _html_cell(col: Column, i: int) -> str:
+    text = col.cells[i]
+    if col.kind == "bar":  # the number is next to it, so screen readers skip the bar
         width = f"{100 * float(text):.2f}%"
         return f'<svg class="bar" aria-hidden="true"><rect width="{width}" height="100%" style="fill:var(--c1)"/></svg>'
-    if c.kind == "scope":  # the text is a path of scopes, a line feed, and the name in the HLO
+    if col.kind == "scope":  # the text is a path of scopes, a line feed, and the name in the HLO
         path, _, name = text.partition("\n")
         shown = re.sub(r"([/:])", r"\1<wbr>", escape(path))
         if len(path) > FOLDED:
@@ -339,8 +340,8 @@ def _html_cell(c: Column, i: int) -> str:
         elif path:
             shown += "<br>"
         return f'{shown}<span class="quiet">{escape(name)}</span>'
-    colour = html.swatch(c.colours[i]) if c.colours else ""
-    return colour + escape(place(text) if c.kind == "source" else text)
+    colour = html.swatch(col.colours[i]) if col.colours else ""
+    return colour + escape(place(text) if col.kind == "source" else text)
 
 
 # ---- Markdown

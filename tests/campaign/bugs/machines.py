@@ -132,8 +132,8 @@ BUGS = (
     Bug(
         "bench: the state is that of all devices",
         "jaxtrain/node/train_step.py",
-        "least_gib(run, parts) / there.count",
-        "least_gib(run, parts)",
+        "least_gib(run, state_parts) / available.count",
+        "least_gib(run, state_parts)",
         "unit/test_bench_rules.py -k hold_its_state",
     ),
     Bug(
@@ -293,7 +293,7 @@ BUGS = (
     Bug(
         "preflight: what a driver reports of other GPUs only is no note",
         "jaxtrain/node/table.py",
-        "return worst(verdicts | odd",
+        "return worst(verdicts | unreported",
         "return worst(verdicts",
         "unit/test_preflight.py -k degrees",
     ),

@@ -28,7 +28,7 @@ BUGS = (
         "search: layouts that failed count as compiled",
         "jaxtrain/report/search_page.py",
         'title = f"{len(planned)} compiled"',
-        'title = f"{len(found.tried)} compiled"',
+        'title = f"{len(result.tried)} compiled"',
         "unit/test_search.py -k failed_layouts",
     ),
     Bug(

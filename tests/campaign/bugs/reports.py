@@ -281,8 +281,8 @@ BUGS = (
     Bug(
         "report: losses are smoothed one line late",
         PAGE,
-        "max(0, i - reach), min(len(kept), i + reach + 1)",
-        "max(0, i - reach - 1), min(len(kept), i + reach)",
+        "max(0, i - reach), min(len(finite), i + reach + 1)",
+        "max(0, i - reach - 1), min(len(finite), i + reach)",
         UNIT["report"],
     ),
     Bug(
@@ -327,15 +327,15 @@ BUGS = (
     Bug(
         "report: shares of the wall time are not those of goodput",
         PAGE,
-        "g.parts[cause] / g.wanted_s",
-        "g.parts[cause] / g.wall_s",
+        "spent.parts[cause] / spent.wanted_s",
+        "spent.parts[cause] / spent.wall_s",
         UNIT["report"],
     ),
     Bug("page: a name can write the page", LINES, '.replace("<", "\\\\u003c")', "", UNIT["report"]),
     Bug(
         "plan's report: small parts of the temporaries are lost",
         "jaxtrain/report/plan_sections.py",
-        'rows = [*large, ("others", math.fsum(gib for _, gib in rest))] if rest else large',
+        'rows = [*large, ("others", math.fsum(gib for _, gib in small))] if small else large',
         "rows = large",
         "unit/test_plan_report.py",
     ),
@@ -378,8 +378,8 @@ BUGS = (
     Bug(
         "profile: overlapped communication counts as exposed",
         MEASURE,
-        "sums[o][OVERLAPPED] += time - now",
-        "sums[o][TIME] += time - now",
+        "sums[op][OVERLAPPED] += time - previous",
+        "sums[op][TIME] += time - previous",
         UNIT["profile"],
     ),
     Bug(
@@ -393,7 +393,7 @@ BUGS = (
     Bug(
         "lost time: the start of the run counts in its clocks",
         LOST,
-        "[line] if gpu in seen else []",
+        "[line] if gpu in seen_gpus else []",
         "[line]",
         UNIT["lost_time"],
     ),
@@ -408,12 +408,12 @@ BUGS = (
     Bug(
         "plan's report: a phase inside another loses its letter",
         "jaxtrain/report/plan_page.py",
-        "found[-2][1] <= SHORT * len(phases)",
-        "found[-2][1] >= 0",
+        "ranges[-2][1] <= SHORT * len(phases)",
+        "ranges[-2][1] >= 0",
         "unit/test_plan_report.py",
     ),
     Bug("profile: operations at once count twice", MEASURE, " * n / sum(shared.values())", "", UNIT["profile"]),
-    Bug("profile: times are not divided by the steps", MEASURE, "row / len(every)", "row", UNIT["profile"]),
+    Bug("profile: times are not divided by the steps", MEASURE, "row / len(all_steps)", "row", UNIT["profile"]),
     Bug(
         "profile: recompute is called backward",
         "jaxtrain/plan/program/roofline.py",
