@@ -59,10 +59,10 @@ def chunked_cross_entropy(
 
     first = V * jax.lax.axis_index(vocab_axes) if vocab_axes else 0
 
-    def total(a: jax.Array) -> jax.Array:
+    def sum_vocab(a: jax.Array) -> jax.Array:
         return jax.lax.psum(a, vocab_axes) if vocab_axes else a
 
-    def step(carry, item):
+    def body(carry, item):
         loss, d_head = carry
         x_CD, targets_C, weights_C = item
         raw_CV = jnp.einsum("CD,DV->CV", x_CD, head_DV, precision=precision, preferred_element_type=jnp.float32)
@@ -71,9 +71,9 @@ def chunked_cross_entropy(
         top_C = logits_CV.max(-1)
         top_C = jax.lax.pmax(top_C, vocab_axes) if vocab_axes else top_C
         exp_CV = jnp.exp(logits_CV - top_C[:, None])
-        sum_C = total(exp_CV.sum(-1))
+        sum_C = sum_vocab(exp_CV.sum(-1))
         is_target_CV = jnp.arange(V)[None, :] == (targets_C - first)[:, None]
-        target_C = total(jnp.where(is_target_CV, logits_CV, 0.0).sum(-1))
+        target_C = sum_vocab(jnp.where(is_target_CV, logits_CV, 0.0).sum(-1))
         log_z_C = jnp.log(sum_C) + top_C
         loss_C = log_z_C - target_C
         loss += jnp.sum(weights_C * (loss_C + z_loss * log_z_C**2 if z_loss else loss_C))
@@ -92,6 +92,6 @@ def chunked_cross_entropy(
         return (loss, d_head), d_x_CD
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((D, V), jnp.float32) if gradients and head_gradient else None)
-    (loss, d_head), of_chunks = jax.lax.scan(step, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
-    of_tokens = of_chunks.reshape(count * chunk, *of_chunks.shape[2:])[:n]
-    return (loss, of_tokens, d_head, None) if gradients else (loss, None, None, of_tokens)
+    (loss, d_head), chunk_outputs = jax.lax.scan(body, start, (chunks(x_nD), chunks(targets_n), chunks(weights_n)))
+    token_outputs = chunk_outputs.reshape(count * chunk, *chunk_outputs.shape[2:])[:n]
+    return (loss, token_outputs, d_head, None) if gradients else (loss, None, None, token_outputs)

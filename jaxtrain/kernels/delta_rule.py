@@ -64,31 +64,31 @@ def delta_rule(
     none = jnp.full_like(segments[:1, ..., -1:], -1)
     before = jnp.concatenate([none if state_BNKV is None else segments[:1, ..., :1], segments[:-1, ..., -1:]])
 
-    def decay(log: jax.Array, where: jax.Array) -> jax.Array:
-        return jnp.exp(jnp.where(where, log, -jnp.inf))
+    def decay(log: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.exp(jnp.where(mask, log, -jnp.inf))
 
     # Sums of log decays from token j to token i. Differences of sums from the first token would lose digits, and so would their
     # gradients.
     later = jnp.tril(jnp.ones((chunk, chunk), bool), -1)[None, None, None]
     sums = jnp.cumsum(jnp.where(later, g[..., :, None], 0.0), -2)
-    alike = (later | jnp.eye(chunk, dtype=bool)[None, None, None]) & (segments[..., :, None] == segments[..., None, :])
-    between = decay(sums, alike)
+    same_document = (later | jnp.eye(chunk, dtype=bool)[None, None, None]) & (segments[..., :, None] == segments[..., None, :])
+    between = decay(sums, same_document)
     from_state, to_state = decay(jnp.cumsum(g, -1), segments == before), between[..., -1, :]
-    kept = from_state[..., -1:]
+    chunk_decay = from_state[..., -1:]
     system = jnp.tril(beta[..., None] * between * product("...iK,...jK->...ij", k, k), -1)
-    right = beta[..., None] * jnp.concatenate([from_state[..., None] * k, v], -1)
-    w, u = jnp.split(product("...ij,...jK->...iK", inverse(system), right), [k.shape[-1]], axis=-1)
+    rhs = beta[..., None] * jnp.concatenate([from_state[..., None] * k, v], -1)
+    w, u = jnp.split(product("...ij,...jK->...iK", inverse(system), rhs), [k.shape[-1]], axis=-1)
     scores = between * product("...iK,...jK->...ij", q, k)
     read, write = from_state[..., None] * q, to_state[..., None] * k
 
-    def one(state: jax.Array, of_chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        w, u, scores, read, write, kept = of_chunk
+    def body(state: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        w, u, scores, read, write, chunk_decay = arrays
         u = u - product("BNCK,BNKV->BNCV", w, state)
         o = product("BNCK,BNKV->BNCV", read, state) + product("BNij,BNjV->BNiV", scores, u)
-        return kept[..., None] * state + product("BNCK,BNCV->BNKV", write, u), o
+        return chunk_decay[..., None] * state + product("BNCK,BNCV->BNKV", write, u), o
 
     state = jnp.zeros((B, N, k.shape[-1], v.shape[-1]), v.dtype) if state_BNKV is None else state_BNKV
-    state, o = jax.lax.scan(one, state, (w, u, scores, read, write, kept))
+    state, o = jax.lax.scan(body, state, (w, u, scores, read, write, chunk_decay))
     return jnp.moveaxis(o, (0, 3), (1, 2)).reshape(B, -1, N, v.shape[-1])[:, :T], state
 
 
@@ -102,21 +102,21 @@ def inverse(below: jax.Array) -> jax.Array:
     """
     size, block = below.shape[-1], 1
     row, column = jnp.arange(size)[:, None], jnp.arange(size)[None]
-    done = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    result = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
     while block < size:
         lower = (row // (2 * block) == column // (2 * block)) & (row // block > column // block)
         c = jnp.where(jnp.broadcast_to(lower, below.shape), below, 0.0)
-        done -= c if block == 1 else jnp.matmul(jnp.matmul(done, c, precision=EXACT), done, precision=EXACT)
+        result -= c if block == 1 else jnp.matmul(jnp.matmul(result, c, precision=EXACT), result, precision=EXACT)
         block *= 2
-    return done
+    return result
 
 
 @inverse.defjvp
 def _inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # No custom_vjp: the remat policy `none` takes each of them for a gather of weights, and saves no result of it.
-    (below,), (change,) = primals, tangents
-    done = inverse(below)
-    return done, -jnp.matmul(jnp.matmul(done, change, precision=EXACT), done, precision=EXACT)
+    (below,), (tangent,) = primals, tangents
+    result = inverse(below)
+    return result, -jnp.matmul(jnp.matmul(result, tangent, precision=EXACT), result, precision=EXACT)
 
 
 def short_convolution(
@@ -136,12 +136,12 @@ def short_convolution(
             first = before_BWNH[:, width - 1 - back :].astype(jnp.float32)
             document = jnp.broadcast_to(segments_BT[:, :1], shape)
         shifted = jnp.concatenate([first, x_BTNH], 1)[:, :T]
-        seen = (jnp.concatenate([document, segments_BT], 1)[:, :T] == segments_BT)[..., None, None]
-        y_BTNH += jnp.where(seen, shifted, 0.0) * taps_NHW[None, None, ..., width - 1 - back].astype(jnp.float32)
+        same_document = (jnp.concatenate([document, segments_BT], 1)[:, :T] == segments_BT)[..., None, None]
+        y_BTNH += jnp.where(same_document, shifted, 0.0) * taps_NHW[None, None, ..., width - 1 - back].astype(jnp.float32)
     return jax.nn.silu(y_BTNH)
 
 
 def last_inputs(x_BTNH: jax.Array, before_BWNH: jax.Array) -> jax.Array:
     """Return the last W - 1 inputs of a convolution, after the inputs `before_BWNH` (B, W - 1, N, H) and these."""
-    both = jnp.concatenate([before_BWNH, x_BTNH.astype(before_BWNH.dtype)], 1)
-    return both[:, both.shape[1] - before_BWNH.shape[1] :]
+    inputs = jnp.concatenate([before_BWNH, x_BTNH.astype(before_BWNH.dtype)], 1)
+    return inputs[:, inputs.shape[1] - before_BWNH.shape[1] :]

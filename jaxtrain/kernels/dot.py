@@ -26,20 +26,20 @@ def dot(eqn: str, x: jax.Array, w: Weight, numerics: Numerics) -> jax.Array:
     if isinstance(w, Float8):
         return fp8.dot(eqn, x, w)
     xs, ws, ys = eqn.replace("->", ",").split(",")
-    t = sum(c not in ws for c in xs)  # dimensions of tokens
-    contracted, at = xs[t:], ws.index(xs[t:])
-    if xs[:t] + ws.replace(contracted, "") != ys:
+    token_dims = sum(c not in ws for c in xs)  # dimensions of tokens
+    contracted, axis = xs[token_dims:], ws.index(xs[token_dims:])
+    if xs[:token_dims] + ws.replace(contracted, "") != ys:
         raise ValueError(
             f"{eqn}: the result must have the tokens of x, then the dimensions of w that are not contracted, in order"
         )
     # Tokens are flattened, because XLA's CPU compiler accumulates some gradients in bfloat16 for matmuls with more dimensions.
-    x_nk = x.reshape(-1, math.prod(x.shape[t:]))
-    w = w.reshape(*w.shape[:at], -1, *w.shape[at + len(contracted) :])
+    x_nk = x.reshape(-1, math.prod(x.shape[token_dims:]))
+    w = w.reshape(*w.shape[:axis], -1, *w.shape[axis + len(contracted) :])
     with jax.named_scope(eqn):
         y = jax.lax.dot_general(
-            x_nk, w, (((1,), (at,)), ((), ())), precision=numerics.precision, preferred_element_type=x.dtype
+            x_nk, w, (((1,), (axis,)), ((), ())), precision=numerics.precision, preferred_element_type=x.dtype
         )
-    return y.reshape(*x.shape[:t], *y.shape[1:])
+    return y.reshape(*x.shape[:token_dims], *y.shape[1:])
 
 
 def einsum(eqn: str, *operands: Any, numerics: Numerics) -> jax.Array:

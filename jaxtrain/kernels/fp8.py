@@ -133,9 +133,9 @@ class _Matrices:
         """Return whether the weight is (contracted, output), as opposed to (output, contracted)."""
         xs, ws, y = self.letters
         contracted = "".join(c for c in xs if c in ws)
-        made = "".join(c for c in y if c in ws)
+        outputs = "".join(c for c in y if c in ws)
         tokens = xs.removesuffix(contracted)
-        if xs != tokens + contracted or y != tokens + made or ws not in (contracted + made, made + contracted):
+        if xs != tokens + contracted or y != tokens + outputs or ws not in (contracted + outputs, outputs + contracted):
             raise ValueError(
                 f"{self.eqn}: an FP8 matmul is of (tokens, contracted) and a weight of (contracted, made) or reverse"
             )
@@ -155,8 +155,8 @@ class _Matrices:
 
 def dot(eqn: str, x: jax.Array, w: Float8) -> jax.Array:
     """Return `einsum(eqn, x, w)` in the dtype of `x`, all three matmuls (forward and backward) in 8 bits."""
-    made: Any = _dot(x, jnp.zeros(()), w.bits, w.scale, w.gradient, eqn, Peaks())
-    return made[0]
+    result: Any = _dot(x, jnp.zeros(()), w.bits, w.scale, w.gradient, eqn, Peaks())
+    return result[0]
 
 
 def gated_linear(
@@ -174,12 +174,12 @@ def gated_linear(
     projections: list[Any] = [
         _dot(x_BTD, jnp.zeros(()), w.bits, w.scale, w.gradient, into, Peaks(after=True)) for w in (gate, up)
     ]
-    (gate_BTF, of_gate), (up_BTF, of_up) = projections
+    (gate_BTF, gate_peak), (up_BTF, up_peak) = projections
     gate_BTF, up_BTF = checkpoint_name(gate_BTF, "mlp_gate"), checkpoint_name(up_BTF, "mlp_up")
     with jax.named_scope("swiglu"):
-        h: Any = _gated(gate_BTF, of_gate, up_BTF, of_up, activation)
-    made: Any = _dot(*h, down.bits, down.scale, down.gradient, out, Peaks(before=True))
-    return made[0]
+        hidden: Any = _gate_multiply(gate_BTF, gate_peak, up_BTF, up_peak, activation)
+    result: Any = _dot(*hidden, down.bits, down.scale, down.gradient, out, Peaks(before=True))
+    return result[0]
 
 
 # At least the largest slope of an activation (silu 1.0998, gelu 1.129) or 1, times 1 + 2^-6 for four roundings to bfloat16.
@@ -200,61 +200,63 @@ class Peaks:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gated(
-    gate: jax.Array, of_gate: jax.Array, up: jax.Array, of_up: jax.Array, activation: Callable[[jax.Array], jax.Array]
+def _gate_multiply(
+    gate: jax.Array, gate_peak: jax.Array, up: jax.Array, up_peak: jax.Array, activation: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    return activation(gate) * up, of_gate + of_up
+    return activation(gate) * up, gate_peak + up_peak
 
 
-def _gated_forward(gate, of_gate, up, of_up, activation):
+def _gate_multiply_fwd(gate, gate_peak, up, up_peak, activation):
     most = checkpoint_name(jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in (gate, up)]), SCALE)
-    return (activation(gate) * up, of_gate + of_up), (gate, up, most)
+    return (activation(gate) * up, gate_peak + up_peak), (gate, up, most)
 
 
-def _gated_backward(activation, residuals, gradients):
-    (gate, up, most), (dh, of_h) = residuals, gradients
+def _gate_multiply_bwd(activation, residuals, gradients):
+    (gate, up, most), (dh, h_peak) = residuals, gradients
     d_gate, d_up = jax.vjp(lambda gate, up: activation(gate) * up, gate, up)[1](dh)
-    return d_gate, SLOPE * most[1] * of_h, d_up, SLOPE * most[0] * of_h
+    return d_gate, SLOPE * most[1] * h_peak, d_up, SLOPE * most[0] * h_peak
 
 
-_gated.defvjp(_gated_forward, _gated_backward)
+_gate_multiply.defvjp(_gate_multiply_fwd, _gate_multiply_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _dot(
-    x: jax.Array, of_x: jax.Array, bits: jax.Array, w_scale: jax.Array, gradient: jax.Array, eqn: str, peaks: Peaks
+    x: jax.Array, x_peak: jax.Array, bits: jax.Array, w_scale: jax.Array, gradient: jax.Array, eqn: str, peaks: Peaks
 ) -> tuple[jax.Array, jax.Array]:
-    made, _ = _forward(x, of_x, bits, w_scale, gradient, eqn, peaks)
-    return made
+    result, _ = _forward(x, x_peak, bits, w_scale, gradient, eqn, peaks)
+    return result
 
 
-def _forward(x, of_x, bits, w_scale, gradient, eqn, peaks):
-    m = _Matrices(eqn)
-    xs, ws, y = m.letters
+def _forward(x, x_peak, bits, w_scale, gradient, eqn, peaks):
+    matmul = _Matrices(eqn)
+    xs, ws, y = matmul.letters
     x_scale = scale_of(jnp.max(jnp.abs(x)), E4M3)
     if peaks.before:
         x_scale = checkpoint_name(x_scale, SCALE)
     x8 = to_bits(rounded(x, x_scale, E4M3))
-    w_KN = m.weight(from_bits(bits, E4M3))
-    made = multiply(m.tokens(from_bits(x8, E4M3)), x_scale, w_KN.T if m.contracted_first else w_KN, w_scale, x.dtype, FAST)
+    w_KN = matmul.weight(from_bits(bits, E4M3))
+    out = multiply(
+        matmul.tokens(from_bits(x8, E4M3)), x_scale, w_KN.T if matmul.contracted_first else w_KN, w_scale, x.dtype, FAST
+    )
     shape = [n for c, n in zip(ws, bits.shape, strict=True) if c in y]
-    made = made.reshape(*x.shape[: len(y) - len(shape)], *shape)
-    return (made, of_x), (x8, x_scale, bits, w_scale, jnp.zeros((0,), gradient.dtype))
+    out = out.reshape(*x.shape[: len(y) - len(shape)], *shape)
+    return (out, x_peak), (x8, x_scale, bits, w_scale, jnp.zeros((0,), gradient.dtype))
 
 
 def _backward(eqn: str, peaks: Peaks, residuals: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     x8, x_scale, bits, w_scale, like = residuals
-    m, (dy, of_y) = _Matrices(eqn), gradients
-    dy_scale = scale_of(of_y if peaks.after else jnp.max(jnp.abs(dy)), E5M2)
+    matmul, (dy, y_peak) = _Matrices(eqn), gradients
+    dy_scale = scale_of(y_peak if peaks.after else jnp.max(jnp.abs(dy)), E5M2)
     dy8 = to_bits(rounded(dy, dy_scale, E5M2))
-    x_MK, dy_MN = m.tokens(from_bits(x8, E4M3)), from_bits(dy8, E5M2)
+    x_MK, dy_MN = matmul.tokens(from_bits(x8, E4M3)), from_bits(dy8, E5M2)
     dy_MN = dy_MN.reshape(x_MK.shape[0], -1)
-    w = m.weight(from_bits(bits, E4M3))
-    dx = multiply(dy_MN, dy_scale, w if m.contracted_first else w.T, w_scale, dy.dtype).reshape(x8.shape)
-    rows, columns = ((x_MK, x_scale), (dy_MN, dy_scale))[:: 1 if m.contracted_first else -1]
+    w = matmul.weight(from_bits(bits, E4M3))
+    dx = multiply(dy_MN, dy_scale, w if matmul.contracted_first else w.T, w_scale, dy.dtype).reshape(x8.shape)
+    rows, columns = ((x_MK, x_scale), (dy_MN, dy_scale))[:: 1 if matmul.contracted_first else -1]
     dw = multiply(rows[0].T, rows[1], columns[0].T, columns[1], like.dtype)
-    of_x = jnp.max(jnp.abs(dx)).astype(jnp.float32) if peaks.before else jnp.zeros(())
-    return dx, of_x, None, None, dw.reshape(bits.shape)
+    x_peak = jnp.max(jnp.abs(dx)).astype(jnp.float32) if peaks.before else jnp.zeros(())
+    return dx, x_peak, None, None, dw.reshape(bits.shape)
 
 
 _dot.defvjp(_forward, _backward)

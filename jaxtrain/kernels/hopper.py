@@ -33,16 +33,16 @@ class Slots(NamedTuple):
 
     def fill(self, step: jax.Array, sources: tuple[Any, ...]) -> None:
         """Copy a tile of each array into the step's slot, once the slot is free."""
-        at = self.slot(step)
-        plgpu.barrier_wait(self.free.at[at])
+        index = self.slot(step)
+        plgpu.barrier_wait(self.free.at[index])
         for source, ref in zip(sources, self.refs, strict=True):
-            plgpu.copy_gmem_to_smem(source, ref.at[at], self.ready.at[at])
+            plgpu.copy_gmem_to_smem(source, ref.at[index], self.ready.at[index])
 
     def take(self, step: jax.Array) -> tuple[Any, ...]:
         """Wait until the step's slot is filled, and return its arrays."""
-        at = self.slot(step)
-        plgpu.barrier_wait(self.ready.at[at])
-        return tuple(ref.at[at] for ref in self.refs)
+        index = self.slot(step)
+        plgpu.barrier_wait(self.ready.at[index])
+        return tuple(ref.at[index] for ref in self.refs)
 
     def release(self, step: jax.Array, interpret: bool) -> None:
         """Mark the step's slot as free, for the warpgroup that loads."""
@@ -50,14 +50,14 @@ class Slots(NamedTuple):
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.free.at[self.slot(step)])
 
-    def each(self, what: Callable[[Any], None]) -> None:
-        """Call `what` with the `free` barrier of each slot.
+    def each(self, action: Callable[[Any], None]) -> None:
+        """Call `action` with the `free` barrier of each slot.
 
         Before the first step, the warpgroups that compute arrive at all barriers. After the last step, the warpgroup that loads
         waits at all barriers.
         """
-        for at in range(self.ready.shape[0]):
-            what(self.free.at[at])
+        for index in range(self.ready.shape[0]):
+            action(self.free.at[index])
 
 
 def slots(*refs: Any) -> Slots:
@@ -72,16 +72,16 @@ def warpgroups(compute: Callable[[jax.Array], None], load: Callable[[], None], p
 
     pipelines: the rings of slots that `compute` and `load` use. All slots are free at the start and at the end.
     """
-    which = jax.lax.axis_index(GROUPS)
+    warpgroup = jax.lax.axis_index(GROUPS)
 
-    @pl.when(which < COMPUTING)
+    @pl.when(warpgroup < COMPUTING)
     def _() -> None:
         plgpu.set_max_registers(MUCH, action="increase")
         for pipeline in pipelines:
             pipeline.each(plgpu.barrier_arrive)
-        compute(which)
+        compute(warpgroup)
 
-    @pl.when(which == COMPUTING)
+    @pl.when(warpgroup == COMPUTING)
     def _() -> None:
         plgpu.set_max_registers(LITTLE, action="decrease")
         load()

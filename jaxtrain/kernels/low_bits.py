@@ -62,9 +62,9 @@ def _dynamic_map() -> np.ndarray:
     """
     f32, positive = np.float32, []
     for i in range(7):
-        k, parts = np.arange(2**i + 1), 2**i
-        step = np.float64((f32(1) - f32(0.1)) / f32(parts))
-        ends = np.where(k < (parts + 1) // 2, np.float64(f32(0.1)) + step * k, 1 - step * (parts - k)).astype(f32)
+        k, intervals = np.arange(2**i + 1), 2**i
+        step = np.float64((f32(1) - f32(0.1)) / f32(intervals))
+        ends = np.where(k < (intervals + 1) // 2, np.float64(f32(0.1)) + step * k, 1 - step * (intervals - k)).astype(f32)
         positive.append(f32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / f32(2)))
     values = np.concatenate(positive)
     return np.concatenate([-values[::-1], np.zeros(1, f32), values, np.ones(1, f32)])
@@ -99,11 +99,11 @@ def shapes(R: int, C: int, fmt: str, inputs_first: bool) -> dict[str, tuple[tupl
     def fewer(by: int) -> tuple[int, int]:
         return (R // by, C) if inputs_first else (R, C // by)
 
-    parts = {"bits": (fewer(2), byte), "scale": (fewer(BLOCK[fmt]), byte)}
+    arrays = {"bits": (fewer(2), byte), "scale": (fewer(BLOCK[fmt]), byte)}
     if fmt == "nf4":
         blocks = outputs * inputs // BLOCK[fmt]
-        parts |= {"second": ((-(-blocks // SECOND),), f32), "offset": ((), f32)}
-    return parts
+        arrays |= {"second": ((-(-blocks // SECOND),), f32), "offset": ((), f32)}
+    return arrays
 
 
 def encode(w: jax.Array, fmt: str, inputs_first: bool) -> dict[str, jax.Array]:
@@ -134,37 +134,37 @@ def encode(w: jax.Array, fmt: str, inputs_first: bool) -> dict[str, jax.Array]:
 
 
 def decode(
-    parts: dict[str, jax.Array],
+    arrays: dict[str, jax.Array],
     fmt: str,
     inputs_first: bool,
     dtype: jnp.dtype,
     start: tuple[jax.Array | int, jax.Array | int] = (0, 0),
-    whole: tuple[int, int] | None = None,
+    global_shape: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Return the weight (..., R, C), computed in float32 and rounded once to `dtype`.
 
     Args:
-      parts: of the whole matrix or of a shard of it, with whole blocks. `second` and `offset` are always the whole matrix's.
+      arrays: of the whole matrix or of a shard of it, with whole blocks. `second` and `offset` are always the whole matrix's.
       start: the shard's first row and column in the whole matrix.
-      whole: (R, C) of the whole matrix. None: `parts` is whole.
+      global_shape: (R, C) of the whole matrix. None: `arrays` is whole.
     """
     axis = _axis(inputs_first)
     if fmt == "fp8":
-        return (from_bits(parts["bits"], E4M3).astype(jnp.float32) * jnp.expand_dims(parts["scale"], axis)).astype(dtype)
-    *leading, rows, columns = parts["bits"].shape
+        return (from_bits(arrays["bits"], E4M3).astype(jnp.float32) * jnp.expand_dims(arrays["scale"], axis)).astype(dtype)
+    *leading, rows, columns = arrays["bits"].shape
     pair = (1,) * (len(leading) + 1) + ((2, 1) if inputs_first else (1, 2))
     shift = np.array([FIRST[fmt], 4 - FIRST[fmt]], np.uint8).reshape(pair)
     shape = (*leading, *((2 * rows, columns) if inputs_first else (rows, 2 * columns)))
-    codes = ((jnp.expand_dims(parts["bits"], axis) >> shift) & 15).reshape(shape)
+    codes = ((jnp.expand_dims(arrays["bits"], axis) >> shift) & 15).reshape(shape)
     if fmt == "nf4":
-        scale = _first_level(parts, inputs_first, start, whole or shape[-2:])
+        scale = _first_level(arrays, inputs_first, start, global_shape or shape[-2:])
     else:
-        scale = _power_of_two(parts["scale"].astype(jnp.int32))
+        scale = _power_of_two(arrays["scale"].astype(jnp.int32))
     values = _look_up({"nf4": NF4, "mxfp4": MXFP4}[fmt], _split(codes, BLOCK[fmt], inputs_first))
     return (values * jnp.expand_dims(scale, axis)).reshape(shape).astype(dtype)
 
 
-def error(w: jax.Array, parts: dict[str, jax.Array], fmt: str, inputs_first: bool) -> jax.Array:
+def error(w: jax.Array, arrays: dict[str, jax.Array], fmt: str, inputs_first: bool) -> jax.Array:
     """Return the root-mean-square error of a whole weight relative to its root mean square, f32 (); 0 for a weight of zeros."""
 
     def mean_square(x: jax.Array) -> jax.Array:
@@ -174,8 +174,8 @@ def error(w: jax.Array, parts: dict[str, jax.Array], fmt: str, inputs_first: boo
         return x
 
     w = w.astype(jnp.float32)
-    off, of = mean_square(decode(parts, fmt, inputs_first, jnp.dtype("float32")) - w), mean_square(w)
-    return jnp.sqrt(off / jnp.where(of == 0, 1, of))
+    error_ms, weight_ms = mean_square(decode(arrays, fmt, inputs_first, jnp.dtype("float32")) - w), mean_square(w)
+    return jnp.sqrt(error_ms / jnp.where(weight_ms == 0, 1, weight_ms))
 
 
 def _look_up(values: np.ndarray, codes: jax.Array) -> jax.Array:
@@ -244,34 +244,37 @@ def _mean(x: jax.Array) -> jax.Array:
     while high.shape[-1] > 1:
         (a, b), (low_a, low_b) = jnp.split(high, 2, axis=-1), jnp.split(low, 2, axis=-1)
         high = a + b
-        of_b = high - a
-        low = (low_a + low_b) + ((a - (high - of_b)) + (b - of_b))
+        b_rounded = high - a
+        low = (low_a + low_b) + ((a - (high - b_rounded)) + (b - b_rounded))
     total = (high + low)[..., 0]
     return total / jnp.where(jnp.isnan(total), total, count)  # of a constant, XLA would take the rounded reciprocal
 
 
 def _second_level(amax: jax.Array, inputs_first: bool) -> dict[str, jax.Array]:
     """Return `scale`, `second` and `offset` of the blocks' largest magnitudes."""
-    theirs = amax.mT if inputs_first else amax
-    flat = theirs.reshape(*theirs.shape[:-2], -1)
+    outputs_first = amax.mT if inputs_first else amax
+    flat = outputs_first.reshape(*outputs_first.shape[:-2], -1)
     offset = _mean(flat)
-    rest = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % SECOND)]
-    x = jnp.pad(flat - offset[..., None], rest).reshape(*flat.shape[:-1], -1, SECOND)
+    padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % SECOND)]
+    x = jnp.pad(flat - offset[..., None], padding).reshape(*flat.shape[:-1], -1, SECOND)
     second = _largest(x, -1)
     codes = _nearest(x * _reciprocal(second)[..., None], DYNAMIC)
-    codes = codes.reshape(*flat.shape[:-1], -1)[..., : flat.shape[-1]].reshape(theirs.shape)
+    codes = codes.reshape(*flat.shape[:-1], -1)[..., : flat.shape[-1]].reshape(outputs_first.shape)
     return {"scale": codes.mT if inputs_first else codes, "second": second, "offset": offset}
 
 
 def _first_level(
-    parts: dict[str, jax.Array], inputs_first: bool, start: tuple[jax.Array | int, jax.Array | int], whole: tuple[int, ...]
+    arrays: dict[str, jax.Array],
+    inputs_first: bool,
+    start: tuple[jax.Array | int, jax.Array | int],
+    global_shape: tuple[int, ...],
 ) -> jax.Array:
     """Return the scales of the blocks, f32, in the shape of `scale`."""
-    rows, columns = parts["scale"].shape[-2:]
-    inputs, count = _axis(inputs_first), jnp.uint32  # of an unsigned index XLA knows that it is not from the end
-    first = [jnp.asarray(at, count) // (BLOCK["nf4"] if i == inputs else 1) for i, at in zip((-2, -1), start, strict=True)]
-    row, column = first[0] + jnp.arange(rows, dtype=count)[:, None], first[1] + jnp.arange(columns, dtype=count)[None]
+    rows, columns = arrays["scale"].shape[-2:]
+    inputs, uint32 = _axis(inputs_first), jnp.uint32  # of an unsigned index XLA knows that it is not from the end
+    first = [jnp.asarray(at, uint32) // (BLOCK["nf4"] if i == inputs else 1) for i, at in zip((-2, -1), start, strict=True)]
+    row, column = first[0] + jnp.arange(rows, dtype=uint32)[:, None], first[1] + jnp.arange(columns, dtype=uint32)[None]
     output, block = (column, row) if inputs_first else (row, column)
-    place = output * count(whole[inputs] // BLOCK["nf4"]) + block  # in the order of the matrix (outputs, inputs)
-    second = parts["second"].at[..., place // SECOND].get(mode="promise_in_bounds")
-    return _look_up(DYNAMIC, parts["scale"]) * second + parts["offset"][..., None, None]
+    index = output * uint32(global_shape[inputs] // BLOCK["nf4"]) + block  # in the order of the matrix (outputs, inputs)
+    second = arrays["second"].at[..., index // SECOND].get(mode="promise_in_bounds")
+    return _look_up(DYNAMIC, arrays["scale"]) * second + arrays["offset"][..., None, None]

@@ -77,6 +77,6 @@ def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.
     """
     x_f32, half = x_BTNH.astype(jnp.float32), cos.shape[-1]
     x_f32 = x_f32 if factor == 1.0 else x_f32 * factor
-    a, b, *rest = jnp.split(x_f32, [half] if 2 * half == x_f32.shape[-1] else [half, 2 * half], axis=-1)
+    a, b, *unrotated = jnp.split(x_f32, [half] if 2 * half == x_f32.shape[-1] else [half, 2 * half], axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *unrotated], axis=-1).astype(x_BTNH.dtype)

@@ -67,8 +67,8 @@ def family(name: str) -> Any:
         return own_parts.load("model.family", name)
     if name not in FAMILIES:
         raise ValueError(f"model.family = {name!r}: no such family. Known: {', '.join(FAMILIES)}, or package.module:name.")
-    found: ModuleType = importlib.import_module(FAMILIES[name])
-    return found
+    module: ModuleType = importlib.import_module(FAMILIES[name])
+    return module
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -82,9 +82,9 @@ def preset(name: str) -> dict[str, Any]:
     Raises:
       ConfigError: no such preset.
     """
-    found = presets()
-    if name not in found:
-        near = difflib.get_close_matches(name, found, 1, 0.0)[0]
-        rule = f"no such preset. Known: {', '.join(found)}"
+    all_presets = presets()
+    if name not in all_presets:
+        near = difflib.get_close_matches(name, all_presets, 1, 0.0)[0]
+        rule = f"no such preset. Known: {', '.join(all_presets)}"
         raise ConfigError([Problem("preset", name, rule, f"Use {near}.")])
-    return found[name]
+    return all_presets[name]

@@ -65,11 +65,11 @@ KEPT = {
 
 def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
     """Return `remat.tensors` ("q=keep,mlp_up=offload") as activation -> keep | offload | recompute, and its problems."""
-    places: dict[str, str] = {}
+    actions: dict[str, str] = {}
     problems = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, given, place = item.partition("=")
-        if not given:
+    for item in filter(None, (entry.strip() for entry in text.split(","))):
+        name, equals, action = item.partition("=")
+        if not equals:
             problems.append(
                 Problem("remat.tensors", item, "must be NAME=keep, NAME=offload or NAME=recompute", f"For example {name}=keep.")
             )
@@ -77,15 +77,15 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
             problems.append(
                 Problem("remat.tensors", item, f"no activation is named {name!r}", nearest(name, list(ACTIVATIONS)))
             )
-        elif place not in PLACES:
+        elif action not in PLACES:
             problems.append(
-                Problem("remat.tensors", item, f"{place!r} is not keep, offload or recompute", nearest(place, list(PLACES)))
+                Problem("remat.tensors", item, f"{action!r} is not keep, offload or recompute", nearest(action, list(PLACES)))
             )
-        elif name in places:
+        elif name in actions:
             problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))
         else:
-            places[name] = place
-    return places, problems
+            actions[name] = action
+    return actions, problems
 
 
 def kept(remat: Remat) -> frozenset[str]:
@@ -94,6 +94,6 @@ def kept(remat: Remat) -> frozenset[str]:
     For policy "auto", return all activations that it may save.
     """
     if remat.policy == "custom":
-        places, _ = parse_tensors(remat.tensors)
-        return frozenset(name for name, place in places.items() if place != "recompute")
+        actions, _ = parse_tensors(remat.tensors)
+        return frozenset(name for name, action in actions.items() if action != "recompute")
     return frozenset(KEPT[remat.policy])

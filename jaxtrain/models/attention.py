@@ -43,8 +43,8 @@ def layer_kinds(model: Model) -> tuple[int, ...]:
     Dense layers before the stack have kind 0.
     """
     letters = model.kinds[model.dense_layers :]
-    known = [kind for kind, _ in windows.layers_by_kind(model)]
-    return tuple(0 if letter == DELTA else known.index(letter) for letter in letters)
+    kinds = [kind for kind, _ in windows.layers_by_kind(model)]
+    return tuple(0 if letter == DELTA else kinds.index(letter) for letter in letters)
 
 
 def element_kinds(model: Model) -> tuple[int, ...]:
@@ -82,13 +82,15 @@ class Kernel:
           sinks_N: the sinks of this device's heads; None without model.attention_sinks.
         """
 
-        def run(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
+        def attend(i: int, q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, sinks_N: jax.Array | None) -> jax.Array:
             return context_parallel.attention(q, k, v, prepared[i], self.specs[i], self.name, self.split, sinks_N)
 
         if isinstance(kind, int) or len(set(self.specs)) == 1:  # kinds may differ in their rotary embeddings alone
-            return run(kind if isinstance(kind, int) else 0, q, k, v, prepared, sinks_N)
+            return attend(kind if isinstance(kind, int) else 0, q, k, v, prepared, sinks_N)
         with jax.named_scope(KIND_SWITCH):
-            return jax.lax.switch(kind, [functools.partial(run, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N)
+            return jax.lax.switch(
+                kind, [functools.partial(attend, i) for i in range(len(self.specs))], q, k, v, prepared, sinks_N
+            )
 
 
 class Shared(NamedTuple):
@@ -111,7 +113,7 @@ def tables_of(shared: Shared, kind: Kind) -> tuple[jax.Array, jax.Array]:
         return shared.rotary[0]
     if isinstance(kind, int):
         return shared.rotary[kind]
-    cos, sin = (jax.lax.select_n(kind, *of_kinds) for of_kinds in zip(*shared.rotary, strict=True))
+    cos, sin = (jax.lax.select_n(kind, *by_kind) for by_kind in zip(*shared.rotary, strict=True))
     return cos, sin
 
 
@@ -153,22 +155,22 @@ class Attention(nnx.Module):
         self.lora = Adapters(self, ("wq", "wk", "wv", *("wg",) * model.attention_gate, "wo"), ctx, rngs)
         self.model, self.kernel, self.ctx = model, kernel, ctx
 
-    def _own_head(self, w: Any) -> Any:
+    def _local_head(self, w: Any) -> Any:
         """Return w (..., K, H); if several devices share a key/value head, return only this device's head, (..., 1, H)."""
         if self.copies == 1:
             return w
         if isinstance(w, Float8):
-            return Float8(self._own_head(w.bits), w.scale, self._own_head(w.gradient))
+            return Float8(self._local_head(w.bits), w.scale, self._local_head(w.gradient))
         head = index(self.ctx.placement.mesh_axes("kv_heads")) // self.copies
         return jax.lax.dynamic_slice_in_dim(w, head, 1, axis=w.ndim - 2)
 
     def _project(self, x_BTD: jax.Array, name: str, bias: nnx.Param | None) -> jax.Array:
-        prepared = self._own_head if name in ("wk", "wv") else lambda w: w
-        y = dot("BTD,DNH->BTNH", x_BTD, prepared(getattr(self, name).get_value()), self.ctx.numerics)
-        y = self.lora(name, x_BTD, y, prepared)
+        shard = self._local_head if name in ("wk", "wv") else lambda w: w
+        y = dot("BTD,DNH->BTNH", x_BTD, shard(getattr(self, name).get_value()), self.ctx.numerics)
+        y = self.lora(name, x_BTD, y, shard)
         if bias is None:
             return y
-        return (y.astype(jnp.float32) + prepared(bias[...])[None, None].astype(jnp.float32)).astype(y.dtype)
+        return (y.astype(jnp.float32) + shard(bias[...])[None, None].astype(jnp.float32)).astype(y.dtype)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard the heads. Also return the cache.
@@ -176,15 +178,15 @@ class Attention(nnx.Module):
         cache: None, or this layer's (k, v), each (B, S, K, H). New keys and values are written at `shared.write_at`, and the
         queries attend to all keys of the cache.
         """
-        n, m, bias = self.ctx.numerics, self.model, self.model.qkv_bias
+        numerics, model, bias = self.ctx.numerics, self.model, self.model.qkv_bias
         q = self._project(x_BTD, "wq", self.bq if bias else None)
         k = self._project(x_BTD, "wk", self.bk if bias else None)
         v = self._project(x_BTD, "wv", self.bv if bias else None)
-        if m.qk_norm:
+        if model.qk_norm:
             q = self.q_norm(q)
-            k = self.k_norm(k, self._own_head) if isinstance(self.k_norm, JointRMSNorm) else self.k_norm(k)
+            k = self.k_norm(k, self._local_head) if isinstance(self.k_norm, JointRMSNorm) else self.k_norm(k)
         # Kernels divide scores by the root of head_dim.
-        scale = m.attn_logit_scale * math.sqrt(m.head_dim) if m.attn_logit_scale else 1.0
+        scale = model.attn_logit_scale * math.sqrt(model.head_dim) if model.attn_logit_scale else 1.0
         with jax.named_scope("rope"):
             cos, sin = tables_of(shared, kind)
             q = checkpoint_name(rope.rotate(q, cos, sin, scale), "q")
@@ -192,12 +194,12 @@ class Attention(nnx.Module):
         v = checkpoint_name(v, "v")
         if cache is not None:
             cache = k, v = appended(cache, (k, v), shared.write_at)
-        o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if m.attention_sinks else None)
-        if m.attention_gate:
-            gate_BTNH = self.lora("wg", x_BTD, dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), n))
+        o_BTNH = self.kernel(q, k, v, shared.prepared, kind, self.sinks[...] if model.attention_sinks else None)
+        if model.attention_gate:
+            gate_BTNH = self.lora("wg", x_BTD, dot("BTD,DNH->BTNH", x_BTD, self.wg.get_value(), numerics))
             gate_BTNH = checkpoint_name(gate_BTNH, "attention_gate")
             o_BTNH = (o_BTNH.astype(jnp.float32) * jax.nn.sigmoid(gate_BTNH.astype(jnp.float32))).astype(o_BTNH.dtype)
-        y_BTD = self.lora("wo", o_BTNH, dot("BTNH,DNH->BTD", o_BTNH, self.wo.get_value(), n))
+        y_BTD = self.lora("wo", o_BTNH, dot("BTNH,DNH->BTD", o_BTNH, self.wo.get_value(), numerics))
         return y_BTD, cache
 
 

@@ -28,19 +28,19 @@ class GatedDeltaNet(nnx.Module):
     """
 
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
-        m, D, n = model, model.d_model, ctx.numerics
+        m, D, numerics = model, model.d_model, ctx.numerics
         keys, values = (m.linear_key_heads, m.linear_key_dim), (m.linear_value_heads, m.linear_value_dim)
         for name, heads in (("q", keys), ("k", keys), ("v", values)):
-            weight = param(rngs, (D, *heads), ("embed", "heads", "head_dim"), normal(std), n.params, dot=True)
+            weight = param(rngs, (D, *heads), ("embed", "heads", "head_dim"), normal(std), numerics.params, dot=True)
             taps = (*heads, m.linear_conv), ("heads", "head_dim", None)
             setattr(self, f"w{name}", weight)
-            setattr(self, f"taps_{name}", param(rngs, *taps, normal(m.linear_conv**-0.5), n.vectors, exact=True))
+            setattr(self, f"taps_{name}", param(rngs, *taps, normal(m.linear_conv**-0.5), numerics.vectors, exact=True))
         out = (D, *values), ("embed", "heads", "head_dim")
-        self.wz = param(rngs, *out, normal(std), n.params, dot=True)
-        self.wo = param(rngs, *out, normal(out_std), n.params, dot=True)
+        self.wz = param(rngs, *out, normal(std), numerics.params, dot=True)
+        self.wo = param(rngs, *out, normal(out_std), numerics.params, dot=True)
         for_heads = (D, m.linear_value_heads), ("embed", "heads")
-        self.wa = param(rngs, *for_heads, normal(std), n.params)
-        self.wb = param(rngs, *for_heads, normal(std), n.params)
+        self.wa = param(rngs, *for_heads, normal(std), numerics.params)
+        self.wb = param(rngs, *for_heads, normal(std), numerics.params)
         # A token's log decay is -rate softplus(a + shift), between -0.001 and -1.6 where a is 0.
         vector, exact = ((m.linear_value_heads,), ("heads",)), jnp.dtype(jnp.float32)
         rate, step = log_uniform(1.0, 16.0), log_uniform(0.001, 0.1)
@@ -58,12 +58,12 @@ class GatedDeltaNet(nnx.Module):
 
         cache: None, or this layer's (state, last inputs of the convolutions of q, k and v) (`cached_arrays`).
         """
-        n, m, split, segments_BT = self.ctx.numerics, self.model, self.kernel.split, shared.segments_BT
+        numerics, model, split, segments_BT = self.ctx.numerics, self.model, self.kernel.split, shared.segments_BT
         q, k, v, z = (
-            checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), n), made)
-            for name, made in (("q", "q"), ("k", "k"), ("v", "v"), ("z", "attention_gate"))
+            checkpoint_name(dot("BTD,DNH->BTNH", x_BTD, getattr(self, f"w{name}").get_value(), numerics), activation)
+            for name, activation in (("q", "q"), ("k", "k"), ("v", "v"), ("z", "attention_gate"))
         )
-        ab_BTN2 = jnp.stack([einsum("BTD,DN->BTN", x_BTD, w[...], numerics=n) for w in (self.wa, self.wb)], -1)
+        ab_BTN2 = jnp.stack([einsum("BTD,DN->BTN", x_BTD, w[...], numerics=numerics) for w in (self.wa, self.wb)], -1)
         q, k, v = split.shard_heads(q, k, jnp.concatenate([v, ab_BTN2], -1))
         v, a_BTN, b_BTN = v[..., :-2], v[..., -2].astype(jnp.float32), v[..., -1].astype(jnp.float32)
         state, *before = cache or (None,) * 4
@@ -72,15 +72,15 @@ class GatedDeltaNet(nnx.Module):
             short_convolution(x, split.local_heads(getattr(self, f"taps_{name}")[...]), segments_BT, old)
             for name, x, old in zip("qkv", (q, k, v), before, strict=True)
         )
-        q, k = (jnp.repeat(unit(x), m.linear_value_heads // m.linear_key_heads, axis=2) for x in (q, k))
+        q, k = (jnp.repeat(unit(x), model.linear_value_heads // model.linear_key_heads, axis=2) for x in (q, k))
         rate_N, shift_N = (split.local_heads(x[...]).astype(jnp.float32)[None, None] for x in (self.log_rate, self.shift))
         log_decay_BTN = -jnp.exp(rate_N) * jax.nn.softplus(a_BTN + shift_N)
         with jax.named_scope("delta_rule"):
-            given = m.linear_key_dim**-0.5 * q, k, v, log_decay_BTN, jax.nn.sigmoid(b_BTN), segments_BT, state
-            o, state = delta_rule(*given, precision=n.precision)
-        o = checkpoint_name(split.shard_tokens(o.astype(n.compute)), "attention_out")
-        o = (self.norm(o) * jax.nn.silu(z.astype(jnp.float32))).astype(n.compute)
-        return dot("BTNH,DNH->BTD", o, self.wo.get_value(), n), (state, *inputs) if cache else None
+            args = model.linear_key_dim**-0.5 * q, k, v, log_decay_BTN, jax.nn.sigmoid(b_BTN), segments_BT, state
+            out, state = delta_rule(*args, precision=numerics.precision)
+        out = checkpoint_name(split.shard_tokens(out.astype(numerics.compute)), "attention_out")
+        out = (self.norm(out) * jax.nn.silu(z.astype(jnp.float32))).astype(numerics.compute)
+        return dot("BTNH,DNH->BTD", out, self.wo.get_value(), numerics), (state, *inputs) if cache else None
 
 
 def cached_arrays(model: Model) -> tuple[tuple[int, ...], ...]:

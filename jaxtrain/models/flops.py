@@ -86,22 +86,24 @@ def value_dim(model: Model) -> int:
 _ATTENTION = {"wq": "q", "wk": "k", "wv": "v", "wg": "attention_gate", "wo": "attention_proj"}
 _ATTENTION |= {"wq_down": "q_latent", "wq_up": "q", "wkv_down": "kv_latent", "wkv_up": "k"}
 _DELTA = {"wq": "q", "wk": "k", "wv": "v", "wz": "attention_gate", "wa": "decay", "wb": "decay", "wo": "attention_proj"}
-_MADE = {
-    **{f"layers.attention.{name}": made for name, made in _ATTENTION.items()},
-    **{f"layers.delta.{name}": made for name, made in _DELTA.items()},
+_RESULTS = {
+    **{f"layers.attention.{name}": result for name, result in _ATTENTION.items()},
+    **{f"layers.delta.{name}": result for name, result in _DELTA.items()},
     **{f"layers.mlp.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     **{f"layers.mlp.shared.{name}": f"mlp_{name}" for name in ("gate", "up", "down")},
     "layers.mlp.router": "router",
 }
-_OF_DELTA = tuple(f"layers.delta.{name}" for name in (*_DELTA, "taps_q", "taps_k", "taps_v", "log_rate", "shift", "norm.scale"))
+_DELTA_WEIGHTS = tuple(
+    f"layers.delta.{name}" for name in (*_DELTA, "taps_q", "taps_k", "taps_v", "log_rate", "shift", "norm.scale")
+)
 _BELOW = (
     "embed.embedding",
     "layers.attention_norm.scale",
     "layers.mlp_norm.scale",
-    *(name for name in _MADE if name not in _OF_DELTA),
+    *(name for name in _RESULTS if name not in _DELTA_WEIGHTS),
 )
 _EXPERTS = tuple(f"layers.mlp.{name}" for name in ("gate", "up", "down"))
-_OF_MTP = ("embed_proj", "hidden_proj")  # each (D, D)
+_MTP_WEIGHTS = ("embed_proj", "hidden_proj")  # each (D, D)
 
 
 def projections(model: Model) -> dict[str, tuple[int, int]]:
@@ -148,9 +150,9 @@ def chunked_rule(model: Model, seq_len: int) -> tuple[float, float, float]:
     """
     c, k, v = min(DELTA_CHUNK, seq_len), model.linear_key_dim, model.linear_value_dim
     inverse, output = 4.0 * c * c * max(0, math.ceil(math.log2(c)) - 1), 2.0 * k * v + 2.0 * c * v
-    others = 2.0 * (2 * c * k + c * (k + v) + 2 * k * v) + output
+    remaining = 2.0 * (2 * c * k + c * (k + v) + 2 * k * v) + output
     padded = math.ceil(seq_len / c) * c / seq_len * model.linear_value_heads
-    return (inverse + others) * padded, output * padded, (4.0 * c * c * (c > 1) + 2 * others) * padded
+    return (inverse + remaining) * padded, output * padded, (4.0 * c * c * (c > 1) + 2 * remaining) * padded
 
 
 def matrices(model: Model) -> dict[str, tuple[int, int, int]]:
@@ -159,17 +161,17 @@ def matrices(model: Model) -> dict[str, tuple[int, int, int]]:
     Routers, the decay and beta of delta nets, and the modules of multi-token prediction, are left out.
     """
     m, d = model, model.d_model
-    found = {f"layers.attention.{name}": (m.num_layers - m.delta_layers, *pair) for name, pair in projections(m).items()}
+    sizes = {f"layers.attention.{name}": (m.num_layers - m.delta_layers, *pair) for name, pair in projections(m).items()}
     if m.delta_layers:
-        found |= {f"layers.delta.{name}": (m.delta_layers, *pair) for name, pair in delta_projections(m).items()}
-        del found["layers.delta.wa"], found["layers.delta.wb"]
+        sizes |= {f"layers.delta.{name}": (m.delta_layers, *pair) for name, pair in delta_projections(m).items()}
+        del sizes["layers.delta.wa"], sizes["layers.delta.wb"]
     blocks = [("layers.mlp", m.stacked_layers * max(1, m.num_experts), m.d_ff)]
     blocks += [("layers.mlp.shared", m.stacked_layers, m.shared_d_ff), ("dense_layers.mlp", m.dense_layers, m.dense_d_ff)]
     for block, count, width in blocks:
         if count and width:
-            found |= {f"{block}.{name}": (count, d, width) for name in ("gate", "up")}
-            found[f"{block}.down"] = count, width, d
-    return found
+            sizes |= {f"{block}.{name}": (count, d, width) for name in ("gate", "up")}
+            sizes[f"{block}.down"] = count, width, d
+    return sizes
 
 
 def products(model: Model, rows: float = 0.0, dense: bool = False, delta: bool = False) -> dict[str, float]:
@@ -181,16 +183,16 @@ def products(model: Model, rows: float = 0.0, dense: bool = False, delta: bool =
     """
     d, block = model.d_model, "delta" if delta else "attention"
     weights = delta_projections(model) if delta else projections(model)
-    found = {f"layers.{block}.{name}": 2.0 * into * out for name, (into, out) in weights.items()}
+    costs = {f"layers.{block}.{name}": 2.0 * into * out for name, (into, out) in weights.items()}
     if dense:
-        return found | dict.fromkeys(_EXPERTS, 2.0 * d * model.dense_d_ff)
+        return costs | dict.fromkeys(_EXPERTS, 2.0 * d * model.dense_d_ff)
     each = (rows or model.experts_per_token) if model.num_experts else 1
-    found |= dict.fromkeys(_EXPERTS, 2.0 * d * model.d_ff * each)
+    costs |= dict.fromkeys(_EXPERTS, 2.0 * d * model.d_ff * each)
     if model.shared_d_ff:
-        found |= {f"layers.mlp.shared.{name}": 2.0 * d * model.shared_d_ff for name in ("gate", "up", "down")}
+        costs |= {f"layers.mlp.shared.{name}": 2.0 * d * model.shared_d_ff for name in ("gate", "up", "down")}
     if model.num_experts:
-        found["layers.mlp.router"] = 2.0 * d * model.num_experts
-    return found
+        costs["layers.mlp.router"] = 2.0 * d * model.num_experts
+    return costs
 
 
 def gemms(model: Model, rows: float = 0.0, dense: bool = False, delta: bool = False) -> dict[str, float]:
@@ -200,7 +202,7 @@ def gemms(model: Model, rows: float = 0.0, dense: bool = False, delta: bool = Fa
     """
     out: dict[str, float] = {}
     for name, cost in products(model, rows, dense, delta).items():
-        out[_MADE[name]] = out.get(_MADE[name], 0.0) + cost
+        out[_RESULTS[name]] = out.get(_RESULTS[name], 0.0) + cost
     if model.kv_lora_rank:
         out["v"] = out["k"] * value_dim(model) / (model.qk_nope_head_dim + value_dim(model))
         out["k"] -= out["v"]
@@ -211,22 +213,22 @@ def layers(model: Model, rows: float = 0.0) -> float:
     """Return forward FLOPs per token of the matmuls of all layers, of multi-token prediction too, without output heads."""
     linear = (model.stacked_layers - model.delta_layers + model.mtp_layers) * sum(gemms(model, rows).values())
     linear += model.delta_layers * sum(gemms(model, rows, delta=True).values()) if model.delta_layers else 0.0
-    linear += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2
+    linear += model.mtp_layers * 2 * len(_MTP_WEIGHTS) * model.d_model**2
     return linear + model.dense_layers * sum(gemms(model, dense=True).values()) if model.dense_layers else linear
 
 
 def by_weight(model: Model) -> dict[str, float]:
     """Return weight -> forward FLOPs per token of its matmuls, without the head. A stack of layers counts as one weight."""
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for delta, count in ((False, model.stacked_layers - model.delta_layers), (True, model.delta_layers)):
         for name, cost in products(model, delta=delta).items() if count else ():
-            found[name] = found.get(name, 0.0) + count * cost
+            costs[name] = costs.get(name, 0.0) + count * cost
     for i in range(model.dense_layers):
-        found |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
+        costs |= {name.replace("layers", f"dense_layers.{i}", 1): cost for name, cost in products(model, dense=True).items()}
     for i in range(model.mtp_layers):
-        found |= {f"mtp.{i}.{name}": 2.0 * model.d_model**2 for name in _OF_MTP}
-        found |= {name.replace("layers", f"mtp.{i}.block", 1): cost for name, cost in products(model).items()}
-    return found
+        costs |= {f"mtp.{i}.{name}": 2.0 * model.d_model**2 for name in _MTP_WEIGHTS}
+        costs |= {name.replace("layers", f"mtp.{i}.block", 1): cost for name, cost in products(model).items()}
+    return costs
 
 
 def attention(model: Model, seq_len: int) -> Flops:
@@ -276,18 +278,20 @@ def newton_schulz(model: Model) -> float:
     if model.num_experts:
         columns += [model.num_experts, *[model.shared_d_ff] * (3 if model.shared_d_ff else 0)]
 
-    def one(matrices: Sequence[tuple[int, int]]) -> float:
+    def block_flops(matrices: Sequence[tuple[int, int]]) -> float:
         sides = [(min(pair), max(pair)) for pair in matrices]
         return 5.0 * sum(4 * a * a * b + 2 * a**3 for a, b in sides)
 
-    stacked = one([*attention_weights, *((d, n) for n in columns)])
-    of_delta = one([*delta_projections(model).values()]) - one(attention_weights) if model.delta_layers else 0.0
-    of_dense, of_mtp = [*attention_weights, *[(d, model.dense_d_ff)] * 3], [(d, d)] * len(_OF_MTP)
+    stacked = block_flops([*attention_weights, *((d, n) for n in columns)])
+    delta_extra = (
+        block_flops([*delta_projections(model).values()]) - block_flops(attention_weights) if model.delta_layers else 0.0
+    )
+    dense_matrices, mtp_matrices = [*attention_weights, *[(d, model.dense_d_ff)] * 3], [(d, d)] * len(_MTP_WEIGHTS)
     return (
         (model.stacked_layers + model.mtp_layers) * stacked
-        + model.delta_layers * of_delta
-        + model.dense_layers * one(of_dense)
-        + model.mtp_layers * one(of_mtp)
+        + model.delta_layers * delta_extra
+        + model.dense_layers * block_flops(dense_matrices)
+        + model.mtp_layers * block_flops(mtp_matrices)
     )
 
 
@@ -298,7 +302,7 @@ def learns(lora: Lora, train: Train, name: str) -> bool:
 
 def differentiates_layers(model: Model, lora: Lora, train: Train) -> bool:
     """Return whether the backward pass goes through the layers; False if all weights in and below the layers are frozen."""
-    below = (*_BELOW, *_OF_DELTA) if model.delta_layers else _BELOW
+    below = (*_BELOW, *_DELTA_WEIGHTS) if model.delta_layers else _BELOW
     return lora.rank > 0 or any(learns(lora, train, name) for name in below)
 
 
@@ -308,7 +312,7 @@ def passes_mtp(model: Model, lora: Lora, train: Train) -> bool:
     return differentiates_layers(model, lora, train) or any(learns(lora, train, name) for name in ("final_norm.scale", *names))
 
 
-def _adapted(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple[str, float, float]]:
+def _adapter_flops(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple[str, float, float]]:
     """Yield (result, forward FLOPs per token of the matmuls with a, and with b) of adapted weights, in all layers.
 
     The result is named as in `gemms`. rows, rank: as in `adapters`.
@@ -320,8 +324,8 @@ def _adapted(model: Model, lora: Lora, rows: float, rank: int) -> Iterator[tuple
             yield _ATTENTION[name], times * into, times * out
     blocks = [(m.d_ff, 2.0 * lora.rank * m.num_layers)]
     if m.num_experts:
-        of_experts = 2.0 * (rank or lora.rank) * (rows or m.experts_per_token) * (lora.experts != "none")
-        blocks = [(m.d_ff, m.stacked_layers * of_experts), (m.dense_d_ff, 2.0 * lora.rank * m.dense_layers)]
+        expert_scale = 2.0 * (rank or lora.rank) * (rows or m.experts_per_token) * (lora.experts != "none")
+        blocks = [(m.d_ff, m.stacked_layers * expert_scale), (m.dense_d_ff, 2.0 * lora.rank * m.dense_layers)]
         blocks.append((m.shared_d_ff, 2.0 * lora.rank * m.stacked_layers * (m.shared_d_ff > 0)))
     for name in FEED_FORWARD:
         for width, times in blocks if name in targets else ():
@@ -336,7 +340,7 @@ def adapters(model: Model, lora: Lora, rows: float = 0.0, rank: int = 0) -> floa
       rows: of the adapters of experts (`shared_rows`), as in `products`.
       rank: of the adapters of experts, as computed (support.padded); 0: lora.rank.
     """
-    return sum(of_a + of_b for _, of_a, of_b in _adapted(model, lora, rows, rank))
+    return sum(a_flops + b_flops for _, a_flops, b_flops in _adapter_flops(model, lora, rows, rank))
 
 
 def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
@@ -347,20 +351,22 @@ def training(model: Model, seq_len: int, lora: Lora, train: Train) -> Flops:
     activations below the lowest trained layer are counted although they are not needed, as usual for the input of the first
     layer.
     """
-    m, who, everything = model, (lora, train), per_token(model, seq_len)
-    saved = sum(cost for name, cost in by_weight(m).items() if not learns(*who, name))
-    saved += 0 if learns(*who, "embed.embedding" if m.tied_head else "head") else heads(m)
+    m, settings, everything = model, (lora, train), per_token(model, seq_len)
+    saved = sum(cost for name, cost in by_weight(m).items() if not learns(*settings, name))
+    saved += 0 if learns(*settings, "embed.embedding" if m.tied_head else "head") else heads(m)
     total = everything + Flops(1.0, 1.0) * (3 * adapters(m, lora) - saved)
-    if differentiates_layers(m, *who):
+    if differentiates_layers(m, *settings):
         return total
     main = dataclasses.replace(m, mtp_layers=0)
-    if not passes_mtp(m, *who):
-        of_mtp = forward(m, seq_len) + forward(main, seq_len) * -1
-        total += (of_mtp + attention(m, seq_len) * m.mtp_layers) * -1
+    if not passes_mtp(m, *settings):
+        mtp_flops = forward(m, seq_len) + forward(main, seq_len) * -1
+        total += (mtp_flops + attention(m, seq_len) * m.mtp_layers) * -1
     head = heads(main)
     within = forward(main, seq_len) + Flops(-head, -head)
     through = within + mixing(m, seq_len)  # its backward pass has gradients of activations only
-    to_norm = 0 if learns(*who, "final_norm.scale") else head  # no trained weight needs the gradient of the last hidden states
+    to_norm = (
+        0 if learns(*settings, "final_norm.scale") else head
+    )  # no trained weight needs the gradient of the last hidden states
     return total + through * -1 + Flops(-to_norm, -to_norm)
 
 
@@ -369,10 +375,10 @@ def head(model: Model, lora: Lora, train: Train) -> float:
 
     These are the forward matmul, and the matmuls for the gradients of hidden states and of the head's weight, if needed.
     """
-    one = heads(dataclasses.replace(model, mtp_layers=0))
+    main_head = heads(dataclasses.replace(model, mtp_layers=0))
     wanted = differentiates_layers(model, lora, train) or learns(lora, train, "final_norm.scale")
     weight = learns(lora, train, "embed.embedding" if model.tied_head else "head")
-    return one * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
+    return main_head * (1 + wanted + weight + model.mtp_layers * (1 + passes_mtp(model, lora, train) + weight))
 
 
 def beyond(run: RunConfig) -> Flops:
@@ -388,15 +394,15 @@ def beyond(run: RunConfig) -> Flops:
         run.lora.experts == "shared" or run.moe.capacity_factor or support.alone(run.moe.impl, m.num_experts, run.mesh.expert)
     )
     rank = 0 if even else support.padded(run.moe.impl, run.compute == "f32", run.lora.rank)
-    of_adapters = shared_rows(run, rows), rank
+    adapter_args = shared_rows(run, rows), rank
     passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
-    linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *of_adapters) - adapters(m, run.lora))
+    linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *adapter_args) - adapters(m, run.lora))
     linear += 2.0 * m.d_model * m.vocab_size * run.loss.of_pairs
     once, _, backward = chunked_rule(m, run.data.seq_len) if m.delta_layers else (0.0,) * 3
     linear += m.delta_layers * (once + backward * back - delta_rule(m) * (1 + 2 * back))
     if not back:
         return Flops(linear, linear)
-    linear += recomputed_adapters(m, run.lora, run.remat, *of_adapters)
+    linear += recomputed_adapters(m, run.lora, run.remat, *adapter_args)
     return recompute(m, run.remat, run.data.seq_len, rows) + Flops(linear, linear)
 
 
@@ -417,20 +423,20 @@ def shared_rows(run: RunConfig, rows: float) -> float:
 
     An adapter that experts share multiplies the whole buffer of the first round (kernels/experts/feed_forward.py).
     """
-    whole = run.lora.experts == "shared" and run.mesh.expert > 1 and not run.moe.capacity_factor
-    return min(run.model.experts_per_token * FIRST_ROUND, run.model.num_experts) if whole else rows
+    fills_buffer = run.lora.experts == "shared" and run.mesh.expert > 1 and not run.moe.capacity_factor
+    return min(run.model.experts_per_token * FIRST_ROUND, run.model.num_experts) if fills_buffer else rows
 
 
-def _recomputed(model: Model, remat: Remat, delta: bool = False) -> list[str]:
+def _recompute_results(model: Model, remat: Remat, delta: bool = False) -> list[str]:
     """Return the results of matmuls that `recompute` counts in every layer. delta: in layers with a gated delta net."""
-    have = kept(remat)
-    made = have - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else have
+    saved = kept(remat)
+    usable = saved - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else saved
     names = ("q", "k", "v", "q_latent", "kv_latent", "attention_gate", "mlp_gate", "mlp_up")
-    again = [name for name in names if name not in made]
-    again += ["router"] if remat.policy == "dots" else ["router", "decay"]
-    if not have & ({"attention_proj"} if model.norm_placement != "pre" else {"attention_proj", "residual"}):
-        again += ["attention_proj"]
-    return again
+    recomputed = [name for name in names if name not in usable]
+    recomputed += ["router"] if remat.policy == "dots" else ["router", "decay"]
+    if not saved & ({"attention_proj"} if model.norm_placement != "pre" else {"attention_proj", "residual"}):
+        recomputed += ["attention_proj"]
+    return recomputed
 
 
 def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.0, rank: int = 0) -> float:
@@ -441,8 +447,10 @@ def recomputed_adapters(model: Model, lora: Lora, remat: Remat, rows: float = 0.
     """
     if remat.policy == "none":
         return 0.0
-    again = _recomputed(model, remat)
-    return sum(of_a + of_b * (made in again) for made, of_a, of_b in _adapted(model, lora, rows, rank))
+    recomputed = _recompute_results(model, remat)
+    return sum(
+        a_flops + b_flops * (result in recomputed) for result, a_flops, b_flops in _adapter_flops(model, lora, rows, rank)
+    )
 
 
 def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Flops:
@@ -468,25 +476,25 @@ def recompute(model: Model, remat: Remat, seq_len: int, rows: float = 0.0) -> Fl
     """
     if remat.policy == "none":
         return Flops(0.0, 0.0)
-    have, again = kept(remat), _recomputed(model, remat)
+    saved, recomputed = kept(remat), _recompute_results(model, remat)
 
-    def linear(cost: dict[str, float], count: int, every: int, again: list[str] = again) -> float:
-        of_all = count * sum(cost.get(name, 0.0) for name in again)
-        inner = 0 if "mlp_down" in have else count - (0 if model.norm_placement != "pre" else -(-count // every))
-        return of_all + inner * cost["mlp_down"]
+    def linear(cost: dict[str, float], count: int, every: int, recomputed: list[str] = recomputed) -> float:
+        all_layers = count * sum(cost.get(name, 0.0) for name in recomputed)
+        inner = 0 if "mlp_down" in saved else count - (0 if model.norm_placement != "pre" else -(-count // every))
+        return all_layers + inner * cost["mlp_down"]
 
-    found = linear(gemms(model, rows), model.stacked_layers - model.delta_layers, remat.every)
+    flops = linear(gemms(model, rows), model.stacked_layers - model.delta_layers, remat.every)
     if model.delta_layers:
-        found += linear(gemms(model, rows, delta=True), model.delta_layers, 1, _recomputed(model, remat, delta=True))
+        flops += linear(gemms(model, rows, delta=True), model.delta_layers, 1, _recompute_results(model, remat, delta=True))
         once, output, _ = chunked_rule(model, seq_len)
-        found += model.delta_layers * (once - output * ("attention_out" in have))
+        flops += model.delta_layers * (once - output * ("attention_out" in saved))
     if model.dense_layers:
-        found += linear(gemms(model, dense=True), model.dense_layers, 1)
+        flops += linear(gemms(model, dense=True), model.dense_layers, 1)
     if model.mtp_layers:
-        found += linear(gemms(model, rows), model.mtp_layers, 1)
-        found += model.mtp_layers * 2 * len(_OF_MTP) * model.d_model**2 * (remat.policy != "dots")
-    total = Flops(found, found)
-    if not {"attention_out", "attention_lse"} <= have:
+        flops += linear(gemms(model, rows), model.mtp_layers, 1)
+        flops += model.mtp_layers * 2 * len(_MTP_WEIGHTS) * model.d_model**2 * (remat.policy != "dots")
+    total = Flops(flops, flops)
+    if not {"attention_out", "attention_lse"} <= saved:
         total += attention(model, seq_len) * model.step_layers
     return total
 
@@ -523,17 +531,17 @@ def parameters(model: Model) -> dict[str, int]:
     experts = model.num_experts
     dense = model.dense_layers * 3 * d * model.dense_d_ff
     extra = d * model.shared_gate if experts else (2 * model.d_ff + d) * model.mlp_bias
-    parts = {
+    counts = {
         "embedding": model.vocab_size * d,
         "attention": (count - model.delta_layers) * attention_params + model.delta_layers * delta_params,
         "mlp": stacked * (3 * d * (model.shared_d_ff if experts else model.d_ff) + extra) + dense,
         "experts": stacked * experts * (3 * d * model.d_ff + (2 * model.d_ff + d) * model.expert_bias),
         "router": stacked * experts * (d + model.router_bias + model.router_logit_bias),
         "norms": count * (4 if model.norm_placement == "sandwich" else 2) * d + d + mtp * 3 * d,
-        "mtp": mtp * len(_OF_MTP) * d * d,
+        "mtp": mtp * len(_MTP_WEIGHTS) * d * d,
         "head": 0 if model.tied_head else model.vocab_size * d,
     }
-    return parts | {"total": sum(parts.values())}
+    return counts | {"total": sum(counts.values())}
 
 
 def active_parameters(model: Model) -> int:

@@ -97,7 +97,7 @@ class Settings:
     def __init__(self, values: Given, path: str = "config.json"):
         self.path = path
         self.given = types.MappingProxyType(dict(values))
-        self._left = dict(values)
+        self._remaining = dict(values)
 
     def take(self, key: str, kind: Kind = ANY, default: Any = REQUIRED, null: Any = REQUIRED) -> Any:
         """Return the value of a key.
@@ -111,17 +111,17 @@ class Settings:
         Raises:
             HuggingFaceError: there is no value, or one of another kind.
         """
-        value = self._left.get(key)
+        value = self._remaining.get(key)
         stands_for = value is None
         if stands_for:
-            value = default if key not in self._left or null is REQUIRED else null
+            value = default if key not in self._remaining or null is REQUIRED else null
             value = value(self.given) if callable(value) else value
-        self._left.pop(key, None)
+        self._remaining.pop(key, None)
         if value is REQUIRED:
             more = "" if null is REQUIRED else " (null: without)"
             fix = f"Fix, with what the model was trained with{more}: {import_with(self.path, f'{key}=VALUE')}."
-            part = not self.path.endswith("config.json")
-            fix = "Add it, with what the model was trained with." if part else fix
+            is_section = not self.path.endswith("config.json")
+            fix = "Add it, with what the model was trained with." if is_section else fix
             raise HuggingFaceError(f"{self.path}: no key {key!r}. {fix}")
         if not stands_for and not kind.allows(value, self.given):
             fix = "" if kind.fix is REQUIRED else f" Fix: {import_with(self.path, f'{key}={json.dumps(kind.fix)}')}."
@@ -130,8 +130,8 @@ class Settings:
 
     def unread(self) -> dict[str, Any]:
         """Return the keys that were not read and may change the logits."""
-        windows = ("sliding_window", "max_window_layers") if self._left.get("use_sliding_window") is False else ()
-        return {k: value for k, value in sorted(self._left.items()) if k not in windows and not _without_effect(k, value)}
+        windows = ("sliding_window", "max_window_layers") if self._remaining.get("use_sliding_window") is False else ()
+        return {k: value for k, value in sorted(self._remaining.items()) if k not in windows and not _without_effect(k, value)}
 
 
 def _without_effect(key: str, value: Any) -> bool:
@@ -148,15 +148,15 @@ def import_with(path: str, *changes: str) -> str:
     path: of the config.json.
     """
     folder = shlex.quote(path.partition("config.json")[0].rstrip("/") or "DIR")
-    given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
-    return spelled(f"python -m jaxtrain hf import {folder} --out=RUN {given}; then use RUN")
+    options = " ".join(f"--set {shlex.quote(change)}" for change in changes)
+    return spelled(f"python -m jaxtrain hf import {folder} --out=RUN {options}; then use RUN")
 
 
 class Row(abc.ABC):
     """A row of a table: how a key of config.json is read and written, perhaps with further keys."""
 
     @abc.abstractmethod
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
         """Return keys of config.Model. Raises HuggingFaceError for a value that jaxtrain does not support."""
 
     @abc.abstractmethod
@@ -184,9 +184,9 @@ class Key(Row):
     to_theirs: Callable[[Model], Any] | None = None
     written: bool = True
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        value = s.take(key, self.kind, self.default, self.null)
-        return {self.ours: self.to_ours(value, s.given)} if self.ours else {}
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        value = settings.take(key, self.kind, self.default, self.null)
+        return {self.ours: self.to_ours(value, settings.given)} if self.ours else {}
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         if not self.written or not (self.ours or self.to_theirs):
@@ -201,8 +201,8 @@ class Flags(Row):
 
     ours: tuple[str, ...]
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        return dict.fromkeys(self.ours, s.take(key, FLAG, False))
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        return dict.fromkeys(self.ours, settings.take(key, FLAG, False))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         return {key: getattr(model, self.ours[0])}
@@ -214,18 +214,20 @@ def only(value: Any, why: str, written: bool = True, fix: Any = REQUIRED) -> Key
     return Key("", kind, None, to_theirs=lambda model: value, written=written)
 
 
-def same(what: str, value: Callable[[Given], Any]) -> Key:
-    """Return the row of a second key with the meaning of others. what: these others. value: returns what they say."""
+def same(keys: str, value: Callable[[Given], Any]) -> Key:
+    """Return the row of a second key with the meaning of others. keys: these others. value: returns what they say."""
     return Key(
-        "", Kind(f"is not {what}, and both mean the same. Remove the wrong one", lambda x, given: x == value(given)), None
+        "",
+        Kind(f"is not {keys}, and both mean the same. Remove the wrong one", lambda x, hf_config: x == value(hf_config)),
+        None,
     )
 
 
-def read_rows(rows: Mapping[str, Row], s: Settings) -> dict[str, Any]:
+def read_rows(rows: Mapping[str, Row], settings: Settings) -> dict[str, Any]:
     """Return keys of config.Model, from config.json. Raises HuggingFaceError for a value that jaxtrain does not support."""
-    return {ours: value for key, row in rows.items() for ours, value in row.read(s, key).items()}
+    return {model_key: value for key, row in rows.items() for model_key, value in row.read(settings, key).items()}
 
 
 def write_rows(rows: Mapping[str, Row], model: Model) -> dict[str, Any]:
     """Return keys of config.json. Settings of the model without a key in the table are lost."""
-    return {theirs: value for key, row in rows.items() for theirs, value in row.write(model, key).items()}
+    return {hf_key: value for key, row in rows.items() for hf_key, value in row.write(model, key).items()}

@@ -77,8 +77,8 @@ class HfTensor:
     @property
     def parts(self) -> list[str]:
         """Return the axes of each part, such as N H; [] if the tensor holds one array."""
-        found = SUM.search(self.theirs)
-        return [part.strip() for part in found[1].split("+")] if found else []
+        match = SUM.search(self.theirs)
+        return [axes.strip() for axes in match[1].split("+")] if match else []
 
     @property
     def alone(self) -> str:
@@ -164,10 +164,10 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, HfTensor]:
       block: the block's name in the checkpoint.
       gate, up, down: names of the matrices in the checkpoint.
     """
-    one = f"model.layers.{{i}}.{block}.experts.{{e}}."
+    prefix = f"model.layers.{{i}}.{block}.experts.{{e}}."
     return {
         "layers.{i}.mlp.router": HfTensor(f"model.layers.{{i}}.{block}.gate.weight", "D E", "E D"),
-        "layers.{i}.mlp.gate": HfTensor(f"{one}{gate}.weight", "E D F", "F D"),
-        "layers.{i}.mlp.up": HfTensor(f"{one}{up}.weight", "E D F", "F D"),
-        "layers.{i}.mlp.down": HfTensor(f"{one}{down}.weight", "E D F", "D F"),
+        "layers.{i}.mlp.gate": HfTensor(f"{prefix}{gate}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.up": HfTensor(f"{prefix}{up}.weight", "E D F", "F D"),
+        "layers.{i}.mlp.down": HfTensor(f"{prefix}{down}.weight", "E D F", "D F"),
     }

@@ -96,82 +96,85 @@ class Rope(Row):
     partial: float = 0.0
     part: Callable[[Settings], Any] = lambda s: s.take(PARTIAL, default=None)
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        base = s.take(self.local, default=None) if self.local else None
-        old = {"rope_theta": s.given.get("rope_theta"), **s.take("rope_scaling", OBJECT, {})}
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        base = settings.take(self.local, default=None) if self.local else None
+        old = {"rope_theta": settings.given.get("rope_theta"), **settings.take("rope_scaling", OBJECT, {})}
         if self.partial:
-            old = {PARTIAL: self.part(s), **old}
-        new = s.take(key, OBJECT, {})
-        s.take("rope_theta", default=None)
+            old = {PARTIAL: self.part(settings), **old}
+        new = settings.take(key, OBJECT, {})
+        settings.take("rope_theta", default=None)
         if self.local:
             if unknown := sorted(new.keys() - {FULL, SLIDING}):
                 rule = f"{key} has {unknown[0]!r}; it must have {FULL!r} and {SLIDING!r} alone"
-                raise HuggingFaceError(f"{s.path}: {rule}.")
-            by_kind = Settings(new, f"{s.path}: {key}")
-            local = _agreed(s, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
-            full = _agreed(s, old, by_kind.take(FULL, OBJECT, {}))
-            out = _rope(full, s.path, self.known, lambda own: {FULL: own, SLIDING: local})
-            of_local = _rope(local, f"{s.path}, {SLIDING}", ("default",), lambda own: {FULL: full, SLIDING: own})
-            return out | {"local_rope_base": of_local["rope_base"]}
+                raise HuggingFaceError(f"{settings.path}: {rule}.")
+            by_kind = Settings(new, f"{settings.path}: {key}")
+            local = _merge_rotary(settings, {"rope_theta": base}, by_kind.take(SLIDING, OBJECT, {}))
+            full = _merge_rotary(settings, old, by_kind.take(FULL, OBJECT, {}))
+            out = _rope(full, settings.path, self.known, lambda rotary: {FULL: rotary, SLIDING: local})
+            local_keys = _rope(local, f"{settings.path}, {SLIDING}", ("default",), lambda rotary: {FULL: full, SLIDING: rotary})
+            return out | {"local_rope_base": local_keys["rope_base"]}
         if FULL in new or SLIDING in new:
-            given = [value for value in new.values() if value is not None]
-            if any(value != given[0] for value in given):
-                raise HuggingFaceError(f"{s.path}: {key} = {new!r}: all layers of this family have the same.")
-            new = given[0]
-        return _rope(_agreed(s, old, new), s.path, self.known, partial=self.partial)
+            layer_settings = [value for value in new.values() if value is not None]
+            if any(value != layer_settings[0] for value in layer_settings):
+                raise HuggingFaceError(f"{settings.path}: {key} = {new!r}: all layers of this family have the same.")
+            new = layer_settings[0]
+        return _rope(_merge_rotary(settings, old, new), settings.path, self.known, partial=self.partial)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         plain = model.rope_scaling == "none"
         scaling = {"rope_type": "default" if plain else model.rope_scaling}
         scaling |= {k: v for k, v in write_rows(ROPE_TYPES[model.rope_scaling], model).items() if v is not None}
-        part = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
-        new = {"rope_theta": model.rope_base, **scaling, **part}
-        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **part, key: new}
+        fraction = {PARTIAL: model.partial_rotary_factor} if self.partial else {}
+        new = {"rope_theta": model.rope_base, **scaling, **fraction}
+        out = {"rope_theta": model.rope_base, "rope_scaling": None if plain else scaling, **fraction, key: new}
         if self.local:
             local = model.local_rope_base or model.rope_base
-            own = {"rope_theta": local, "rope_type": "default"}
-            out |= {self.local: local, key: {FULL: new, SLIDING: own}}
+            local_settings = {"rope_theta": local, "rope_type": "default"}
+            out |= {self.local: local, key: {FULL: new, SLIDING: local_settings}}
         return out
 
 
-def _agreed(s: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_rotary(settings: Settings, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of config.json, merged from both of its forms. Settings in both forms must be equal."""
     old, new = ({{"type": "rope_type"}.get(k, k): v for k, v in x.items() if v is not None} for x in (old, new))
-    both = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
-    if both:
+    diff = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
+    if diff:
         raise HuggingFaceError(
-            f"{s.path}: {both[0]} is {old[both[0]]!r} in the form of transformers 4 and {new[both[0]]!r} in rope_parameters. "
-            "Remove the wrong one."
+            f"{settings.path}: {diff[0]} is {old[diff[0]]!r} in the form of transformers 4 and {new[diff[0]]!r} in "
+            "rope_parameters. Remove the wrong one."
         )
     return {**old, **new}
 
 
 def _rope(
-    given: Mapping[str, Any],
+    rotary: Mapping[str, Any],
     path: str,
-    known: Sequence[str],
-    whole: Callable[[Any], Any] = lambda own: own,
+    rope_types: Sequence[str],
+    replace_in: Callable[[Any], Any] = lambda rotary: rotary,
     partial: float = 0.0,
 ) -> dict[str, Any]:
     """Return keys of config.Model of rotary settings.
 
-    known, partial: as in `Rope`. whole: returns rope_parameters with these settings among those of all layers, for remedies.
+    rope_types, partial: as in `Rope`. replace_in: returns rope_parameters with these settings among those of all layers, for
+    remedies.
     """
 
-    def instead(settings: Mapping[str, Any]) -> str:
-        return import_with(path, "rope_scaling=null", f"rope_parameters={json.dumps(whole(settings))}")
+    def instead(rope_settings: Mapping[str, Any]) -> str:
+        return import_with(path, "rope_scaling=null", f"rope_parameters={json.dumps(replace_in(rope_settings))}")
 
-    s = Settings(given, f"{path}, rotary settings")
-    kind = s.take("rope_type", default="default")
+    settings = Settings(rotary, f"{path}, rotary settings")
+    kind = settings.take("rope_type", default="default")
     kind = "default" if kind == "mrope" else kind  # the same with mrope_section
-    if kind not in known:
+    if kind not in rope_types:
         # A packed row has documents of several lengths, and a cache has keys that were rotated when the sequence was shorter.
         why = ", because its frequencies follow the length of each sequence" * (kind in ("dynamic", "longrope"))
-        plain = {"rope_type": "default", **{key: given.get(key) for key in ("rope_theta", *[PARTIAL] * (PARTIAL in given))}}
+        plain = {"rope_type": "default", **{key: rotary.get(key) for key in ("rope_theta", *[PARTIAL] * (PARTIAL in rotary))}}
         short, fix = ". Up to max_position_embeddings tokens it equals default", f" Fix: {instead(plain)}."
         short, fix = (short, fix) if kind == "dynamic" else ("", "")
-        raise HuggingFaceError(f"{path}: rope_type = {kind!r}: is not supported{why}{short}. Known: {', '.join(known)}.{fix}")
-    if given.get("rope_theta") is None:
+        raise HuggingFaceError(
+            f"{path}: rope_type = {kind!r}: is not supported{why}{short}. Known: {', '.join(rope_types)}.{fix}"
+        )
+    if rotary.get("rope_theta") is None:
         raise HuggingFaceError(
             f"{path}: no rope_theta, neither by itself nor in rope_parameters. Add the base that the model was trained with; "
             f"transformers would silently use its default. Fix, for Llama 2: {import_with(path, 'rope_theta=10000.0')}."
@@ -184,11 +187,11 @@ def _rope(
         "mrope_section": Key("", ANY, None),
         "mrope_interleaved": Key("", ANY, None),
     }
-    out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], s)}
-    if left := s.unread():
-        shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
-        fix = instead({key: value for key, value in given.items() if key not in left})
-        raise HuggingFaceError(f"{s.path}: unknown {shown}. Fix, if it changes nothing: {fix}.")
+    out = {"rope_scaling": scaling, **read_rows(rows | ROPE_TYPES[scaling], settings)}
+    if unknown := settings.unread():
+        shown = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
+        fix = instead({key: value for key, value in rotary.items() if key not in unknown})
+        raise HuggingFaceError(f"{settings.path}: unknown {shown}. Fix, if it changes nothing: {fix}.")
     return out
 
 
@@ -204,9 +207,9 @@ class Windows(Row):
 
     letters: Callable[[Settings], str] = lambda s: GLOBAL
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        letters = self.letters(s)
-        return window_keys(s, layer_letters(s) or letters, s.take(key, null=None))
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        letters = self.letters(settings)
+        return window_keys(settings, layer_letters(settings) or letters, settings.take(key, null=None))
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         kinds = [SLIDING if kind == LOCAL else FULL for kind in model.kinds]
@@ -216,14 +219,14 @@ class Windows(Row):
 class QwenWindows(Windows):
     """The window of Qwen2 and Qwen3: without `layer_types`, as in earlier versions, of layers from `max_window_layers` on."""
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        in_use, letters = s.take("use_sliding_window", default=False), layer_letters(s)
-        window = s.take(key, default=REQUIRED if in_use else None, null=None)
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        in_use, letters = settings.take("use_sliding_window", default=False), layer_letters(settings)
+        window = settings.take(key, default=REQUIRED if in_use else None, null=None)
         by_number = in_use and not letters
-        first = s.take("max_window_layers", WHOLE) if by_number else s.take("max_window_layers", default=0)
+        first = settings.take("max_window_layers", WHOLE) if by_number else settings.take("max_window_layers", default=0)
         if by_number and window:
-            letters = "".join(LOCAL if i >= first else GLOBAL for i in range(s.given["num_hidden_layers"]))
-        return window_keys(s, letters or GLOBAL, window if in_use else None)
+            letters = "".join(LOCAL if i >= first else GLOBAL for i in range(settings.given["num_hidden_layers"]))
+        return window_keys(settings, letters or GLOBAL, window if in_use else None)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         first = model.kinds.find(LOCAL)
@@ -234,12 +237,14 @@ class QwenWindows(Windows):
 class DeltaLayers(Row):
     """The layers with gated delta nets: those of `layer_types`, or without it all but each full_attention_interval-th one."""
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        layers, every = s.given["num_hidden_layers"], s.take("full_attention_interval", WHOLE, 0)
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        layers, every = settings.given["num_hidden_layers"], settings.take("full_attention_interval", WHOLE, 0)
         by_number = "".join(DELTA if (i + 1) % (every or 4) else GLOBAL for i in range(layers))
-        letters = layer_letters(s, {LINEAR: DELTA, FULL: GLOBAL}) or by_number
+        letters = layer_letters(settings, {LINEAR: DELTA, FULL: GLOBAL}) or by_number
         if every and letters != by_number:
-            raise HuggingFaceError(f"{s.path}: {key} and full_attention_interval = {every} differ. Remove the wrong one.")
+            raise HuggingFaceError(
+                f"{settings.path}: {key} and full_attention_interval = {every} differ. Remove the wrong one."
+            )
         pattern = windows.pattern_of(letters)
         return {"attention_pattern": "" if pattern == GLOBAL else pattern}
 
@@ -247,39 +252,39 @@ class DeltaLayers(Row):
         return {key: [LINEAR if kind == DELTA else FULL for kind in model.kinds]}
 
 
-def layer_letters(s: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FULL: GLOBAL}) -> str:
+def layer_letters(settings: Settings, letters: Mapping[str, str] = {SLIDING: LOCAL, FULL: GLOBAL}) -> str:
     """Return a letter for each layer from `layer_types`; "" without that key. letters: by value of layer_types."""
-    kinds = s.take("layer_types", default=None)
+    kinds = settings.take("layer_types", default=None)
     if kinds is None:
         return ""
-    layers = s.given["num_hidden_layers"]
+    layers = settings.given["num_hidden_layers"]
     if not isinstance(kinds, list):
-        raise HuggingFaceError(f"{s.path}: layer_types = {kinds!r}: must be a list.")
+        raise HuggingFaceError(f"{settings.path}: layer_types = {kinds!r}: must be a list.")
     unknown = [kind for kind in kinds if kind not in [*letters]]
     if unknown or len(kinds) != layers:
         rule = f"{unknown[0]!r} is not supported" if unknown else f"has {len(kinds)} items for {layers} layers"
-        raise HuggingFaceError(f"{s.path}: layer_types: {rule}. Known: {', '.join(letters)}.")
+        raise HuggingFaceError(f"{settings.path}: layer_types: {rule}. Known: {', '.join(letters)}.")
     return "".join(letters[kind] for kind in kinds)
 
 
-def window_keys(s: Settings, letters: str, window: Any) -> dict[str, Any]:
+def window_keys(settings: Settings, letters: str, window: Any) -> dict[str, Any]:
     """Return `sliding_window` and `attention_pattern` of config.Model. letters: of layers, repeated over them."""
-    layers = s.given["num_hidden_layers"]
+    layers = settings.given["num_hidden_layers"]
     pattern = windows.pattern_of((letters * layers)[:layers])
     if LOCAL not in pattern:
         return {"sliding_window": 0, "attention_pattern": "" if pattern == GLOBAL else pattern}
-    if not WHOLE.allows(window, s.given):
+    if not WHOLE.allows(window, settings.given):
         rule = f"{WHOLE.rule}, since some layers see a sliding window"
-        raise HuggingFaceError(f"{s.path}: sliding_window = {window!r}: {rule}.")
+        raise HuggingFaceError(f"{settings.path}: sliding_window = {window!r}: {rule}.")
     return {"sliding_window": window, "attention_pattern": "" if pattern == LOCAL else pattern}
 
 
 # ---- Families
 
 
-def head_width(given: Given) -> int:
+def head_width(hf_config: Given) -> int:
     """Return the width of a head for a config.json without head_dim."""
-    return given["hidden_size"] // given["num_attention_heads"]
+    return hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
 INIT_STD = Model().init_std
@@ -289,7 +294,7 @@ KEYS: dict[str, Row] = {
     "num_hidden_layers": Key("num_layers", LAYERS),
     "hidden_size": Key("d_model"),
     "num_attention_heads": Key("num_heads"),
-    "num_key_value_heads": Key("num_kv_heads", WHOLE, lambda given: given["num_attention_heads"]),
+    "num_key_value_heads": Key("num_kv_heads", WHOLE, lambda hf_config: hf_config["num_attention_heads"]),
     "head_dim": Key("head_dim", WHOLE, head_width),
     "intermediate_size": Key("d_ff"),
     "vocab_size": Key("vocab_size"),
@@ -338,7 +343,7 @@ GEMMA: dict[str, Row] = {
     "use_bidirectional_attention": only(False, "jaxtrain has causal attention only", written=False),
 }
 GEMMA_SCORES: dict[str, Row] = {
-    "sliding_window_size": same("sliding_window", lambda given: given.get("sliding_window")),
+    "sliding_window_size": same("sliding_window", lambda hf_config: hf_config.get("sliding_window")),
     "query_pre_attn_scalar": Key("attn_logit_scale", ABOVE_0, to_ours=lambda x, _: x**-0.5, to_theirs=_attention_divisor),
     "final_logit_softcapping": Key("logit_softcap", NUMBER, null=0.0),
 }
@@ -368,27 +373,27 @@ class Format:
     beyond: str = ""
     nested: Mapping[str, Any] = types.MappingProxyType({})
 
-    def read(self, s: Settings) -> dict[str, Any]:
+    def read(self, settings: Settings) -> dict[str, Any]:
         """Return keys of config.Model, from config.json. Raises HuggingFaceError for a value that jaxtrain does not support."""
-        out = {**self.model, **read_rows(self.keys, s)}
-        if left := s.unread():
-            shown = ", ".join(f"{key} = {value!r}" for key, value in left.items())
-            keys, they, do = ("key", "it", "does") if len(left) == 1 else ("keys", "they", "do")
+        out = {**self.model, **read_rows(self.keys, settings)}
+        if unknown := settings.unread():
+            shown = ", ".join(f"{key} = {value!r}" for key, value in unknown.items())
+            keys, they, do = ("key", "it", "does") if len(unknown) == 1 else ("keys", "they", "do")
             raise HuggingFaceError(
-                f"{s.path}: unknown {keys} {shown}. {they.capitalize()} may change what the model computes. Fix, if you know "
-                f"that {they} {do} not: {import_with(s.path, *(f'{key}=null' for key in left))}"
+                f"{settings.path}: unknown {keys} {shown}. {they.capitalize()} may change what the model computes. Fix, if you "
+                f"know that {they} {do} not: {import_with(settings.path, *(f'{key}=null' for key in unknown))}"
             )
         return out
 
-    def unread(self, given: Given) -> list[str]:
+    def unread(self, hf_config: Given) -> list[str]:
         """Return the keys of a config.json that may change what the model computes, and that this format cannot read."""
-        s, refused = Settings(given), []
+        settings, refused = Settings(hf_config), []
         for key, row in self.keys.items():
             try:
-                row.read(s, key)
+                row.read(settings, key)
             except (HuggingFaceError, ArithmeticError, AttributeError, LookupError, TypeError):  # of another architecture
-                refused += [key] * (key in given)
-        return sorted({*refused, *s.unread()})
+                refused += [key] * (key in hf_config)
+        return sorted({*refused, *settings.unread()})
 
     def write(self, model: Model) -> dict[str, Any]:
         """Return keys of config.json. Settings of the model without a key in the format are lost.
@@ -405,87 +410,87 @@ def format_of(name: str) -> Format:
         HuggingFaceError: the family has no FORMAT.
         ConfigError: the family cannot be imported.
     """
-    found = getattr(family(name), "FORMAT", None)
-    if isinstance(found, Format):
-        return found
+    declared = getattr(family(name), "FORMAT", None)
+    if isinstance(declared, Format):
+        return declared
     rule = "has no FORMAT, the table of its names in Hugging Face's checkpoints"
-    rule = rule if found is None else f"its FORMAT is {type(found).__name__}, and no jaxtrain.models.hugging_face.Format"
+    rule = rule if declared is None else f"its FORMAT is {type(declared).__name__}, and no jaxtrain.models.hugging_face.Format"
     fix = spelled("python -m jaxtrain hf export RUN --out=DIR --raw")
     raise HuggingFaceError(f"model.family = {name!r}: {rule}. Fix, for jaxtrain's names: {fix}.")
 
 
-def family_of(settings: Mapping[str, Any], path: str) -> str:
+def family_of(hf_config: Mapping[str, Any], path: str) -> str:
     """Return the family of a config.json: the one in FAMILIES with its model_type, or the one that its key FAMILY names.
 
     path: of the config.json, for errors. Raises HuggingFaceError if there is none.
     """
-    kind, own = settings.get("model_type"), settings.get(FAMILY)
-    if own is not None:
-        if not isinstance(own, str) or not all(own.partition(":")):
-            raise HuggingFaceError(f"{path}: {FAMILY} = {own!r}: must be package.module:name.")
-        if (wanted := format_of(own).model_type) != kind:
-            raise HuggingFaceError(f"{path}: model_type = {kind!r}: the FORMAT of {FAMILY} = {own!r} is for {wanted!r}.")
-        return own
-    known = {format_of(name).model_type: name for name in FAMILIES}
-    if isinstance(kind, str) and kind in known:
-        return known[kind]
-    if kind is None and isinstance(settings.get("model"), dict):
+    kind, outside = hf_config.get("model_type"), hf_config.get(FAMILY)
+    if outside is not None:
+        if not isinstance(outside, str) or not all(outside.partition(":")):
+            raise HuggingFaceError(f"{path}: {FAMILY} = {outside!r}: must be package.module:name.")
+        if (wanted := format_of(outside).model_type) != kind:
+            raise HuggingFaceError(f"{path}: model_type = {kind!r}: the FORMAT of {FAMILY} = {outside!r} is for {wanted!r}.")
+        return outside
+    families = {format_of(name).model_type: name for name in FAMILIES}
+    if isinstance(kind, str) and kind in families:
+        return families[kind]
+    if kind is None and isinstance(hf_config.get("model"), dict):
         raise HuggingFaceError(f"{path}: belongs to a run of jaxtrain. Use the run itself, or hf export it first.")
-    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {not_supported(settings, path)}")
+    raise HuggingFaceError(f"{path}: model_type = {kind!r}: {not_supported(hf_config, path)}")
 
 
-def is_whole(settings: Mapping[str, Any]) -> bool:
+def is_whole(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a model that also sees or hears, and of no family as a whole."""
-    kind, own = settings.get("model_type"), settings.get(FAMILY)
-    return isinstance(settings.get(TEXT), dict) and not (isinstance(own, str) and format_of(own).model_type == kind)
+    kind, outside = hf_config.get("model_type"), hf_config.get(FAMILY)
+    return isinstance(hf_config.get(TEXT), dict) and not (isinstance(outside, str) and format_of(outside).model_type == kind)
 
 
 def text_part(
-    whole: Mapping[str, Any], changes: Mapping[str, Any], path: str, has_head: Callable[[], bool] = lambda: True
+    hf_config: Mapping[str, Any], changes: Mapping[str, Any], path: str, has_head: Callable[[], bool] = lambda: True
 ) -> dict[str, Any]:
     """Return the config.json that the text part of a model would have by itself.
 
     Args:
-        whole: config.json of a model that also sees or hears.
+        hf_config: config.json of a model that also sees or hears.
         changes: keys of the result to add or replace.
         path: of the config.json, for errors.
-        has_head: returns whether the folder has a head. Asked only if TEXT and `whole` differ on tie_word_embeddings:
+        has_head: returns whether the folder has a head. Asked only if TEXT and `hf_config` differ on tie_word_embeddings:
             versions of transformers read one or the other.
 
     Raises:
         HuggingFaceError: the text part belongs to no family, or the whole model computes text in another way.
     """
-    kind, named = whole.get("model_type"), whole.get("architectures") or [*GENERATES]
+    kind, architectures = hf_config.get("model_type"), hf_config.get("architectures") or [*GENERATES]
     if kind in OTHER_TEXT:
         raise HuggingFaceError(
             f"{path}: model_type = {kind!r}: {OTHER_TEXT[kind]}, which its text part alone does not compute."
         )
-    if not (isinstance(named, list) and any(str(name).endswith(GENERATES) for name in named)):
-        raise HuggingFaceError(f"{path}: architectures = {named!r}: none of them is a language model.")
-    text, of_whole = dict(whole[TEXT]), {key: whole[key] for key in OF_WHOLE if whole.get(key) is not None}
+    if not (isinstance(architectures, list) and any(str(name).endswith(GENERATES) for name in architectures)):
+        raise HuggingFaceError(f"{path}: architectures = {architectures!r}: none of them is a language model.")
+    text, top_level = dict(hf_config[TEXT]), {key: hf_config[key] for key in OF_WHOLE if hf_config.get(key) is not None}
     tied = "tie_word_embeddings"
-    if {text.get(tied), of_whole.get(tied)} == {True, False}:
-        of_whole[tied] = not has_head()
-    text |= of_whole | {"architectures": None} | dict(changes)
+    if {text.get(tied), top_level.get(tied)} == {True, False}:
+        top_level[tied] = not has_head()
+    text |= top_level | {"architectures": None} | dict(changes)
     nested = dict(format_of(family_of(text, f"{path}: {TEXT}")).nested)
     if "rope_parameters" in text:
         nested = {key: value for key, value in nested.items() if not key.startswith("rope_")}
     return nested | text
 
 
-def not_supported(settings: Mapping[str, Any], path: str) -> str:
+def not_supported(hf_config: Mapping[str, Any], path: str) -> str:
     """Return the nearest family of a config.json whose model_type is that of none, what the family lacks, and a fix."""
-    kind = str(settings.get("model_type"))
-    own = f"Fix, for a family of your own: {import_with(path, f'{FAMILY}=package.module:name')}."
+    kind = str(hf_config.get("model_type"))
+    own_family = f"Fix, for a family of your own: {import_with(path, f'{FAMILY}=package.module:name')}."
     if kind in SAME:
         same_type = import_with(path, f"model_type={format_of(SAME[kind]).model_type}", "architectures=null")
         return f"its text is computed as that of the family {SAME[kind]}. Fix: {same_type}."
     if kind in NOT_SUPPORTED:
         nearest, lacks = NOT_SUPPORTED[kind]
-        return f"no family of jaxtrain. The nearest is {nearest}, which lacks {lacks}. {own}"
+        return f"no family of jaxtrain. The nearest is {nearest}, which lacks {lacks}. {own_family}"
     formats = {name: format_of(name) for name in FAMILIES}
-    unread = {name: layout.unread(settings) for name, layout in formats.items()}
+    unread = {name: layout.unread(hf_config) for name, layout in formats.items()}
     # Of families that read as many of its keys, the one whose table has the fewest others.
-    nearest = min(unread, key=lambda name: (len(unread[name]), len(formats[name].keys.keys() - settings.keys())))
+    nearest = min(unread, key=lambda name: (len(unread[name]), len(formats[name].keys.keys() - hf_config.keys())))
     lacks = f"cannot read {', '.join(unread[nearest])}" if unread[nearest] else "reads all of them"
-    return f"no family of jaxtrain. By its keys (a guess), the nearest is {nearest}, which {lacks}. {own}"
+    return f"no family of jaxtrain. By its keys (a guess), the nearest is {nearest}, which {lacks}. {own_family}"

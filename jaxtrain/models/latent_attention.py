@@ -41,14 +41,14 @@ class LatentAttention(nnx.Module):
     def __init__(self, model: Model, kernel: Kernel, std: float, out_std: float, ctx: Context, rngs: nnx.Rngs):
         D, N, dtype = model.d_model, model.num_heads, ctx.numerics.params
         Q, R, W = model.q_lora_rank, model.kv_lora_rank, model.v_head_dim
-        nope, turned = model.qk_nope_head_dim, model.qk_rope_head_dim
+        nope, rotary = model.qk_nope_head_dim, model.qk_rope_head_dim
         if Q:
             self.wq_down = param(rngs, (D, Q), DOWN, normal(std), dtype, dot=True)
             self.q_norm = RMSNorm(Q, None, LATENT_NORM_EPS, ctx, rngs)
-            self.wq_up = param(rngs, (Q, N, nope + turned), UP, normal(std), dtype, dot=True)
+            self.wq_up = param(rngs, (Q, N, nope + rotary), UP, normal(std), dtype, dot=True)
         else:
-            self.wq = param(rngs, (D, N, nope + turned), UP, normal(std), dtype, dot=True)
-        self.wkv_down = param(rngs, (D, R + turned), DOWN, normal(std), dtype, dot=True)
+            self.wq = param(rngs, (D, N, nope + rotary), UP, normal(std), dtype, dot=True)
+        self.wkv_down = param(rngs, (D, R + rotary), DOWN, normal(std), dtype, dot=True)
         self.kv_norm = RMSNorm(R, None, LATENT_NORM_EPS, ctx, rngs)
         self.wkv_up = param(rngs, (R, N, nope + W), UP, normal(std), dtype, dot=True)
         self.wo = param(rngs, (D, N, W), UP, normal(out_std), dtype, dot=True)
@@ -64,51 +64,51 @@ class LatentAttention(nnx.Module):
 
         Both parts are multiplied by the model's scale of scores times sqrt(head_dim), because kernels apply 1 / sqrt(head_dim).
         """
-        m = self.model
-        if m.q_lora_rank:
+        model = self.model
+        if model.q_lora_rank:
             latent_BTF = checkpoint_name(self._dot("BTD,DF->BTF", x_BTD, "wq_down"), "q_latent")
             q_BTNH = self._dot("BTF,FNH->BTNH", self.q_norm(latent_BTF), "wq_up")
         else:
             q_BTNH = self._dot("BTD,DNH->BTNH", x_BTD, "wq")
         # Kernels divide scores by the root of head_dim.
-        scale = (m.attn_logit_scale * math.sqrt(m.head_dim) if m.attn_logit_scale else 1.0) * score_factor(m)
-        nope, turned = jnp.split(q_BTNH, [m.qk_nope_head_dim], axis=-1)
+        scale = (model.attn_logit_scale * math.sqrt(model.head_dim) if model.attn_logit_scale else 1.0) * score_factor(model)
+        nope, rotary = jnp.split(q_BTNH, [model.qk_nope_head_dim], axis=-1)
         nope = nope if scale == 1 else (nope.astype(jnp.float32) * scale).astype(nope.dtype)
         with jax.named_scope("rope"):
-            return nope, rope.rotate(turned, cos, sin, scale)
+            return nope, rope.rotate(rotary, cos, sin, scale)
 
     def __call__(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """Map (B, T, D) to (B, T, D), a partial sum over the devices that shard the heads. Also return the cache.
 
         cache: None, or this layer's (latents (B, S, 1, R), rotated keys (B, S, 1, qk_rope_head_dim)).
         """
-        m, (cos, sin) = self.model, tables_of(shared, kind)
-        made_BTF = checkpoint_name(self._dot("BTD,DF->BTF", x_BTD, "wkv_down"), "kv_latent")
-        latent_BTF, key_BTF = jnp.split(made_BTF, [m.kv_lora_rank], axis=-1)
+        model, (cos, sin) = self.model, tables_of(shared, kind)
+        joint_BTF = checkpoint_name(self._dot("BTD,DF->BTF", x_BTD, "wkv_down"), "kv_latent")
+        latent_BTF, key_BTF = jnp.split(joint_BTF, [model.kv_lora_rank], axis=-1)
         latent_BTF = self.kv_norm(latent_BTF)
         with jax.named_scope("rope"):
             key_BT1H = rope.rotate(key_BTF[:, :, None], cos, sin)
         q_nope, q_rope = self._queries(x_BTD, cos, sin)
         if cache is not None:
             cache = appended(cache, (latent_BTF[:, :, None], key_BT1H), shared.write_at)
-            o_BTNH = self._absorbed(q_nope, q_rope, cache, shared, kind)
+            o_BTNH = self._attend_absorbed(q_nope, q_rope, cache, shared, kind)
         else:
             kv_BTNH = self._dot("BTF,FNH->BTNH", latent_BTF, "wkv_up")
-            k_nope, v = jnp.split(kv_BTNH, [m.qk_nope_head_dim], axis=-1)
+            k_nope, v = jnp.split(kv_BTNH, [model.qk_nope_head_dim], axis=-1)
             q = checkpoint_name(jnp.concatenate([q_nope, q_rope], -1), "q")
-            of_heads = jnp.broadcast_to(key_BT1H, (*k_nope.shape[:3], key_BT1H.shape[-1]))
-            k = checkpoint_name(jnp.concatenate([k_nope, of_heads], -1), "k")
+            key_BTNH = jnp.broadcast_to(key_BT1H, (*k_nope.shape[:3], key_BT1H.shape[-1]))
+            k = checkpoint_name(jnp.concatenate([k_nope, key_BTNH], -1), "k")
             o_BTNH = self.kernel(q, k, checkpoint_name(v, "v"), shared.prepared, kind)
         return self._dot("BTNH,DNH->BTD", o_BTNH, "wo"), cache
 
-    def _absorbed(self, q_nope: jax.Array, q_rope: jax.Array, cache: Any, shared: Shared, kind: Kind) -> jax.Array:
+    def _attend_absorbed(self, q_nope: jax.Array, q_rope: jax.Array, cache: Any, shared: Shared, kind: Kind) -> jax.Array:
         """Return the output of attention to the cache in the absorbed form, (B, T, N, v_head_dim)."""
-        m, n = self.model, self.ctx.numerics
-        of_keys, of_values = jnp.split(self.lora.merged("wkv_up", self.wkv_up.get_value()), [m.qk_nope_head_dim], axis=-1)
+        model, numerics = self.model, self.ctx.numerics
+        k_up, v_up = jnp.split(self.lora.merged("wkv_up", self.wkv_up.get_value()), [model.qk_nope_head_dim], axis=-1)
         latents, keys = (a.astype(q_nope.dtype) for a in cache)
-        q_BTNF = jnp.concatenate([einsum("BTNH,FNH->BTNF", q_nope, of_keys, numerics=n), q_rope], -1)
+        q_BTNF = jnp.concatenate([einsum("BTNH,FNH->BTNF", q_nope, k_up, numerics=numerics), q_rope], -1)
         # Kernels divide scores by the root of the width of q_BTNF, but the model divides by the root of head_dim.
-        widened = math.sqrt(q_BTNF.shape[-1] / m.head_dim)
+        widened = math.sqrt(q_BTNF.shape[-1] / model.head_dim)
         q_BTNF = (q_BTNF.astype(jnp.float32) * widened).astype(q_BTNF.dtype)
         o_BTNF = self.kernel(q_BTNF, jnp.concatenate([latents, keys], -1), latents, shared.prepared, kind)
-        return einsum("BTNF,FNH->BTNH", o_BTNF, of_values, numerics=n)
+        return einsum("BTNF,FNH->BTNH", o_BTNF, v_up, numerics=numerics)

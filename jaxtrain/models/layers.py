@@ -78,11 +78,13 @@ class Embed(nnx.Module):
 
         The table is gathered for the look-up only with sharding.zero=1 or sharding.gather=step.
         """
-        p, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
+        placement, table, zero = self.ctx.placement, self.embedding.get_value(), self.ctx.zero
         if zero.reduce_once:
-            return embed(zero.gather_weight(table, TABLE), tokens_BT, p, (), self.ctx.numerics.compute)
+            return embed(zero.gather_weight(table, TABLE), tokens_BT, placement, (), self.ctx.numerics.compute)
         table = table.master if isinstance(table, ComputeCopy) else table
-        return embed(zero.ungathered(table, TABLE), tokens_BT, p, p.mesh_axes("embed"), self.ctx.numerics.compute)
+        return embed(
+            zero.ungathered(table, TABLE), tokens_BT, placement, placement.mesh_axes("embed"), self.ctx.numerics.compute
+        )
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -73,45 +73,45 @@ class Adapters(nnx.Module):
     """The adapters of a module's weights; no adapters if the rank is 0.
 
     Args:
-      of: the module.
+      module: the module.
       weights: names of the module's weights that can be adapted. Names in `lora.targets` get an adapter.
       experts: whether the weights are those of experts, whose first dimension is the experts.
     """
 
-    def __init__(self, of: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs, experts: bool = False):
+    def __init__(self, module: nnx.Module, weights: Sequence[str], ctx: Any, rngs: nnx.Rngs, experts: bool = False):
         lora: Lora = ctx.lora
-        have = lora.rank and not (experts and lora.experts == "none")
-        self.ctx, self.names = ctx, tuple(name for name in weights if have and name in lora.targets)
+        enabled = lora.rank and not (experts and lora.experts == "none")
+        self.ctx, self.names = ctx, tuple(name for name in weights if enabled and name in lora.targets)
         for name in self.names:
-            w, eqn = getattr(of, name), EQUATIONS[name]
+            w, eqn = getattr(module, name), EQUATIONS[name]
             dims = list(zip(w.get_value().shape, w.get_metadata("axes"), strict=True))
             each = dims[:experts] if lora.experts == "each" else []
-            inputs = [c in eqn.split(",")[0] for c in _letters(eqn)]
+            inputs = [c in eqn.split(",")[0] for c in _weight_letters(eqn)]
             into, out = (
                 [dim for dim, x in zip(dims[experts:], inputs, strict=True) if x == wanted] for wanted in (True, False)
             )
             if experts and not each:  # stored like the weights outside of experts, over more devices
-                into, out = ([(size, SHARED.get(axis, axis)) for size, axis in part] for part in (into, out))
-            begin = uniform(math.prod(size for size, _ in into))
+                into, out = ([(size, SHARED.get(axis, axis)) for size, axis in side] for side in (into, out))
+            init_a = uniform(math.prod(size for size, _ in into))
             rank = (lora.rank, None)
-            for half, init, shape in ((A, begin, [*each, *into, rank]), (B, constant(0.0), [*each, rank, *out])):
+            for half, init, shape in ((A, init_a, [*each, *into, rank]), (B, constant(0.0), [*each, rank, *out])):
                 sizes, axes = zip(*shape, strict=True)
                 setattr(self, name + half, param(rngs, sizes, axes, init, lora.params))
 
-    def __call__(self, name: str, x: jax.Array, y: jax.Array, prepared: Callable[[Any], Any] = lambda w: w) -> jax.Array:
+    def __call__(self, name: str, x: jax.Array, y: jax.Array, shard: Callable[[Any], Any] = lambda w: w) -> jax.Array:
         """Return y + scale (x a) b if `name` is adapted, else y.
 
         Args:
           x, y: input and result of `dot` with the adapted weight.
-          prepared: a function that is applied to b before the matmul. The caller applied it to the adapted weight, too.
+          shard: a function that is applied to b before the matmul. The caller applied it to the adapted weight, too.
         """
         if name not in self.names:
             return y
-        n, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
+        numerics, (down, up) = self.ctx.numerics, equations(EQUATIONS[name])
         with jax.named_scope(MODULE):
             # The factor is applied before b: after b, the backward pass would make a scaled copy of y's whole gradient.
-            h_BTR = dot(down, x, getattr(self, name + A)[...], n) * self.ctx.lora.scale
-            return y + dot(up, h_BTR, prepared(getattr(self, name + B)[...]), n)
+            h_BTR = dot(down, x, getattr(self, name + A)[...], numerics) * self.ctx.lora.scale
+            return y + dot(up, h_BTR, shard(getattr(self, name + B)[...]), numerics)
 
     def pairs(self) -> dict[str, tuple[jax.Array, jax.Array]]:
         """Return (a, b) of each adapted weight, by its name."""
@@ -125,6 +125,5 @@ class Adapters(nnx.Module):
         return (w.astype(jnp.float32) + self.ctx.lora.scale * jnp.tensordot(a, b, 1)).astype(w.dtype)
 
 
-def _letters(eqn: str) -> str:
-    """Return the weight's letters in an einsum equation."""
+def _weight_letters(eqn: str) -> str:
     return eqn.split("->")[0].split(",")[1]

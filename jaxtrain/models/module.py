@@ -94,26 +94,26 @@ class Definition:
         self.weights: Params = _map(state, lambda _, p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype))
         self.stored: dict[str, Stored] = {}
 
-        def note(name: str, p: Any) -> None:
-            if how := store(name, p.get_value().shape, _axes(p), p.get_metadata("dot", False)):
-                self.stored[name] = how
+        def note(name: str, variable: Any) -> None:
+            if stored := store(name, variable.get_value().shape, _axes(variable), variable.get_metadata("dot", False)):
+                self.stored[name] = stored
 
-        def tree(of: Callable[[Any], Any], of_parts: Callable[[Stored], Params]) -> Params:
-            return _map(state, lambda name, p: of_parts(self.stored[name]) if name in self.stored else of(p))
+        def tree(leaf: Callable[[Any], Any], stored_leaf: Callable[[Stored], Params]) -> Params:
+            return _map(state, lambda name, p: stored_leaf(self.stored[name]) if name in self.stored else leaf(p))
 
         _map(state, note)
         self.abstract: Params = tree(
-            lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype), lambda how: how.abstract
+            lambda p: jax.ShapeDtypeStruct(p.get_value().shape, p.get_value().dtype), lambda stored: stored.abstract
         )
-        self.axes: Params = tree(_axes, lambda how: how.part_axes(cast(Placement, placement)))
-        self.dots: Params = tree(lambda p: p.get_metadata("dot", False), lambda how: dict.fromkeys(how.abstract, False))
-        self.exact: Params = tree(lambda p: p.get_metadata("exact", False), lambda how: dict.fromkeys(how.abstract, True))
+        self.axes: Params = tree(_axes, lambda stored: stored.part_axes(cast(Placement, placement)))
+        self.dots: Params = tree(lambda p: p.get_metadata("dot", False), lambda stored: dict.fromkeys(stored.abstract, False))
+        self.exact: Params = tree(lambda p: p.get_metadata("exact", False), lambda stored: dict.fromkeys(stored.abstract, True))
 
     @property
     def period(self) -> int:
         """Return the number of layers in one element of the stack."""
-        places = (PLACE.search(name) for name in jax.tree.leaves(names(self.weights)))
-        return max((int(place[2]) for place in places if place), default=1)
+        matches = (PLACE.search(name) for name in jax.tree.leaves(names(self.weights)))
+        return max((int(match[2]) for match in matches if match), default=1)
 
     def specs(self, placement: Placement) -> Params:
         """Return the PartitionSpec of each parameter."""
@@ -122,8 +122,8 @@ class Definition:
     def init(self, key: jax.Array) -> Params:
         """Return initial values of the parameters. Call it under jit with out_shardings: the values are equal on every mesh."""
 
-        def value(name: str, p: Any) -> Any:
-            return self.stored[name].encode(p.get_value()) if name in self.stored else p.get_value()
+        def value(name: str, variable: Any) -> Any:
+            return self.stored[name].encode(variable.get_value()) if name in self.stored else variable.get_value()
 
         return _map(nnx.split(self._make(nnx.Rngs(params=key)), nnx.Param)[1], value)
 
@@ -131,15 +131,15 @@ class Definition:
         """Return parameters with each weight in fewer bits as one array, in the dtype of `weights`; for use inside jit."""
 
         def value(name: str, _: Any) -> Any:
-            found: Any = functools.reduce(lambda tree, key: tree[key], name.split("."), params)
+            leaf: Any = functools.reduce(lambda tree, key: tree[key], name.split("."), params)
             weight: Any = functools.reduce(lambda tree, key: tree[key], name.split("."), self.weights)
-            return self.stored[name].decode(found, weight.dtype) if name in self.stored else found
+            return self.stored[name].decode(leaf, weight.dtype) if name in self.stored else leaf
 
         return _map(self._state, value)
 
     def bind(self, params: Params) -> Any:
         """Return the model with these parameters."""
-        return nnx.merge(self._graph, _filled(self._state, params, self.stored))
+        return nnx.merge(self._graph, _fill_state(self._state, params, self.stored))
 
 
 def part(tree: Params, chosen: Params) -> Params:
@@ -154,10 +154,10 @@ def part(tree: Params, chosen: Params) -> Params:
     return out
 
 
-def filled(tree: Params, some: Params) -> Params:
-    """Return `tree` with its leaves replaced by the leaves of `some`, where `some` has them."""
+def filled(tree: Params, replacements: Params) -> Params:
+    """Return `tree` with its leaves replaced by the leaves of `replacements`, where `replacements` has them."""
     return {
-        name: filled(value, some.get(name, {})) if isinstance(value, dict) else some.get(name, value)
+        name: filled(value, replacements.get(name, {})) if isinstance(value, dict) else replacements.get(name, value)
         for name, value in tree.items()
     }
 
@@ -173,10 +173,10 @@ def is_stacked(path: Any) -> bool:
     return any(getattr(k, "key", None) == "layers" for k in path)
 
 
-def _axes(p: Any) -> Axes:
+def _axes(variable: Any) -> Axes:
     """Return the logical axes of a parameter; the first axis of a parameter in a stack is 'layers'."""
-    axes = p.get_metadata("axes")
-    return ("layers", *axes) if len(p.get_value().shape) > len(axes) else axes
+    axes = variable.get_metadata("axes")
+    return ("layers", *axes) if len(variable.get_value().shape) > len(axes) else axes
 
 
 def _map(state: Any, f: Callable[[str, Any], Any], prefix: str = "") -> Params:
@@ -184,7 +184,7 @@ def _map(state: Any, f: Callable[[str, Any], Any], prefix: str = "") -> Params:
     return {k: f(f"{prefix}{k}", v) if isinstance(v, nnx.Variable) else _map(v, f, f"{prefix}{k}.") for k, v in state.items()}
 
 
-def _filled(state: Any, params: Params, stored: Mapping[str, Stored], prefix: str = "") -> nnx.State:
+def _fill_state(state: Any, params: Params, stored: Mapping[str, Stored], prefix: str = "") -> nnx.State:
     """Return `state` with the values of `params`. Parameters keep their metadata: zero.py gathers weights by their axes."""
 
     def value(name: str, v: Any, x: Any) -> Any:
@@ -194,7 +194,7 @@ def _filled(state: Any, params: Params, stored: Mapping[str, Stored], prefix: st
         {
             k: value(prefix + str(k), v, params[k])
             if isinstance(v, nnx.Variable)
-            else _filled(v, params[k], stored, f"{prefix}{k}.")
+            else _fill_state(v, params[k], stored, f"{prefix}{k}.")
             for k, v in state.items()
         }
     )

@@ -71,30 +71,35 @@ class ExpertsMLP(nnx.Module):
 
         real_BT: bool, False for padding, which goes to no expert.
         """
-        m, p, k = self.model, self.ctx.placement, self.model.experts_per_token
+        model, placement, k = self.model, self.ctx.placement, self.model.experts_per_token
         with jax.named_scope("router"):
             x32_BTD, precision = x_BTD.astype(jnp.float32), jax.lax.Precision.HIGHEST
             logits_BTE = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...], precision=precision)
-            if m.router_logit_bias:
+            if model.router_logit_bias:
                 logits_BTE += self.router_logit_bias[...][None, None].astype(jnp.float32)
-            bias_E = self.router_bias[...] if m.router_bias else None
-            how: dict[str, Any] = {"k": k, "router": m.router, "renormalize": m.renormalize, "over": p.token_axes}
-            how |= {"scaling": m.routed_scaling, "groups": m.router_groups, "kept_groups": m.groups_per_token}
+            bias_E = self.router_bias[...] if model.router_bias else None
+            options: dict[str, Any] = {
+                "k": k,
+                "router": model.router,
+                "renormalize": model.renormalize,
+                "over": placement.token_axes,
+            }
+            options |= {"scaling": model.routed_scaling, "groups": model.router_groups, "kept_groups": model.groups_per_token}
             if self.ctx.moe.sequence_balance_loss:
-                how["sequence"] = tuple(a for a in p.token_axes if a in p.mesh_axes("sequence"))
-            routed = route(logits_BTE, bias_E, real_BT, **how)
+                options["sequence"] = tuple(a for a in placement.token_axes if a in placement.mesh_axes("sequence"))
+            routed = route(logits_BTE, bias_E, real_BT, **options)
         with jax.named_scope("experts"):
             weights = self.gate.get_value(), self.up.get_value(), self.down.get_value(), self._biases()
             adapters = {name: kernel.Pair(*pair) for name, pair in self.lora.pairs().items()}
-            given = x_BTD, routed.share_BTk, routed.chosen_BTk, kernel.Weights(*weights, adapters)
-            made: Any = kernel.feed_forward(*given, self.spec)
-            y_BTD, dropped = made
-        choices, dropped = all_reduce((real_BT.sum() * k, dropped), p.token_axes)
+            inputs = x_BTD, routed.share_BTk, routed.chosen_BTk, kernel.Weights(*weights, adapters)
+            outputs: Any = kernel.feed_forward(*inputs, self.spec)
+            y_BTD, dropped = outputs
+        choices, dropped = all_reduce((real_BT.sum() * k, dropped), placement.token_axes)
         dropped = jax.lax.stop_gradient(dropped) / jnp.maximum(choices, 1)
         statistics = routed.statistics.at[DROPPED].set(dropped)
-        return y_BTD + self._shared(x_BTD) if m.shared_d_ff else y_BTD, statistics
+        return y_BTD + self._shared_expert(x_BTD) if model.shared_d_ff else y_BTD, statistics
 
-    def _shared(self, x_BTD: jax.Array) -> jax.Array:
+    def _shared_expert(self, x_BTD: jax.Array) -> jax.Array:
         """Return the output of the shared expert, (B, T, D), a partial sum over the devices that shard F."""
         y_BTD = self.shared(x_BTD)
         if not self.model.shared_gate:

@@ -45,22 +45,22 @@ def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[fro
         ]
     key, chosen, problems = "fp8.exclude", set(weights), []
     for item in parts_of(exclude):
-        named = {name for name in weights if f".{item}." in f".{name}."}
-        chosen -= named
-        if not named and any(part.isdigit() for part in item.split(".")):
+        matches = {name for name in weights if f".{item}." in f".{name}."}
+        chosen -= matches
+        if not matches and any(segment.isdigit() for segment in item.split(".")):
             rule = f"{item!r} names a layer by number, and all layers are run by the same code"
             problems.append(Problem(key, exclude, rule, "Name a weight or a block, which means that of every layer."))
-        elif not named:
+        elif not matches:
             rule = f"no weight or block is named {item!r}"
-            problems.append(Problem(key, exclude, rule, nearest(item.rpartition(".")[2], _parts(weights))))
+            problems.append(Problem(key, exclude, rule, nearest(item.rpartition(".")[2], _name_segments(weights))))
     if not chosen and not problems:
         problems.append(Problem(key, exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
     return frozenset(chosen), problems
 
 
-def _parts(names: Iterable[str]) -> list[str]:
-    parts = [part for name in names for part in name.split(".")[1:]]
-    return list(dict.fromkeys(parts))
+def _name_segments(names: Iterable[str]) -> list[str]:
+    segments = [segment for name in names for segment in name.split(".")[1:]]
+    return list(dict.fromkeys(segments))
 
 
 def unsupported(precision: str, devices: Devices) -> list[Problem]:

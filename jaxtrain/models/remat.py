@@ -149,14 +149,14 @@ class Plan:
 
     def groups(self, num_layers: int) -> tuple[int, list[range]]:
         """Return the number of groups of layers that a loop runs, and the groups after the loop, which run one by one."""
-        n = self.layers_each
-        groups = [range(i, min(i + n, num_layers)) for i in range(0, num_layers, n)]
+        group_size = self.layers_each
+        groups = [range(i, min(i + group_size, num_layers)) for i in range(0, num_layers, group_size)]
         # The last group runs outside of the loop: its backward pass comes next, and its activations need no stack. Under `dots`
         # it stays in the loop, because XLA would merge its attention with the recomputation.
         if self.unroll:
             looped = 0
         elif self.policy == "dots":
-            looped = num_layers // n
+            looped = num_layers // group_size
         else:
             looped = len(groups) - 1
         return looped, groups[looped:]
@@ -183,51 +183,51 @@ class StackRun:
 
     def forward(self, x: Any, into: Arrays, learnt: Arrays, fixed: Arrays, shared: Any) -> tuple[Any, Any]:
         """Return x after all layers, and the residuals for `backward`."""
-        trips, rest = self.plan.groups(len(self.kinds))
+        trips, last_groups = self.plan.groups(len(self.kinds))
         each, weights = self.plan.layers_each, (learnt, fixed, shared)
         vjps, saved = None, []
         if trips:
             # XLA inlines a loop of one iteration, and would then merge its recomputation with the original.
-            run = self.plan.checkpoint_layers(self.body, in_loop=trips > 1)
-            x, vjps = loop_saving(lambda x, i: self._differentiate(run, x, weights, i * each, each), x, trips)
-        for group in rest:
-            plan = self.plan.last if group is rest[-1] else self.plan
-            run = plan.checkpoint_layers(self.body, in_loop=False)
-            x, vjp = self._differentiate(run, x, weights, group[0], len(group))
+            run_group = self.plan.checkpoint_layers(self.body, in_loop=trips > 1)
+            x, vjps = loop_saving(lambda x, i: self._differentiate(run_group, x, weights, i * each, each), x, trips)
+        for group in last_groups:
+            plan = self.plan.last if group is last_groups[-1] else self.plan
+            run_group = plan.checkpoint_layers(self.body, in_loop=False)
+            x, vjp = self._differentiate(run_group, x, weights, group[0], len(group))
             saved.append(vjp)
         return x, (vjps, saved, into, weights)
 
     def backward(self, residuals: Any, dx: Any) -> tuple[Any, ...]:
         """Return the gradients of `forward`'s arguments: those of x and, as the gradient of `into`, of `learnt`."""
         vjps, saved, into, weights = residuals
-        trips, rest = self.plan.groups(len(self.kinds))
+        trips, last_groups = self.plan.groups(len(self.kinds))
         each, delays_load = self.plan.layers_each, self.plan.delays_load
         sums, dx = (into, dx) if self.stack.adds else zeros(into, after=dx)
-        for group, vjp in reversed(list(zip(rest, saved, strict=True))):
+        for group, vjp in reversed(list(zip(last_groups, saved, strict=True))):
             dx, sums = self._add_gradients(vjp, dx, sums, weights, group[0], len(group))
             # Without the barrier, XLA fuses the updates of all layers into one kernel that selects a layer per element.
             sums = [jax.lax.optimization_barrier(total) for total in sums]
 
-        def step(carry: tuple[Any, Arrays, jax.Array], _: None) -> tuple[Any, None]:
+        def body(carry: tuple[Any, Arrays, jax.Array], _: None) -> tuple[Any, None]:
             dx, sums, count = carry
             i = trips - 1 - count
             # The compiler unrolls this loop, and would recompute two layers at a time, both in memory. So the index of saved
             # activations depends on the gradient. The index of weights does not: they can be gathered early.
-            dx, then = jax.lax.optimization_barrier((dx, i)) if delays_load else (dx, i)
-            vjp = layer_at(vjps, then)
+            dx, load_index = jax.lax.optimization_barrier((dx, i)) if delays_load else (dx, i)
+            vjp = layer_at(vjps, load_index)
             vjp = vjp if delays_load else jax.lax.optimization_barrier(vjp)
             return (*self._add_gradients(vjp, dx, sums, weights, i * each, each), count + 1), None
 
         if trips:
-            (dx, sums, _), _ = jax.lax.scan(step, (dx, sums, jnp.int32(0)), None, length=trips)
+            (dx, sums, _), _ = jax.lax.scan(body, (dx, sums, jnp.int32(0)), None, length=trips)
         return dx, sums, None, None, None
 
     def _differentiate(
-        self, run: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
+        self, run_group: Callable[..., Any], x: Any, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
     ) -> tuple[Any, Any]:
-        """Return x after `count` layers from `first`, and the layers' vjp. run: of `Plan.checkpoint_layers`."""
+        """Return x after `count` layers from `first`, and the layers' vjp. run_group: of `Plan.checkpoint_layers`."""
         learnt, fixed, shared = weights
-        return self.stack.differentiate(run, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
+        return self.stack.differentiate(run_group, x, learnt, fixed, first, count, shared, kinds_at(self.kinds, first, count))
 
     def _add_gradients(
         self, vjp: Any, dx: Any, sums: Arrays, weights: tuple[Arrays, Arrays, Any], first: Any, count: int
@@ -236,8 +236,8 @@ class StackRun:
         learnt, fixed, shared = weights
         dx, grads = self.stack.backward(vjp, learnt, fixed, first, count, shared, dx)
         put = add_at if self.stack.adds else put_at
-        for q, of_layer in enumerate(grads):
-            sums = [put(total, g, first + q) for total, g in zip(sums, of_layer, strict=True)]
+        for offset, layer_grads in enumerate(grads):
+            sums = [put(total, g, first + offset) for total, g in zip(sums, layer_grads, strict=True)]
         return dx, sums
 
 
@@ -253,11 +253,11 @@ _run_stack.defvjp(StackRun.forward, StackRun.backward)
 def loop(body: Body, x: Any, layers: Any, shared: Any, kinds: Sequence[int]) -> Any:
     """Return x after `x = body(x, layer, shared, kind)` for each layer of a stack, in order, in a `lax.scan`."""
 
-    def one(x: Any, item: tuple[jax.Array, Any]) -> tuple[Any, None]:
+    def scan_body(x: Any, item: tuple[jax.Array, Any]) -> tuple[Any, None]:
         i, layer = item
         return body(x, layer, shared, kinds_at(kinds, i, 1)[0]), None
 
-    return jax.lax.scan(one, x, (jnp.arange(len(kinds)), layers))[0]
+    return jax.lax.scan(scan_body, x, (jnp.arange(len(kinds)), layers))[0]
 
 
 def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times: int) -> tuple[Any, Any]:
@@ -268,24 +268,24 @@ def loop_saving(step: Callable[[Any, jax.Array], tuple[Any, Any]], x: Any, times
 
     The index i is a counter in the carry. XLA starts a layer's gather one iteration early only if its index is such a counter.
     """
-    traced, (_, made) = jax.make_jaxpr(step, return_shape=True)(x, jnp.int32(0))
-    tree = jax.tree.structure(made)
+    traced, (_, outputs) = jax.make_jaxpr(step, return_shape=True)(x, jnp.int32(0))
+    tree = jax.tree.structure(outputs)
     saved: Any = traced.out_avals[len(traced.out_avals) - tree.num_leaves :]  # avals, which name their memory
     hosted = [a.memory_space == jax.memory.Space.Host for a in saved]
     like = [jax.ShapeDtypeStruct((times, *a.shape), a.dtype) for a, host in zip(saved, hosted, strict=True) if not host]
     stacks, x = zeros(like, after=x)
 
-    def one(carry: Any, _: None) -> Any:
+    def body(carry: Any, _: None) -> Any:
         x, stacks, i = carry
-        x, made = step(x, i)
-        leaves = jax.tree.leaves(made)
-        here = [leaf for leaf, host in zip(leaves, hosted, strict=True) if not host]
-        stacks = [save_at(stack, leaf, i) for stack, leaf in zip(stacks, here, strict=True)]
+        x, outputs = step(x, i)
+        leaves = jax.tree.leaves(outputs)
+        on_device = [leaf for leaf, host in zip(leaves, hosted, strict=True) if not host]
+        stacks = [save_at(stack, leaf, i) for stack, leaf in zip(stacks, on_device, strict=True)]
         return (x, stacks, i + 1), [leaf for leaf, host in zip(leaves, hosted, strict=True) if host]
 
-    (x, stacks, _), on_host = jax.lax.scan(one, (x, stacks, jnp.int32(0)), None, length=times)
-    found = iter(stacks), iter(on_host)
-    return x, jax.tree.unflatten(tree, [next(found[host]) for host in hosted])
+    (x, stacks, _), on_host = jax.lax.scan(body, (x, stacks, jnp.int32(0)), None, length=times)
+    sources = iter(stacks), iter(on_host)
+    return x, jax.tree.unflatten(tree, [next(sources[host]) for host in hosted])
 
 
 def save_at(stack: jax.Array, x: jax.Array, i: jax.Array) -> jax.Array:
@@ -316,16 +316,16 @@ def layer_at(layers: Any, i: jax.Array | int) -> Any:
     return jax.tree.map(lambda w: at(w, i), layers)
 
 
-def put_at(stack: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
-    """Return a stack of gradients with layer i's gradient set to `g`."""
-    return jax.lax.dynamic_update_slice_in_dim(stack, g[None].astype(stack.dtype), i, 0, allow_negative_indices=False)
+def put_at(stack: jax.Array, grad: jax.Array, i: jax.Array | int) -> jax.Array:
+    """Return a stack of gradients with layer i's gradient set to `grad`."""
+    return jax.lax.dynamic_update_slice_in_dim(stack, grad[None].astype(stack.dtype), i, 0, allow_negative_indices=False)
 
 
-def add_at(total: jax.Array, g: jax.Array, i: jax.Array | int) -> jax.Array:
-    """Return a stack of sums with `g` added to layer i's sum."""
+def add_at(total: jax.Array, grad: jax.Array, i: jax.Array | int) -> jax.Array:
+    """Return a stack of sums with `grad` added to layer i's sum."""
     # The sum is of slices with a layer axis: without this axis XLA would make two kernels and a copy between them.
     old = jax.lax.dynamic_slice_in_dim(total, i, 1, allow_negative_indices=False)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + g[None].astype(total.dtype), i, 0, allow_negative_indices=False)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + grad[None].astype(total.dtype), i, 0, allow_negative_indices=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,20 +343,28 @@ class Stack:
 
     def layers(self, learnt: Sequence[Any], fixed: Sequence[Any]) -> Any:
         """Return the tree with these differentiated (`learnt`) and fixed arrays, stacked for all layers or of one layer."""
-        found = iter(learnt), iter(fixed)
-        return jax.tree.unflatten(self.tree, [next(found[not learns]) for learns in self.learns])
+        sources = iter(learnt), iter(fixed)
+        return jax.tree.unflatten(self.tree, [next(sources[not learns]) for learns in self.learns])
 
     def differentiate(
-        self, f: Callable[..., Any], x: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, kinds: Sequence[Kind]
+        self,
+        run: Callable[..., Any],
+        x: Any,
+        learnt: Any,
+        fixed: Any,
+        first: Any,
+        count: int,
+        shared: Any,
+        kinds: Sequence[Kind],
     ) -> tuple[Any, Any]:
         """Return `f(x, layers, shared, *kinds)` for `count` layers from `first`, and a vjp that has no weights as residuals."""
 
-        def of(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
-            return f(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)
+        def apply(x: Any, learnt: list[Any], fixed: list[Any], shared: Any) -> Any:
+            return run(x, [self.layers(*arrays) for arrays in zip(learnt, fixed, strict=True)], shared, *kinds)
 
         args = x, *(self._at(arrays, first, count) for arrays in (learnt, fixed)), shared
         # The backward pass indexes the stacks of weights again: if weights were residuals, a loop would stack copies of them.
-        return jax.vjp(of, *args, saveable_args=(True, False, False, False), in_nzs=(True, True, False, False))
+        return jax.vjp(apply, *args, saveable_args=(True, False, False, False), in_nzs=(True, True, False, False))
 
     def backward(
         self, vjp: Any, learnt: Any, fixed: Any, first: Any, count: int, shared: Any, dy: Any
@@ -387,10 +395,10 @@ def flatten(layers: Any) -> tuple[Stack, list[jax.Array], list[jax.Array], list[
 
     marked = [w for w in jax.tree.leaves(layers, is_leaf=is_learnt) if is_learnt(w)]
     arrays, tree = jax.tree.flatten(jax.tree.map(lambda w: w.value if is_learnt(w) else w, layers, is_leaf=is_learnt))
-    which = tuple(jax.tree.leaves(jax.tree.map(learns, layers, is_leaf=is_learnt)))
-    learnt = [w for w, learns in zip(arrays, which, strict=True) if learns]
-    fixed = [w for w, learns in zip(arrays, which, strict=True) if not learns]
-    return Stack(tree, which, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
+    flags = tuple(jax.tree.leaves(jax.tree.map(learns, layers, is_leaf=is_learnt)))
+    learnt = [w for w, learns in zip(arrays, flags, strict=True) if learns]
+    fixed = [w for w, learns in zip(arrays, flags, strict=True) if not learns]
+    return Stack(tree, flags, next((w.gradients for w in marked), None)), learnt, fixed, [w.into for w in marked]
 
 
 def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True, period: int = 1) -> Plan:
@@ -401,7 +409,7 @@ def make_plan(remat: Remat, gather: str, unroll: bool, delays_load: bool = True,
     more = (gather == "forward", unroll, delays_load, period)
     if remat.policy != "custom":
         return Plan(remat.policy, KEPT[remat.policy], (), remat.every, *more)
-    places, _ = parse_tensors(remat.tensors)
-    keep = tuple(name for name, place in places.items() if place == "keep")
-    offload = tuple(name for name, place in places.items() if place == "offload")
+    actions, _ = parse_tensors(remat.tensors)
+    keep = tuple(name for name, action in actions.items() if action == "keep")
+    offload = tuple(name for name, action in actions.items() if action == "offload")
     return Plan(remat.policy, keep, offload, remat.every, *more)

@@ -44,47 +44,49 @@ WITHOUT = ("qk_norm", "qkv_bias", "attention_out_bias", "attention_sinks", "atte
 WITHOUT += ("partial_rotary_factor",)
 
 
-def check_model(m: Model, bad: set[str]) -> Iterable[Problem]:
+def check_model(model: Model, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of a model's keys beside each other. bad: keys that have an invalid value by themselves."""
-    yield from _attention(m, bad)
+    yield from _attention(model, bad)
     if not bad & {"model.attention_pattern", "model.num_layers", *(f"model.{name}" for name in OF_DELTA)}:
-        yield from _delta(m)
-    if m.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
-        yield from _latent(m)
-    if m.dense_layers and not bad & {f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")}:
-        yield from _dense(m)
-    if m.num_experts and "model.num_experts" not in bad:
-        yield from _experts(m, bad)
+        yield from _delta(model)
+    if model.kv_lora_rank and not bad & {f"model.{name}" for name in ("kv_lora_rank", *OF_LATENT, "head_dim")}:
+        yield from _latent(model)
+    if model.dense_layers and not bad & {
+        f"model.{name}" for name in ("dense_layers", "dense_d_ff", "num_layers", "num_experts")
+    }:
+        yield from _dense(model)
+    if model.num_experts and "model.num_experts" not in bad:
+        yield from _experts(model, bad)
 
 
-def problems_of(m: Model) -> list[Problem]:
+def problems_of(model: Model) -> list[Problem]:
     """Return all problems of a model of jaxtrain's own families."""
-    check = lambda key, number: {p.key for p in _problems(dataclasses.replace(m, **{key.removeprefix("model."): number}))}  # noqa: E731
-    return with_fits(_problems(m), check)
+    check = lambda key, number: {p.key for p in _problems(dataclasses.replace(model, **{key.removeprefix("model."): number}))}  # noqa: E731
+    return with_fits(_problems(model), check)
 
 
-def wrong_targets(lora: Lora, known: Sequence[str], experts: bool) -> list[Problem]:
+def wrong_targets(lora: Lora, adaptable: Sequence[str], experts: bool) -> list[Problem]:
     """Return a problem if lora.targets names no weight, or a name that no weight for adapters has.
 
-    known: names of the weights that can have adapters. experts: whether the model has experts.
+    adaptable: names of the weights that can have adapters. experts: whether the model has experts.
     """
     key, targets = "lora.targets", lora.targets
-    asked = parts_of(targets)
-    wrong = [target for target in asked if target not in known]
-    if asked and not wrong:
+    requested = parts_of(targets)
+    unknown = [target for target in requested if target not in adaptable]
+    if requested and not unknown:
         return []
-    if not known:
+    if not adaptable:
         return [Problem(key, targets, "the model has no adapters", "Give it models.lora.Adapters, or lora.rank=0.")]
-    meant = {target: difflib.get_close_matches(target, known, 1, 0.7) for target in wrong}
-    of_experts = [target for target in wrong if experts and lora.experts == "none" and target in FEED_FORWARD]
-    rule, instead = f"no weight for adapters has the name {', '.join(wrong)}" if wrong else "names no weight", ""
-    if wrong and of_experts == wrong:
-        rule = f"lora.experts = none, and {', '.join(wrong)} are weights of experts alone"
+    meant = {target: difflib.get_close_matches(target, adaptable, 1, 0.7) for target in unknown}
+    expert_targets = [target for target in unknown if experts and lora.experts == "none" and target in FEED_FORWARD]
+    rule, instead = f"no weight for adapters has the name {', '.join(unknown)}" if unknown else "names no weight", ""
+    if unknown and expert_targets == unknown:
+        rule = f"lora.experts = none, and {', '.join(unknown)} are weights of experts alone"
         instead = ", or lora.experts to each"
-    left = [name for target in asked for name in ([target] if target in known else meant[target])]
-    gone = [target for target in wrong if not meant[target] and target not in of_experts]
-    named = known if gone or not left else dict.fromkeys(left)
-    return [Problem(key, targets, rule, f"Set {','.join(named)}{instead}.")]
+    suggested = [name for target in requested for name in ([target] if target in adaptable else meant[target])]
+    unmatched = [target for target in unknown if not meant[target] and target not in expert_targets]
+    listed = adaptable if unmatched or not suggested else dict.fromkeys(suggested)
+    return [Problem(key, targets, rule, f"Set {','.join(listed)}{instead}.")]
 
 
 def unused_experts(lora: Lora, model: Model) -> list[Problem]:
@@ -96,180 +98,189 @@ def unused_experts(lora: Lora, model: Model) -> list[Problem]:
     return [Problem("lora.experts", lora.experts, rule, remedy)]
 
 
-def in_base(m: Model, base: str) -> dict[str, tuple[int, int, int]]:
+def in_base(model: Model, base: str) -> dict[str, tuple[int, int, int]]:
     """Return the matrices (`flops.matrices`) that a format of lora.base stores: {} for bf16, and for mxfp4 the experts'."""
-    known = {"bf16": (), "mxfp4": EXPERTS if m.num_experts else ()}.get(base)
-    return {name: sizes for name, sizes in flops.matrices(m).items() if known is None or name in known}
+    stored_names = {"bf16": (), "mxfp4": EXPERTS if model.num_experts else ()}.get(base)
+    return {name: sizes for name, sizes in flops.matrices(model).items() if stored_names is None or name in stored_names}
 
 
-def wrong_base(base: str, m: Model, shards: Mapping[str, int]) -> list[Problem]:
+def wrong_base(base: str, model: Model, shards: Mapping[str, int]) -> list[Problem]:
     """Return a problem if the model has no known matrix for a format of lora.base, or one that its blocks do not divide.
 
     shards: logical axis -> its shards where matrices are used.
     """
 
     def uneven(base: str) -> str:
-        for name, (_, inputs, _) in in_base(m, base).items():
+        for name, (_, inputs, _) in in_base(model, base).items():
             axis = SPLIT.get(name.rpartition(".")[2], "")
-            parts = shards.get(axis, 1)
-            heads = m.linear_value_heads if ".delta." in name else m.num_heads
-            if (heads if axis == "heads" else inputs) % parts:
+            num_shards = shards.get(axis, 1)
+            heads = model.linear_value_heads if ".delta." in name else model.num_heads
+            if (heads if axis == "heads" else inputs) % num_shards:
                 continue  # the dimension itself is refused
-            if inputs // parts % BLOCK.get(base, 1):
-                of = f"each of {parts} shards of {name}" if parts > 1 else name
-                return f"has blocks of {BLOCK[base]} inputs, and {of} has {inputs // parts}"
+            if inputs // num_shards % BLOCK.get(base, 1):
+                subject = f"each of {num_shards} shards of {name}" if num_shards > 1 else name
+                return f"has blocks of {BLOCK[base]} inputs, and {subject} has {inputs // num_shards}"
         return ""
 
-    if m.outside:
-        rule = f"knows the matrices of jaxtrain's own families, and not those of {m.family}"
+    if model.outside:
+        rule = f"knows the matrices of jaxtrain's own families, and not those of {model.family}"
         return [Problem("lora.base", base, rule, "Set bf16.")]
     rule = uneven(base)
-    if base == "mxfp4" and not m.num_experts:
+    if base == "mxfp4" and not model.num_experts:
         rule = "is for the matrices of experts, and model.num_experts = 0"
     if not rule:
         return []
-    other = next(other for other in ("nf4", "fp8") if other != base and not uneven(other))
-    return [Problem("lora.base", base, rule, f"Set {other}.")]
+    alternative = next(alternative for alternative in ("nf4", "fp8") if alternative != base and not uneven(alternative))
+    return [Problem("lora.base", base, rule, f"Set {alternative}.")]
 
 
-def _problems(m: Model) -> list[Problem]:
+def _problems(model: Model) -> list[Problem]:
     keys = {name: key for name, key in schema.declared().items() if name.startswith("model.")}
-    values = {name: getattr(m, name.removeprefix("model.")) for name in keys}
-    found = [Problem(name, values[name], *wrong) for name, key in keys.items() if (wrong := key.out_of_range(values[name]))]
-    bad = {problem.key for problem in found}
-    found += [problem for problem in check_model(m, bad) if problem.key not in bad]
-    return [*found, *unread.problems(values, READ_WITH, bad).values()]
+    values = {name: getattr(model, name.removeprefix("model.")) for name in keys}
+    problems = [
+        Problem(name, values[name], *violation) for name, key in keys.items() if (violation := key.out_of_range(values[name]))
+    ]
+    bad = {problem.key for problem in problems}
+    problems += [problem for problem in check_model(model, bad) if problem.key not in bad]
+    return [*problems, *unread.problems(values, READ_WITH, bad).values()]
 
 
-def _attention(m: Model, bad: set[str]) -> Iterable[Problem]:
-    if not bad & {"model.num_heads", "model.num_kv_heads"} and m.num_heads % m.num_kv_heads:
-        rule = f"model.num_heads = {m.num_heads} is no multiple of it"
-        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"{FIT}make model.num_heads a multiple of it.")
+def _attention(model: Model, bad: set[str]) -> Iterable[Problem]:
+    if not bad & {"model.num_heads", "model.num_kv_heads"} and model.num_heads % model.num_kv_heads:
+        rule = f"model.num_heads = {model.num_heads} is no multiple of it"
+        yield Problem("model.num_kv_heads", model.num_kv_heads, rule, f"{FIT}make model.num_heads a multiple of it.")
     if not bad & {"model.num_heads", "model.d_model", "model.head_dim"}:
         # `resolve` fills head_dim with the quotient rounded down.
-        if m.d_model % m.num_heads and m.head_dim == m.d_model // m.num_heads:
-            rule = f"does not divide into model.num_heads = {m.num_heads} heads"
-            width = max(2, m.head_dim - 1) if m.head_dim % 2 else m.head_dim + 2  # another than the quotient
-            yield Problem("model.d_model", m.d_model, rule, f"{FIT}set model.head_dim={width}.")
-        elif m.head_dim % 2 or m.head_dim < 2:
+        if model.d_model % model.num_heads and model.head_dim == model.d_model // model.num_heads:
+            rule = f"does not divide into model.num_heads = {model.num_heads} heads"
+            width = max(2, model.head_dim - 1) if model.head_dim % 2 else model.head_dim + 2  # another than the quotient
+            yield Problem("model.d_model", model.d_model, rule, f"{FIT}set model.head_dim={width}.")
+        elif model.head_dim % 2 or model.head_dim < 2:
             remedy = f"{FIT}change model.d_model and model.num_heads, of which it is the quotient."
-            yield Problem("model.head_dim", m.head_dim, "must be even: rotary turns pairs of numbers", remedy)
-    letters = set(m.attention_pattern)
+            yield Problem("model.head_dim", model.head_dim, "must be even: rotary turns pairs of numbers", remedy)
+    letters = set(model.attention_pattern)
     if letters - {LOCAL, GLOBAL, UNROTATED, DELTA}:
         rule = "must consist of l (with model.sliding_window), g (full attention), n (that without rotary), d (gated delta net)"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example lllllg.")
-    elif LOCAL in letters and not m.sliding_window:
+        yield Problem("model.attention_pattern", model.attention_pattern, rule, "For example lllllg.")
+    elif LOCAL in letters and not model.sliding_window:
         rule = "needs model.sliding_window, which is 0"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.sliding_window.")
-    elif m.local_rope_base and not m.sliding_window:
+        yield Problem("model.attention_pattern", model.attention_pattern, rule, "Set '', or model.sliding_window.")
+    elif model.local_rope_base and not model.sliding_window:
         rule = "is for layers with model.sliding_window, which is 0"
-        yield Problem("model.local_rope_base", m.local_rope_base, rule, "Set 0, or model.sliding_window.")
+        yield Problem("model.local_rope_base", model.local_rope_base, rule, "Set 0, or model.sliding_window.")
     elif letters == {DELTA}:
         rule = "has no layer of softmax attention"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "For example dddg.")
-    if letters and LOCAL not in letters and m.sliding_window:
-        rule = f"no layer has it: model.attention_pattern = {m.attention_pattern} has no l"
-        yield Problem("model.sliding_window", m.sliding_window, rule, "Set 0.")
+        yield Problem("model.attention_pattern", model.attention_pattern, rule, "For example dddg.")
+    if letters and LOCAL not in letters and model.sliding_window:
+        rule = f"no layer has it: model.attention_pattern = {model.attention_pattern} has no l"
+        yield Problem("model.sliding_window", model.sliding_window, rule, "Set 0.")
     if (
         not bad & {"model.partial_rotary_factor", "model.head_dim"}
-        and m.partial_rotary_factor != 1
-        and not m.kv_lora_rank
-        and (m.rotary_dim < 2 or m.rotary_dim % 2)
+        and model.partial_rotary_factor != 1
+        and not model.kv_lora_rank
+        and (model.rotary_dim < 2 or model.rotary_dim % 2)
     ):
-        rule = f"rotates {m.rotary_dim} of the {m.head_dim} dimensions of a head, and rotary turns pairs of numbers"
-        yield Problem("model.partial_rotary_factor", m.partial_rotary_factor, rule, "Set 1.0.")
-    if m.rope_scaling == "llama3" and m.rope_high_freq <= m.rope_low_freq:
-        rule = f"must be above model.rope_low_freq = {m.rope_low_freq:g}"
-        yield Problem("model.rope_high_freq", m.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
-    if m.rope_scaling == "yarn" and 0 < m.rope_beta_fast < m.rope_beta_slow:
-        rule = f"must not be below model.rope_beta_slow = {m.rope_beta_slow:g}"
-        yield Problem("model.rope_beta_fast", m.rope_beta_fast, rule, "YaRN has 32 and 1.")
-    if m.rope_scaling == "yarn" and 0 < m.rope_base <= 1:
+        rule = f"rotates {model.rotary_dim} of the {model.head_dim} dimensions of a head, and rotary turns pairs of numbers"
+        yield Problem("model.partial_rotary_factor", model.partial_rotary_factor, rule, "Set 1.0.")
+    if model.rope_scaling == "llama3" and model.rope_high_freq <= model.rope_low_freq:
+        rule = f"must be above model.rope_low_freq = {model.rope_low_freq:g}"
+        yield Problem("model.rope_high_freq", model.rope_high_freq, rule, "Llama 3.1 has 4 and 1.")
+    if model.rope_scaling == "yarn" and 0 < model.rope_beta_fast < model.rope_beta_slow:
+        rule = f"must not be below model.rope_beta_slow = {model.rope_beta_slow:g}"
+        yield Problem("model.rope_beta_fast", model.rope_beta_fast, rule, "YaRN has 32 and 1.")
+    if model.rope_scaling == "yarn" and 0 < model.rope_base <= 1:
         rule = "must be above 1 with model.rope_scaling = yarn, which divides by its logarithm"
-        yield Problem("model.rope_base", m.rope_base, rule, "Set 10000, or the base that the model was trained with.")
+        yield Problem("model.rope_base", model.rope_base, rule, "Set 10000, or the base that the model was trained with.")
 
 
-def _delta(m: Model) -> Iterable[Problem]:
-    if DELTA not in m.attention_pattern:
+def _delta(model: Model) -> Iterable[Problem]:
+    if DELTA not in model.attention_pattern:
         for name in OF_DELTA:
-            if value := getattr(m, name):
-                rule = f"is read only with d in model.attention_pattern, which is {spelled_value(m.attention_pattern)}"
+            if value := getattr(model, name):
+                rule = f"is read only with d in model.attention_pattern, which is {spelled_value(model.attention_pattern)}"
                 yield Problem(f"model.{name}", value, rule, "Set 0.")
         return
-    missing = [name for name in OF_DELTA if not getattr(m, name)]
+    missing = [name for name in OF_DELTA if not getattr(model, name)]
     for name in missing:
-        rule = f"is needed with d in model.attention_pattern = {m.attention_pattern}"
+        rule = f"is needed with d in model.attention_pattern = {model.attention_pattern}"
         yield Problem(f"model.{name}", 0, rule, f"Qwen3-Next has {OF_DELTA[name]}.")
-    if not missing and m.linear_value_heads % m.linear_key_heads:
-        rule = f"is no multiple of model.linear_key_heads = {m.linear_key_heads}"
-        yield Problem("model.linear_value_heads", m.linear_value_heads, rule, f"Set {m.linear_key_heads}, or a multiple.")
-    if m.num_layers % m.period:
-        rule = (
-            f"is no multiple of the {m.period} layers of model.attention_pattern = {m.attention_pattern}, which has delta nets"
+    if not missing and model.linear_value_heads % model.linear_key_heads:
+        rule = f"is no multiple of model.linear_key_heads = {model.linear_key_heads}"
+        yield Problem(
+            "model.linear_value_heads", model.linear_value_heads, rule, f"Set {model.linear_key_heads}, or a multiple."
         )
-        yield Problem("model.num_layers", m.num_layers, rule, f"Set {-(-m.num_layers // m.period) * m.period}.")
-    if m.kv_lora_rank:
+    if model.num_layers % model.period:
+        rule = (
+            f"is no multiple of the {model.period} layers of model.attention_pattern = "
+            f"{model.attention_pattern}, which has delta nets"
+        )
+        yield Problem("model.num_layers", model.num_layers, rule, f"Set {-(-model.num_layers // model.period) * model.period}.")
+    if model.kv_lora_rank:
         rule = "latent attention is built without delta nets, the d of this pattern"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set ''.")
+        yield Problem("model.attention_pattern", model.attention_pattern, rule, "Set ''.")
 
 
-def _latent(m: Model) -> Iterable[Problem]:
-    missing = [name for name in NEEDED if not getattr(m, name)]
+def _latent(model: Model) -> Iterable[Problem]:
+    missing = [name for name in NEEDED if not getattr(model, name)]
     for name in missing:
         yield Problem(f"model.{name}", 0, "is needed with model.kv_lora_rank", "DeepSeek-V3 has 128, 64 and 128.")
     if missing:
         return
-    width = m.qk_nope_head_dim + m.qk_rope_head_dim
-    if m.qk_rope_head_dim % 2:
-        yield Problem("model.qk_rope_head_dim", m.qk_rope_head_dim, "must be even: rotary turns pairs of numbers", FIT)
-    elif m.head_dim != width:
+    width = model.qk_nope_head_dim + model.qk_rope_head_dim
+    if model.qk_rope_head_dim % 2:
+        yield Problem("model.qk_rope_head_dim", model.qk_rope_head_dim, "must be even: rotary turns pairs of numbers", FIT)
+    elif model.head_dim != width:
         rule = f"must be qk_nope_head_dim + qk_rope_head_dim = {width} with model.kv_lora_rank"
-        yield Problem("model.head_dim", m.head_dim, rule, "Set 0.")
-    if m.v_head_dim > width:
+        yield Problem("model.head_dim", model.head_dim, rule, "Set 0.")
+    if model.v_head_dim > width:
         rule = f"is above the width of a key's head, {width}, which kernels do not do"
-        yield Problem("model.v_head_dim", m.v_head_dim, rule, f"Set {width} or less.")
-    if m.num_kv_heads != m.num_heads and not m.num_heads % m.num_kv_heads:
-        rule = f"each of the model.num_heads = {m.num_heads} heads has keys of its own with model.kv_lora_rank"
-        yield Problem("model.num_kv_heads", m.num_kv_heads, rule, f"Set {m.num_heads}.")
+        yield Problem("model.v_head_dim", model.v_head_dim, rule, f"Set {width} or less.")
+    if model.num_kv_heads != model.num_heads and not model.num_heads % model.num_kv_heads:
+        rule = f"each of the model.num_heads = {model.num_heads} heads has keys of its own with model.kv_lora_rank"
+        yield Problem("model.num_kv_heads", model.num_kv_heads, rule, f"Set {model.num_heads}.")
     for name in WITHOUT:
-        value, default = getattr(m, name), getattr(Model(), name)
+        value, default = getattr(model, name), getattr(Model(), name)
         if value != default:
             yield Problem(f"model.{name}", value, "latent attention is built without it", f"Set {spelled_value(default)}.")
 
 
-def _dense(m: Model) -> Iterable[Problem]:
-    if not m.num_experts:
+def _dense(model: Model) -> Iterable[Problem]:
+    if not model.num_experts:
         rule = "are layers without experts in a model that has some, and model.num_experts = 0"
-        yield Problem("model.dense_layers", m.dense_layers, rule, "Set 0.")
-    elif m.dense_layers >= m.num_layers:
-        rule = f"leaves no layer with experts of model.num_layers = {m.num_layers}"
-        yield Problem("model.dense_layers", m.dense_layers, rule, f"Set {m.num_layers - 1} or less.")
-    elif not m.dense_d_ff:
+        yield Problem("model.dense_layers", model.dense_layers, rule, "Set 0.")
+    elif model.dense_layers >= model.num_layers:
+        rule = f"leaves no layer with experts of model.num_layers = {model.num_layers}"
+        yield Problem("model.dense_layers", model.dense_layers, rule, f"Set {model.num_layers - 1} or less.")
+    elif not model.dense_d_ff:
         yield Problem("model.dense_d_ff", 0, "is needed with model.dense_layers", "DeepSeek-V3 has 18432.")
-    if m.attention_pattern:
+    if model.attention_pattern:
         rule = "dense layers need a model whose layers all have the same attention"
-        yield Problem("model.attention_pattern", m.attention_pattern, rule, "Set '', or model.dense_layers to 0.")
+        yield Problem("model.attention_pattern", model.attention_pattern, rule, "Set '', or model.dense_layers to 0.")
 
 
-def _experts(m: Model, bad: set[str]) -> Iterable[Problem]:
-    if "model.experts_per_token" not in bad and m.experts_per_token > m.num_experts:
-        rule = f"there are only model.num_experts = {m.num_experts} experts"
-        remedy = f"Set 1 to {m.num_experts}." if m.num_experts > 1 else "Set 1."
-        yield Problem("model.experts_per_token", m.experts_per_token, rule, remedy)
-    yield from _groups(m, bad)
+def _experts(model: Model, bad: set[str]) -> Iterable[Problem]:
+    if "model.experts_per_token" not in bad and model.experts_per_token > model.num_experts:
+        rule = f"there are only model.num_experts = {model.num_experts} experts"
+        remedy = f"Set 1 to {model.num_experts}." if model.num_experts > 1 else "Set 1."
+        yield Problem("model.experts_per_token", model.experts_per_token, rule, remedy)
+    yield from _groups(model, bad)
 
 
-def _groups(m: Model, bad: set[str]) -> Iterable[Problem]:
+def _groups(model: Model, bad: set[str]) -> Iterable[Problem]:
     """Yield the problems of model.router_groups and model.groups_per_token: a token's experts are chosen from these groups."""
     if bad & {"model.router_groups", "model.groups_per_token", "model.experts_per_token"}:
         return
-    if m.num_experts % m.router_groups:
-        rule = f"does not divide model.num_experts = {m.num_experts}"
-        yield Problem("model.router_groups", m.router_groups, rule, FIT)
-    elif m.groups_per_token > m.router_groups:
-        rule = f"there are only model.router_groups = {m.router_groups} groups"
-        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set 1 to {m.router_groups}.")
-    elif m.num_experts >= m.experts_per_token > (most := m.num_experts // m.router_groups * m.groups_per_token):
-        rule = f"has only {most} experts for model.experts_per_token = {m.experts_per_token}"
-        least = -(-m.experts_per_token * m.router_groups // m.num_experts)
-        yield Problem("model.groups_per_token", m.groups_per_token, rule, f"Set {least} or more.")
+    if model.num_experts % model.router_groups:
+        rule = f"does not divide model.num_experts = {model.num_experts}"
+        yield Problem("model.router_groups", model.router_groups, rule, FIT)
+    elif model.groups_per_token > model.router_groups:
+        rule = f"there are only model.router_groups = {model.router_groups} groups"
+        yield Problem("model.groups_per_token", model.groups_per_token, rule, f"Set 1 to {model.router_groups}.")
+    elif (
+        model.num_experts
+        >= model.experts_per_token
+        > (most := model.num_experts // model.router_groups * model.groups_per_token)
+    ):
+        rule = f"has only {most} experts for model.experts_per_token = {model.experts_per_token}"
+        least = -(-model.experts_per_token * model.router_groups // model.num_experts)
+        yield Problem("model.groups_per_token", model.groups_per_token, rule, f"Set {least} or more.")

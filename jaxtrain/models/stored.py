@@ -46,8 +46,8 @@ class Stored:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of each array over all devices."""
-        found, lead = low_bits.shapes(*self.matrix, self.format, self.inputs_first), self.shape[: self._lead]
-        return {name: jax.ShapeDtypeStruct((*lead, *shape), dtype) for name, (shape, dtype) in found.items()}
+        arrays, lead = low_bits.shapes(*self.matrix, self.format, self.inputs_first), self.shape[: self._lead]
+        return {name: jax.ShapeDtypeStruct((*lead, *shape), dtype) for name, (shape, dtype) in arrays.items()}
 
     def part_axes(self, placement: Placement) -> dict[str, Axes]:
         """Return the logical axes of each array.
@@ -55,14 +55,14 @@ class Stored:
         A dimension that the devices which gather the weight do not divide is replicated on them: that of the scales of blocks.
         """
         lead, (rows, columns) = self.axes[: self._lead], self.axes[self._lead :][:2]
-        one = (columns if self.inputs_first else rows,)  # a number for each output
+        output_axes = (columns if self.inputs_first else rows,)  # a number for each output
         out: dict[str, Axes] = {}
-        for name, a in self.abstract.items():
-            sizes = a.shape[len(lead) :]
-            axes: Axes = (rows, columns) if len(sizes) == 2 else one if name == "scale" else (None,) * len(sizes)
+        for name, array in self.abstract.items():
+            sizes = array.shape[len(lead) :]
+            axes: Axes = (rows, columns) if len(sizes) == 2 else output_axes if name == "scale" else (None,) * len(sizes)
             fit = (n % placement.size(placement.mesh_axes(axis)) == 0 for axis, n in zip(axes, sizes, strict=True))
-            kept = (axis if even or placement.compute_axes(axis) else None for axis, even in zip(axes, fit, strict=True))
-            out[name] = (*lead, *kept)
+            sharded = (axis if even or placement.compute_axes(axis) else None for axis, even in zip(axes, fit, strict=True))
+            out[name] = (*lead, *sharded)
         return out
 
     @property
@@ -88,15 +88,15 @@ class Stored:
         """Return the arrays of the weight, or of one layer of it."""
         return low_bits.encode(self._matrices(w), self.format, self.inputs_first)
 
-    def error(self, w: jax.Array, parts: dict[str, jax.Array]) -> jax.Array:
+    def error(self, w: jax.Array, arrays: dict[str, jax.Array]) -> jax.Array:
         """Return the relative error of the arrays `encode(w)` (low_bits.error), f32 ()."""
-        return low_bits.error(self._matrices(w), parts, self.format, self.inputs_first)
+        return low_bits.error(self._matrices(w), arrays, self.format, self.inputs_first)
 
     def _matrices(self, w: jax.Array) -> jax.Array:
         lead = w.shape[: w.ndim - len(self.shape) + self._lead]
         return w.reshape(*lead, *self.matrix)
 
-    def decode(self, parts: dict[str, jax.Array], dtype: jnp.dtype, placement: Placement | None = None) -> jax.Array:
+    def decode(self, arrays: dict[str, jax.Array], dtype: jnp.dtype, placement: Placement | None = None) -> jax.Array:
         """Return the weight, or one layer of it, in `dtype`.
 
         placement: for arrays inside a shard_map, gathered as for use; None: the arrays have all shards.
@@ -106,7 +106,7 @@ class Stored:
             over = [placement.compute_axes(axis) for axis in self.axes[self._lead :][:2]]
             sizes = [n // placement.size(axes) for n, axes in zip(self.matrix, over, strict=True)]
             start = tuple(index(axes) * n for axes, n in zip(over, sizes, strict=True))
-        w = low_bits.decode(parts, self.format, self.inputs_first, dtype, start, self.matrix)
+        w = low_bits.decode(arrays, self.format, self.inputs_first, dtype, start, self.matrix)
         return w.reshape(*w.shape[:-1], -1, *self.shape[self._lead + 2 :])
 
 

@@ -24,8 +24,8 @@ def presets(rows: Mapping[str, Sequence[Any]], **shared: Any) -> dict[str, dict[
       rows: for each preset, the values of SIZES (head_dim 0: d_model / num_heads), and optionally a dict of further keys.
       shared: keys of all presets.
     """
-    found = {}
+    table = {}
     for name, (*sizes, more) in ((name, (*row, {})[: len(SIZES) + 1]) for name, row in rows.items()):
         keys = dict(zip(SIZES, sizes, strict=True))
-        found[name] = {key: value for key, value in keys.items() if key != "head_dim" or value} | shared | more
-    return found
+        table[name] = {key: value for key, value in keys.items() if key != "head_dim" or value} | shared | more
+    return table

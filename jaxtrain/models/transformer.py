@@ -43,24 +43,24 @@ class Cache:
 jax.tree_util.register_dataclass(Cache, ["kv", "dense", "segments_BS", "positions_BS", "length"], [])
 
 
-def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, places: int = 0) -> Cache:
+def empty_cache(model: Model, placement: Placement, batch: int, length: int, dtype: jnp.dtype, slots: int = 0) -> Cache:
     """Return an empty cache for `length` tokens in each of `batch` rows.
 
-    places: slots of the stack of layers, with a pipeline's empty ones; 0: the length of the stack.
+    slots: slots of the stack of layers, with a pipeline's empty ones; 0: the length of the stack.
     """
     arrays, _ = cached_arrays(model, placement)
 
     def empty(*layers: int) -> Any:
-        return tuple(jnp.zeros((*layers, batch, length, *of_token), dtype) for of_token in arrays)
+        return tuple(jnp.zeros((*layers, batch, length, *token_shape), dtype) for token_shape in arrays)
 
-    def of_delta_net(elements: int) -> Any:
+    def empty_delta(elements: int) -> Any:
         state, *inputs = delta_net.cached_arrays(model)
         convolved = (jnp.zeros((elements, batch, *shape), dtype) for shape in inputs)
         return (jnp.zeros((elements, batch, *state), jnp.float32), *convolved)
 
-    elements = places or model.stack_length
+    elements = slots or model.stack_length
     letters = model.kinds[: model.period]
-    kv = tuple(of_delta_net(elements) if letter == DELTA else empty(elements) for letter in letters)
+    kv = tuple(empty_delta(elements) if letter == DELTA else empty(elements) for letter in letters)
     # All arrays are separate, because the cache is donated, and no buffer can be donated twice.
     segments_BS, positions_BS = jnp.zeros((batch, length), jnp.int32), jnp.zeros((batch, length), jnp.int32)
     dense = tuple(empty() for _ in range(model.dense_layers))
@@ -116,13 +116,13 @@ class Block(nnx.Module):
 
     def attend(self, x_BTD: jax.Array, shared: Shared, kind: Kind, cache: Any) -> tuple[jax.Array, Any]:
         """Return the residual stream after attention, and the cache."""
-        p = self.ctx.placement
+        placement = self.ctx.placement
         with jax.named_scope("attention"):
             h_BTD = x_BTD if self.norms == "post" else checkpoint_name(self.attention_norm(x_BTD), "attention_norm")
-            h_BTD = to_block(h_BTD, p)
+            h_BTD = to_block(h_BTD, placement)
             attention = self.delta if hasattr(self, "delta") else self.attention
             y_BTD, cache = attention(h_BTD, shared, kind, cache)
-            y_BTD = to_residual(y_BTD, p.mesh_axes("heads"), p)
+            y_BTD = to_residual(y_BTD, placement.mesh_axes("heads"), placement)
             if isinstance(attention, Attention) and self.attention_out_bias:  # once, not in each term of the sum
                 y_BTD = (y_BTD.astype(jnp.float32) + attention.bo[...][None, None].astype(jnp.float32)).astype(y_BTD.dtype)
             y_BTD = checkpoint_name(y_BTD, "attention_proj")
@@ -131,16 +131,16 @@ class Block(nnx.Module):
 
     def feed_forward(self, carry: Carry, shared: Shared) -> Carry:
         """Return the residual stream and the statistics after the feed-forward block."""
-        p, (x_BTD, statistics) = self.ctx.placement, carry
+        placement, (x_BTD, statistics) = self.ctx.placement, carry
         with jax.named_scope("mlp"):
             h_BTD = x_BTD if self.norms == "post" else checkpoint_name(self.mlp_norm(x_BTD), "mlp_norm")
-            h_BTD = to_block(h_BTD, p)
+            h_BTD = to_block(h_BTD, placement)
             if isinstance(self.mlp, ExpertsMLP):
                 y_BTD, row = self.mlp(h_BTD, shared.real_BT)
                 statistics = with_row(statistics, row)
             else:
                 y_BTD = self.mlp(h_BTD)
-            y_BTD = checkpoint_name(to_residual(y_BTD, p.mesh_axes("mlp"), p), "mlp_down")
+            y_BTD = checkpoint_name(to_residual(y_BTD, placement.mesh_axes("mlp"), placement), "mlp_down")
             y_BTD = y_BTD if self.norms == "pre" else self.mlp_post_norm(y_BTD)
             return x_BTD + times(y_BTD, self.residual_multiplier), statistics
 
@@ -208,10 +208,10 @@ class MtpModule(nnx.Module):
           carry: embeddings of the tokens k positions later, in the residual layout, and empty statistics.
           hidden_BTD: h_k-1, in the residual layout.
         """
-        (x_BTD, statistics), n = carry, self.ctx.numerics
+        (x_BTD, statistics), numerics = carry, self.ctx.numerics
         with jax.named_scope("mtp_proj"):
-            x_BTD = dot("BTD,DF->BTF", self.embed_norm(x_BTD), self.embed_proj.get_value(), n)
-            x_BTD += dot("BTD,DF->BTF", self.hidden_norm(hidden_BTD), self.hidden_proj.get_value(), n)
+            x_BTD = dot("BTD,DF->BTF", self.embed_norm(x_BTD), self.embed_proj.get_value(), numerics)
+            x_BTD += dot("BTD,DF->BTF", self.hidden_norm(hidden_BTD), self.hidden_proj.get_value(), numerics)
         return self.block((x_BTD, statistics), shared, 0, None)[0]
 
 
@@ -257,8 +257,8 @@ class Transformer(nnx.Module):
 
         It cannot if a subclass overrides `__call__` or `hidden_and_statistics`, or if its `remat` is no `remat.Plan`.
         """
-        own = type(self)
-        calls = own.__call__, own.hidden_and_statistics
+        cls = type(self)
+        calls = cls.__call__, cls.hidden_and_statistics
         return calls == (Transformer.__call__, Transformer.hidden_and_statistics) and isinstance(self.remat, Plan)
 
     @property
@@ -295,14 +295,14 @@ class Transformer(nnx.Module):
             their loss weights are 0.
         """
         shared, run = self.share(segments_BT, positions_BT), self.remat.checkpoint(self.mtp_layer, in_loop=False)
-        made, statistics = [], []
+        hidden, statistics = [], []
         with jax.named_scope("mtp"):
             for module, tokens_BT in zip(self.mtp.modules, tokens, strict=True):
                 carry = run(self.embed_tokens(tokens_BT, 1), module, hidden_BTD, shared)
-                hidden_BTD, of_experts = self.final_hidden(carry, module.norm)
-                made.append(hidden_BTD)
-                statistics.append(of_experts)
-        return made, statistics
+                hidden_BTD, router_statistics = self.final_hidden(carry, module.norm)
+                hidden.append(hidden_BTD)
+                statistics.append(router_statistics)
+        return hidden, statistics
 
     def mtp_layer(self, carry: Carry, module: MtpModule, hidden_BTD: jax.Array, shared: Shared) -> Carry:
         """Run one module of multi-token prediction, except its last norm. The weights are gathered inside the checkpoint."""
@@ -354,8 +354,8 @@ class Transformer(nnx.Module):
         if isinstance(element, Block):
             return self.layer_with_cache(carry, element, shared, kind, kv)
         cached = []
-        for (block, of_layer), old in zip(element.layers, kv, strict=True):
-            carry, new = self.layer_with_cache(carry, block, shared, of_layer, old)
+        for (block, layer_kind), old in zip(element.layers, kv, strict=True):
+            carry, new = self.layer_with_cache(carry, block, shared, layer_kind, old)
             cached.append(new)
         return carry, tuple(cached)
 
@@ -372,11 +372,11 @@ class Transformer(nnx.Module):
         """Append T tokens to the document in each row of the cache. Return the new tokens' hidden states, and the cache."""
         shared, cache = self.append(tokens_BT, cache)
         kinds = element_kinds(self.model)
-        alike = len(set(kinds)) == 1
+        one_kind = len(set(kinds)) == 1
 
         def body(carry: Carry, layer: tuple[Block | Period, Any, jax.Array]) -> tuple[Carry, Any]:
             element, kv, kind = layer
-            return self.element_with_cache(carry, element, shared, kinds[0] if alike else kind, kv)
+            return self.element_with_cache(carry, element, shared, kinds[0] if one_kind else kind, kv)
 
         carry, cache = self.enter_with_cache(tokens_BT, shared, cache)
         carry, kv = jax.lax.scan(body, carry, (self.layers, cache.kv, jnp.asarray(kinds, jnp.int32)))

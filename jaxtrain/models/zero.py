@@ -69,9 +69,11 @@ class StackGradients:
 
     def use(self, into: Sequence[jax.Array], layers: int) -> None:
         """Note a run of `layers` layers, whose weights have the arrays `into`. Raise TypeError for any but the one run."""
-        mine = jax.tree.leaves(self.into)
-        whole = len(mine) == len(into) and all(a is b for a, b in zip(mine, into, strict=True)) and layers == len(mine[0])
-        if self.used or not whole or self.trace != get_opaque_trace_state(convention="nnx"):
+        buffers = jax.tree.leaves(self.into)
+        complete = (
+            len(buffers) == len(into) and all(a is b for a, b in zip(buffers, into, strict=True)) and layers == len(buffers[0])
+        )
+        if self.used or not complete or self.trace != get_opaque_trace_state(convention="nnx"):
             raise TypeError(
                 "the model runs its stack of layers twice, in part, with changed weights, or inside a loop or another "
                 "transformation: set uses_plan_run = False in the model: autodiff allows that"
@@ -138,8 +140,8 @@ class Zero:
 
     def _gather_encoded(self, w: Encoded) -> jax.Array:
         """Return a frozen weight in fewer bits, gathered in its bits and decoded, in the compute dtype."""
-        parts = {name: x.value if isinstance(x, ComputeCopy) else x for name, x in w.parts.items()}
-        return checkpoint_name(_gather_and_decode(parts, w.stored, self), "weight")
+        arrays = {name: x.value if isinstance(x, ComputeCopy) else x for name, x in w.parts.items()}
+        return checkpoint_name(_gather_and_decode(arrays, w.stored, self), "weight")
 
     def ungathered(self, w: Any, axes: Axes) -> jax.Array:
         """Return a weight that is used without being gathered, in the master dtype."""
@@ -156,9 +158,9 @@ class Zero:
 
     def gather_spec(self, axes: Axes, compute: jnp.dtype) -> GatherSpec:
         """Return the gather of a weight with these logical axes, and the reduction of its gradient over all devices."""
-        p = self.placement
-        dims = tuple((dim, over) for dim, axis in enumerate(axes) if (over := p.gather_axes(axis)))
-        return GatherSpec(dims, p.replica_axes(axes), compute, self.numerics.reduce)
+        placement = self.placement
+        dims = tuple((dim, over) for dim, axis in enumerate(axes) if (over := placement.gather_axes(axis)))
+        return GatherSpec(dims, placement.replica_axes(axes), compute, self.numerics.reduce)
 
     # ---- Once a step
 
@@ -173,39 +175,44 @@ class Zero:
           in_fp8: the weights that are multiplied in FP8.
         """
 
-        def quantized(w: jax.Array, axes: Axes, chosen: bool) -> Float8 | None:
+        def quantize(w: jax.Array, axes: Axes, chosen: bool) -> Float8 | None:
             if not chosen:
                 return None
             over = tuple(a for axis in axes if axis != "layers" for a in self.placement.mesh_axes(axis))
-            made = encode(w, stacked=axes[0] == "layers", over=over)
+            encoded = encode(w, stacked=axes[0] == "layers", over=over)
             if not self.gather_once:
-                return made
-            return dataclasses.replace(made, bits=self._by_layer(_gather_bits, made.bits, axes, E4M3))
+                return encoded
+            return dataclasses.replace(encoded, bits=self._by_layer(_gather_bits, encoded.bits, axes, E4M3))
 
-        def whole(w: jax.Array, axes: Axes, exact: bool) -> jax.Array:
+        def gather(w: jax.Array, axes: Axes, exact: bool) -> jax.Array:
             return self._by_layer(all_gather_weight, w, axes, w.dtype if exact else self.numerics.compute)
 
-        copies = jax.tree.map(quantized, params, definition.axes, in_fp8)
+        copies = jax.tree.map(quantize, params, definition.axes, in_fp8)
         if not self.gather_once:
             return params, copies
-        wholes = jax.tree.map(whole, params, definition.axes, definition.exact)
+        gathered = jax.tree.map(gather, params, definition.axes, definition.exact)
         if self.reduce_once:
-            return wholes, copies
-        return params, jax.tree.map(lambda made, w: w if made is None else made, copies, wholes, is_leaf=_is_copy_or_none)
+            return gathered, copies
+        return params, jax.tree.map(
+            lambda encoded, w: w if encoded is None else encoded, copies, gathered, is_leaf=_is_copy_or_none
+        )
 
     def microbatch_weights(
-        self, base: Params, copies: Params, rest: Params, stack: Params | None = None, adds: bool = False
+        self, base: Params, copies: Params, differentiated: Params, stack: Params | None = None, adds: bool = False
     ) -> Params:
         """Return the weights that a microbatch computes with.
 
         Args:
           base, copies: of `step_weights`.
-          rest: the weights of `base` that autodiff differentiates.
+          differentiated: the weights of `base` that autodiff differentiates.
           stack: the arrays for gradients of the layer stack (`StackWeight.into`), by name, if remat.Plan.run runs the stack.
           adds: whether the backward pass adds the gradients to `stack`. If not, the gradients replace `stack`.
         """
         weights = jax.tree.map(
-            lambda copy, w: w if copy is None else ComputeCopy(copy, w), copies, filled(base, rest), is_leaf=_is_copy_or_none
+            lambda copy, w: w if copy is None else ComputeCopy(copy, w),
+            copies,
+            filled(base, differentiated),
+            is_leaf=_is_copy_or_none,
         )
         if not stack:
             return weights
@@ -226,36 +233,38 @@ class Zero:
     def reduce_gradients(self, grads: Params, axes: Params) -> Params:
         """Return the step's gradients, reduced over all devices and sharded like the master weights."""
 
-        def reduced(g: jax.Array, spec: GatherSpec) -> jax.Array:
-            return reduce_gradient(g, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(
+        def reduce(grad: jax.Array, spec: GatherSpec) -> jax.Array:
+            return reduce_gradient(grad, spec if self.reduce_once else dataclasses.replace(spec, dims=())).astype(
                 self.numerics.sums
             )
 
-        def settled(g: jax.Array, axes: Axes) -> jax.Array:
+        def reduce_leaf(grad: jax.Array, axes: Axes) -> jax.Array:
             deferred = self.reduce_once or (self.sums_once and self.placement.replica_axes(axes))
-            return self._by_layer(reduced, g, axes, g.dtype) if deferred else g.astype(self.numerics.sums)
+            return self._by_layer(reduce, grad, axes, grad.dtype) if deferred else grad.astype(self.numerics.sums)
 
-        return jax.tree.map(settled, grads, axes)
+        return jax.tree.map(reduce_leaf, grads, axes)
 
-    def _by_layer(self, f: Callable[[jax.Array, GatherSpec], Any], w: jax.Array, axes: Axes, compute: jnp.dtype) -> jax.Array:
-        """Apply `f` to each layer of a sharded stack. A collective of the whole stack would transpose it in memory."""
+    def _by_layer(
+        self, function: Callable[[jax.Array, GatherSpec], Any], w: jax.Array, axes: Axes, compute: jnp.dtype
+    ) -> jax.Array:
+        """Apply `function` to each layer of a sharded stack. A collective of the whole stack would transpose it in memory."""
         spec = self.gather_spec(axes, compute)
         if axes[0] != "layers" or not spec.dims:
-            return f(w, spec)
-        of_layer = dataclasses.replace(spec, dims=tuple((dim - 1, over) for dim, over in spec.dims))
-        return jax.lax.map(lambda layer: f(layer, of_layer), w)
+            return function(w, spec)
+        layer_spec = dataclasses.replace(spec, dims=tuple((dim - 1, over) for dim, over in spec.dims))
+        return jax.lax.map(lambda layer: function(layer, layer_spec), w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_and_decode(parts: dict[str, jax.Array], stored: Stored, zero: Zero) -> jax.Array:
+def _gather_and_decode(arrays: dict[str, jax.Array], stored: Stored, zero: Zero) -> jax.Array:
     """Return the weight of one layer, decoded. It is one operation for remat policies, as `sharding.all_gather_weight` is."""
     axes = stored.part_axes(zero.placement)
     if not zero.gather_once:
-        parts = {
+        arrays = {
             name: all_gather_weight(x, zero.gather_spec(axes[name][len(axes[name]) - x.ndim :], x.dtype))
-            for name, x in parts.items()
+            for name, x in arrays.items()
         }
-    return stored.decode(parts, zero.numerics.compute, zero.placement)
+    return stored.decode(arrays, zero.numerics.compute, zero.placement)
 
 
 def _no_gradient(*_: Any) -> Any:

@@ -26,16 +26,16 @@ def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared:
     k_f32, v_f32 = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
 
     @jax.checkpoint
-    def one(q, segments, positions):
+    def attend_block(q, segments, positions):
         rows = Rows(segments, positions, prepared.kv_segments, prepared.kv_positions)
         return masked_attention(q, k_f32.astype(dtype), v_f32.astype(dtype), visible(rows, spec), spec)
 
     _, out = jax.lax.scan(
-        lambda carry, item: (carry, one(*item)),
+        lambda carry, item: (carry, attend_block(*item)),
         None,
         (_blocks(q_BTNH), _blocks(prepared.q_segments), _blocks(prepared.q_positions)),
     )
-    return checkpoint_name(_joined(out, T), "attention_out")
+    return checkpoint_name(_join_blocks(out, T), "attention_out")
 
 
 def _blocks(x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(padded.reshape(B, count, block, *x.shape[2:]), 1, 0)
 
 
-def _joined(x: jax.Array, T: int) -> jax.Array:
+def _join_blocks(x: jax.Array, T: int) -> jax.Array:
     """Invert `_blocks`: return (B, T, ...) without the padding."""
     count, B, block = x.shape[:3]
     return jnp.moveaxis(x, 0, 1).reshape(B, count * block, *x.shape[3:])[:, :T]
@@ -63,18 +63,18 @@ def block_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `block_forward` of the package."""
 
-    def one(q, segments, positions):
+    def forward_block(q, segments, positions):
         rows = Rows(segments, positions, described.kv_segments, described.kv_positions)
         out, lse_BNT = reference.block_forward(q, k_BSKH, v_BSKH, rows, spec, diagonal)
         return out, jnp.swapaxes(lse_BNT, 1, 2)
 
     T = q_BTNH.shape[1]
     _, (out, lse) = jax.lax.scan(
-        lambda carry, item: (carry, one(*item)),
+        lambda carry, item: (carry, forward_block(*item)),
         None,
         (_blocks(q_BTNH), _blocks(described.q_segments), _blocks(described.q_positions)),
     )
-    return _joined(out, T), jnp.swapaxes(_joined(lse, T), 1, 2)
+    return _join_blocks(out, T), jnp.swapaxes(_join_blocks(lse, T), 1, 2)
 
 
 def block_backward(
@@ -90,7 +90,7 @@ def block_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Implement `block_backward` of the package."""
 
-    def one(carry, item):
+    def body(carry, item):
         q, out, lse, do, segments, positions = item
         rows = Rows(segments, positions, described.kv_segments, described.kv_positions)
         lse_BNT = jnp.swapaxes(lse, 1, 2)
@@ -99,5 +99,5 @@ def block_backward(
 
     arrays = (q_BTNH, out_BTNH, jnp.swapaxes(lse_BNT, 1, 2), do_BTNH, described.q_segments, described.q_positions)
     zeros = (jnp.zeros(k_BSKH.shape, jnp.float32), jnp.zeros(v_BSKH.shape, jnp.float32))
-    (dk, dv), dq = jax.lax.scan(one, zeros, tuple(_blocks(x) for x in arrays))
-    return _joined(dq, q_BTNH.shape[1]), dk, dv
+    (dk, dv), dq = jax.lax.scan(body, zeros, tuple(_blocks(x) for x in arrays))
+    return _join_blocks(dq, q_BTNH.shape[1]), dk, dv

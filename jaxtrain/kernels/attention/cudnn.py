@@ -54,7 +54,7 @@ def prepare(rows: Rows, spec: Spec) -> Packed | None:
     exists_BM = lengths_BM > 0
     # The primitive moves the entries of all rows that are not -1 to the front and reads lengths and offsets in pairs. So their
     # numbers must be equal: a closing offset after the last document would shift the offsets of the next row.
-    offsets_BM = _closed(jnp.where(exists_BM, starts_BM, -1))
+    offsets_BM = _append_offset(jnp.where(exists_BM, starts_BM, -1))
     return Packed(jnp.where(exists_BM, lengths_BM, -1), offsets_BM)
 
 
@@ -65,7 +65,7 @@ def _documents(segments_BT: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array
     return jnp.sum(is_in_BTM, axis=1, dtype=jnp.int32), jnp.argmax(is_in_BTM, axis=1).astype(jnp.int32)
 
 
-def _closed(offsets_BM: jax.Array) -> jax.Array:
+def _append_offset(offsets_BM: jax.Array) -> jax.Array:
     """Append the unused last offset that the primitive needs."""
     return jnp.pad(offsets_BM, ((0, 0), (0, 1)), constant_values=-1)
 
@@ -122,14 +122,14 @@ def _flash_fwd(q, k, v, packed, spec):
 def _flash_bwd(spec, residuals, do):
     q, k, v, packed, out, stats = residuals
 
-    def part(stats: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
-        if packed is None or own is None:
+    def slice_stats(stats: jax.Array, rows: slice, heads: slice, documents: Packed | None) -> jax.Array:
+        if packed is None or documents is None:
             return stats[rows, heads]
         # The primitive has moved existing entries to the front: entries of these rows come after those of all earlier rows.
         before = jnp.sum(packed.lengths_BM[: rows.start] != -1, dtype=jnp.int32) if rows.start else 0
-        return jax.lax.dynamic_slice_in_dim(stats[:, heads], before, own.lengths_BM.size)
+        return jax.lax.dynamic_slice_in_dim(stats[:, heads], before, documents.lengths_BM.size)
 
-    return *_backward(q, k, v, packed, packed, out, stats, do, part, spec), None
+    return *_backward(q, k, v, packed, packed, out, stats, do, slice_stats, spec), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
@@ -176,17 +176,17 @@ def part_of(
       documents: documents of a row, with padding as one more; 1 for rows that are not packed.
     """
     group = N // K
-    heads = [N // parts for parts in range(1, K + 1) if K % parts == 0]
-    heads += [group // parts for parts in range(2, group + 1) if group % parts == 0]
-    rows = [B // parts for parts in range(1, B + 1) if B % parts == 0]
-    found = []
+    heads = [N // chunks for chunks in range(1, K + 1) if K % chunks == 0]
+    heads += [group // chunks for chunks in range(2, group + 1) if group % chunks == 0]
+    rows = [B // chunks for chunks in range(1, B + 1) if B % chunks == 0]
+    candidates = []
     for b in rows:
         for n in heads:
             if (b, n) != (B, N) and b * n * -(-T // TILE) < TILES:
                 continue
-            taken = workspace_bytes(b * documents, T, S, n, max(1, n // group), H, deterministic=deterministic)
-            found.append((max(taken, WORKSPACE), (B // b) * (N // n), n < group, B // b, (b, n)))
-    return min(found)[-1]
+            workspace = workspace_bytes(b * documents, T, S, n, max(1, n // group), H, deterministic=deterministic)
+            candidates.append((max(workspace, WORKSPACE), (B // b) * (N // n), n < group, B // b, (b, n)))
+    return min(candidates)[-1]
 
 
 def _backward(
@@ -198,58 +198,58 @@ def _backward(
     out: jax.Array,
     stats: jax.Array,
     do: jax.Array,
-    stats_of: Callable[[jax.Array, slice, slice, Packed | None], jax.Array],
+    slice_stats: Callable[[jax.Array, slice, slice, Packed | None], jax.Array],
     spec: Spec,
     causal: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (dq, dk, dv), computed part after part (`part_of`).
 
-    stats_of: returns the primitive's log-sum-exp operand for a part. Its arguments are `stats`, the part's rows, the part's
+    slice_stats: returns the primitive's log-sum-exp operand for a part. Its arguments are `stats`, the part's rows, the part's
     query heads, and `queries` of those rows.
     """
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     documents = queries.lengths_BM.shape[1] if queries else 1
     rows, heads = part_of(B, T, S, N, K, H, documents, deterministic=spec.deterministic)
     group = N // K
-    held, parts = (q, k, v, out, stats, do), []
+    operands, gradients = (q, k, v, out, stats, do), []
     for row, head in itertools.product(range(0, B, rows), range(0, N, heads)):
-        if parts:
+        if gradients:
             # Even the slices of a part wait until the previous part is done, so one workspace exists at a time. The description
             # of documents is small, and computed once for all parts with the same rows.
-            held, parts[-1] = jax.lax.optimization_barrier((held, parts[-1]))
-        q, k, v, out, stats, do = held
-        its, n = slice(row, row + rows), slice(head, head + heads)
-        of_keys = slice(head // group, (head + heads - 1) // group + 1)
-        some, others = (packed and Packed(*(x[its] for x in packed)) for packed in (queries, keys))
-        part = q[its, :, n]
-        parts.append(
+            operands, gradients[-1] = jax.lax.optimization_barrier((operands, gradients[-1]))
+        q, k, v, out, stats, do = operands
+        row_slice, head_slice = slice(row, row + rows), slice(head, head + heads)
+        kv_heads = slice(head // group, (head + heads - 1) // group + 1)
+        q_documents, kv_documents = (packed and Packed(*(x[row_slice] for x in packed)) for packed in (queries, keys))
+        q_chunk = q[row_slice, :, head_slice]
+        gradients.append(
             fused._dot_product_attention_bwd_p_wrapper.bind(
-                part,
-                k[its, :, of_keys],
-                v[its, :, of_keys],
-                *_operands(part, some, others),
-                stats_of(stats, its, n, some),
-                out[its, :, n],
-                do[its, :, n],
-                **_static(part, spec, causal),
+                q_chunk,
+                k[row_slice, :, kv_heads],
+                v[row_slice, :, kv_heads],
+                *_operands(q_chunk, q_documents, kv_documents),
+                slice_stats(stats, row_slice, head_slice, q_documents),
+                out[row_slice, :, head_slice],
+                do[row_slice, :, head_slice],
+                **_static(q_chunk, spec, causal),
             )
         )
 
-    def joined(xs: list[jax.Array], share: int) -> jax.Array:
-        """Concatenate the gradients of all parts. First sum, in f32, each `share` consecutive parts of one key/value head."""
-        if share > 1:
+    def join_chunks(xs: list[jax.Array], count: int) -> jax.Array:
+        """Concatenate the gradients of all parts. First sum, in f32, each `count` consecutive parts of one key/value head."""
+        if count > 1:
             xs = [
                 functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(xs[0].dtype)
-                for same in itertools.batched(xs, share)
+                for same in itertools.batched(xs, count)
             ]
         across = len(xs) * rows // B
-        return jnp.concatenate([jnp.concatenate(those, axis=2) for those in itertools.batched(xs, across)], axis=0)
+        return jnp.concatenate([jnp.concatenate(adjacent, axis=2) for adjacent in itertools.batched(xs, across)], axis=0)
 
-    if len(parts) == 1:
-        return parts[0]
-    dq, dk, dv = (list(xs) for xs in zip(*parts, strict=True))
+    if len(gradients) == 1:
+        return gradients[0]
+    dq, dk, dv = (list(xs) for xs in zip(*gradients, strict=True))
     shared = max(1, group // heads)
-    return joined(dq, 1), joined(dk, shared), joined(dv, shared)
+    return join_chunks(dq, 1), join_chunks(dk, shared), join_chunks(dv, shared)
 
 
 # ---- Blocks: see the package's docstring. The private primitives return a block's log-sum-exp in float32, and the backward
@@ -277,17 +277,17 @@ def describe_block(rows: Rows, spec: Spec, diagonal: bool) -> Block | None:
         return None
     if diagonal:
         lengths_BM, starts_BM = _documents(rows.q_segments, spec)
-        documents = Packed(lengths_BM, _closed(starts_BM))
+        documents = Packed(lengths_BM, _append_offset(starts_BM))
         return Block(documents, documents)
     q_BT, kv_BS = rows.q_segments, rows.kv_segments
-    one = (q_BT[:, 0] == kv_BS[:, -1]) & (q_BT[:, 0] > 0)
-    queries = jnp.where(one, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
-    keys = jnp.where(one, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
+    same_document = (q_BT[:, 0] == kv_BS[:, -1]) & (q_BT[:, 0] > 0)
+    queries = jnp.where(same_document, jnp.sum(q_BT == q_BT[:, :1], axis=1, dtype=jnp.int32), 0)
+    keys = jnp.where(same_document, jnp.sum(kv_BS == kv_BS[:, -1:], axis=1, dtype=jnp.int32), 0)
     zero = jnp.zeros_like(queries)
     # With one entry per row, the primitive would ignore the offsets.
     return Block(
-        Packed(jnp.stack([queries, zero], 1), _closed(jnp.stack([zero, zero], 1))),
-        Packed(jnp.stack([keys, zero], 1), _closed(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),
+        Packed(jnp.stack([queries, zero], 1), _append_offset(jnp.stack([zero, zero], 1))),
+        Packed(jnp.stack([keys, zero], 1), _append_offset(jnp.stack([kv_BS.shape[1] - keys, zero], 1))),
     )
 
 
@@ -307,7 +307,7 @@ def block_forward(
     if described is None:
         return out, stats
     lse_BNT = _per_token(stats, described.queries, q_BTNH.shape[1])
-    inside_BT = _inside(described.queries, q_BTNH.shape[1])
+    inside_BT = _in_any_document(described.queries, q_BTNH.shape[1])
     out = jnp.where(inside_BT[:, :, None, None], out, 0)
     return out, jnp.where(inside_BT[:, None, :], lse_BNT, NOTHING)
 
@@ -326,14 +326,16 @@ def block_backward(
     """Implement `block_backward` of the package."""
     queries, keys = described or (None, None)
 
-    def part(lse: jax.Array, rows: slice, heads: slice, own: Packed | None) -> jax.Array:
-        return lse[rows, heads] if own is None else _per_document(lse[rows, heads], own)
+    def slice_stats(lse: jax.Array, rows: slice, heads: slice, documents: Packed | None) -> jax.Array:
+        return lse[rows, heads] if documents is None else _per_document(lse[rows, heads], documents)
 
-    dq, dk, dv = _backward(q_BTNH, k_BSKH, v_BSKH, queries, keys, out_BTNH, lse_BNT, do_BTNH, part, spec, causal=diagonal)
+    dq, dk, dv = _backward(
+        q_BTNH, k_BSKH, v_BSKH, queries, keys, out_BTNH, lse_BNT, do_BTNH, slice_stats, spec, causal=diagonal
+    )
     if described is None:
         return dq, dk, dv
-    q_inside = _inside(described.queries, q_BTNH.shape[1])[:, :, None, None]
-    kv_inside = _inside(described.keys, k_BSKH.shape[1])[:, :, None, None]
+    q_inside = _in_any_document(described.queries, q_BTNH.shape[1])[:, :, None, None]
+    kv_inside = _in_any_document(described.keys, k_BSKH.shape[1])[:, :, None, None]
     return jnp.where(q_inside, dq, 0), jnp.where(kv_inside, dk, 0), jnp.where(kv_inside, dv, 0)
 
 
@@ -343,7 +345,7 @@ def _in_document(documents: Packed, T: int) -> jax.Array:
     return (at_BMT >= 0) & (at_BMT < documents.lengths_BM[:, :, None])
 
 
-def _inside(documents: Packed, T: int) -> jax.Array:
+def _in_any_document(documents: Packed, T: int) -> jax.Array:
     """Return which tokens of each row are in a document, bool (B, T). The kernel's results for other tokens are undefined."""
     return _in_document(documents, T).any(axis=1)
 
@@ -353,9 +355,9 @@ def _per_token(stats: jax.Array, documents: Packed, T: int) -> jax.Array:
     B, M = documents.lengths_BM.shape
     stats_BMNT = stats.reshape(B, M, -1, T)
     document_BT = jnp.argmax(_in_document(documents, T), axis=1)
-    place_BT = jnp.arange(T)[None] - jnp.take_along_axis(documents.offsets_BM[:, :-1], document_BT, axis=1)
+    position_BT = jnp.arange(T)[None] - jnp.take_along_axis(documents.offsets_BM[:, :-1], document_BT, axis=1)
     rows_B11, heads_1N1 = jnp.arange(B)[:, None, None], jnp.arange(stats_BMNT.shape[2])[None, :, None]
-    return stats_BMNT[rows_B11, document_BT[:, None, :], heads_1N1, jnp.clip(place_BT, 0, T - 1)[:, None, :]]
+    return stats_BMNT[rows_B11, document_BT[:, None, :], heads_1N1, jnp.clip(position_BT, 0, T - 1)[:, None, :]]
 
 
 def _per_document(lse_BNT: jax.Array, documents: Packed) -> jax.Array:

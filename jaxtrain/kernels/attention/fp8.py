@@ -78,26 +78,26 @@ class Forward8:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, own: Forward8, spec: Spec) -> jax.Array:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, prepared: Prepared, kernel: Forward8, spec: Spec) -> jax.Array:
     return _forward(q, k, v, prepared.forward, spec, True, q.dtype)[0]
 
 
-def _attention_fwd(q, k, v, prepared, own, spec):
+def _attention_fwd(q, k, v, prepared, kernel, spec):
     out, lse = _forward(q, k, v, prepared.forward, spec, True, q.dtype)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, prepared, out, lse)
 
 
-def _attention_bwd(own, spec, residuals, do):
+def _attention_bwd(kernel, spec, residuals, do):
     q, k, v, prepared, out, lse = residuals
-    gradients = own.block_backward(q, k, v, out, lse, do, prepared, spec, True)
+    gradients = kernel.block_backward(q, k, v, out, lse, do, prepared, spec, True)
     return *(g.astype(q.dtype) for g in gradients), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _scaled(x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quantize(x_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return x in e4m3, and its scales (B, N), powers of two."""
     scale_BN = scale_of(jnp.max(jnp.abs(x_BTNH), axis=(1, 3)), E4M3)
     return rounded(x_BTNH, scale_BN[:, None, :, None], E4M3), scale_BN
@@ -107,18 +107,18 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, prepared: Any, spec: Spec, causal: bool, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Return the output in `dtype` and the log-sum-exp in f32, (B, N, T)."""
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_scaled, (q, k, v))
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = map(_quantize, (q, k, v))
     group = q.shape[2] // k.shape[2]
     scales_BN2 = jnp.stack([q_scale * jnp.repeat(k_scale, group, 1), jnp.repeat(v_scale, group, 1)], axis=-1)
     if spec.fp8 == EMULATED:
-        return _emulated(q8, k8, v8, scales_BN2, prepared, spec, dtype)
+        return _emulate(q8, k8, v8, scales_BN2, prepared, spec, dtype)
     return pallas.forward_fp8(q8, k8, v8, scales_BN2, prepared, spec, causal, dtype)
 
 
-def _emulated(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def _emulate(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return the output and log-sum-exp of `pallas.forward_fp8`, with sums in another order."""
     (B, T, N, H), K = q8.shape, k8.shape[2]
-    factor, of_values = (scales_BN2[..., i].reshape(B, K, N // K, 1) for i in range(2))
+    factor, v_scale = (scales_BN2[..., i].reshape(B, K, N // K, 1) for i in range(2))
     q, k, v = (x.astype(jnp.float32) for x in (q8.reshape(B, T, K, N // K, H), k8, v8))
     exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     scores = exact("BTKGH,BSKH->BKGTS", q, k) * (factor[..., None] * H**-0.5)
@@ -128,7 +128,7 @@ def _emulated(q8, k8, v8, scales_BN2, rows: Rows, spec: Spec, dtype: jnp.dtype) 
     p = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0.0)), 0.0)
     total = p.sum(-1)
     p8 = (p * 2.0**SHIFT).astype(E4M3).astype(jnp.float32)
-    sees, total = total > 0, jnp.where(total > 0, total, 1.0)
-    out = exact("BKGTS,BSKH->BKGTH", p8, v) * (of_values * 2.0**-SHIFT / total)[..., None]
-    lse = jnp.where(sees, top[..., 0] + jnp.log(total), NOTHING)
+    has_keys, total = total > 0, jnp.where(total > 0, total, 1.0)
+    out = exact("BKGTS,BSKH->BKGTH", p8, v) * (v_scale * 2.0**-SHIFT / total)[..., None]
+    lse = jnp.where(has_keys, top[..., 0] + jnp.log(total), NOTHING)
     return jnp.moveaxis(out, 3, 1).reshape(B, T, N, H).astype(dtype), lse.reshape(B, N, T)

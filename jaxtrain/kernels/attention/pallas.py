@@ -77,8 +77,10 @@ class Prepared(NamedTuple):
 def prepare(rows: Rows, spec: Spec) -> Prepared:
     """Return the batch's segments and positions, and the tiles to visit in each kernel."""
     forward, rows = prepare_forward(rows, spec, FORWARD), _documents(rows, spec)
-    of = tiles(spec.head_dim)
-    queries, keys = (visits(rows, spec, of[name].queries, of[name].keys, by_keys=name == KEYS) for name in (QUERIES, KEYS))
+    sizes = tiles(spec.head_dim)
+    queries, keys = (
+        visits(rows, spec, sizes[name].queries, sizes[name].keys, by_keys=name == KEYS) for name in (QUERIES, KEYS)
+    )
     return forward._replace(queries=queries, keys=keys)
 
 
@@ -144,9 +146,9 @@ def block_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `block_forward` of the package; the output is in `dtype`."""
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    q, k, v = map(_filled, (q_BTNH, k_BSKH, v_BSKH))
-    B, filled, N, _ = q.shape
-    shapes = [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
+    q, k, v = map(_pad, (q_BTNH, k_BSKH, v_BSKH))
+    B, T_pad, N, _ = q.shape
+    shapes = [jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((B, N, T_pad), jnp.float32)]
     out, lse = _call(FORWARD, described.forward, described, (q, k, v), shapes, N, spec, diagonal)
     return out[:, :T, :, :H], lse[:, :, :T]
 
@@ -166,9 +168,9 @@ def block_backward(
     """Implement `block_backward` of the package; the gradients are in `dtype`."""
     (_, T, _, H), S = q_BTNH.shape, k_BSKH.shape[1]
     delta_BTN = (do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(-1)
-    q, k, v, do = map(_filled, (q_BTNH, k_BSKH, v_BSKH, do_BTNH))
-    rest = (0, 0), (0, 0), (0, q.shape[1] - T)
-    operands = (q, k, v, do, jnp.pad(lse_BNT, rest), jnp.pad(jnp.swapaxes(delta_BTN, 1, 2), rest))
+    q, k, v, do = map(_pad, (q_BTNH, k_BSKH, v_BSKH, do_BTNH))
+    padding = (0, 0), (0, 0), (0, q.shape[1] - T)
+    operands = (q, k, v, do, jnp.pad(lse_BNT, padding), jnp.pad(jnp.swapaxes(delta_BTN, 1, 2), padding))
     shapes = [jax.ShapeDtypeStruct(q.shape, dtype)]
     (dq,) = _call(QUERIES, described.queries, described, operands, shapes, q.shape[2], spec, diagonal)
     shapes = [jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)]
@@ -191,16 +193,16 @@ def forward_fp8(
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `block_forward` returns, for arrays in e4m3 and their scales (`_forward_kernel`)."""
     T, H = q8.shape[1], q8.shape[3]
-    q8, k8, v8 = map(_filled, (q8, k8, v8))
-    B, filled, N, _ = q8.shape
-    shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, filled), jnp.float32)]
+    q8, k8, v8 = map(_pad, (q8, k8, v8))
+    B, T_pad, N, _ = q8.shape
+    shapes = [jax.ShapeDtypeStruct(q8.shape, dtype), jax.ShapeDtypeStruct((B, N, T_pad), jnp.float32)]
     # Values have the keys' axis last: WGMMA reads 8-bit numbers only along the contracted dimension.
     operands = (q8, k8, jnp.transpose(swapped(v8, 1), (0, 2, 3, 1)), scales_BN2)
     out, lse = _call(FORWARD_FP8, prepared.forward, prepared, operands, shapes, N, spec, causal)
     return out[:, :T, :, :H], lse[:, :, :T]
 
 
-def _filled(x_BTNH: jax.Array) -> jax.Array:
+def _pad(x_BTNH: jax.Array) -> jax.Array:
     """Return x padded with zeros: T to a multiple of LONGEST, H to a multiple of CHUNK."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     return jnp.pad(x_BTNH, ((0, 0), (0, count(T, LONGEST) * LONGEST - T), (0, 0), (0, width(H) - H)))

@@ -152,23 +152,23 @@ def swapped(keys: jax.Array, axis: int) -> jax.Array:
 
 def paired(registers: np.ndarray, join: Callable[[list[Any]], Any]) -> np.ndarray:
     """Join registers of 8 columns each along axis 1 into registers of 16 columns: see `swapped`."""
-    made = np.empty((registers.shape[0], registers.shape[1] // 2, *registers.shape[2:]), object)
-    for at in np.ndindex(made.shape):
-        made[at] = join([registers[(at[0], 2 * at[1] + half, *at[2:])] for half in range(2)])
-    return made
+    joined = np.empty((registers.shape[0], registers.shape[1] // 2, *registers.shape[2:]), object)
+    for index in np.ndindex(joined.shape):
+        joined[index] = join([registers[(index[0], 2 * index[1] + half, *index[2:])] for half in range(2)])
+    return joined
 
 
-def _rounded_in_place(p: jax.Array) -> jax.Array:
+def _round_in_place(p: jax.Array) -> jax.Array:
     """Return attention weights in e4m3 as the left operand of a matmul, without moving them between threads: see `swapped`."""
     layouts = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_8BIT
-    made: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
+    result_type: Any = plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=layouts[1])
 
-    def rounded(_: Any, p: Any) -> Any:
+    def round_registers(_: Any, p: Any) -> Any:
         registers = paired(p.astype(ir.Float8E4M3FNType.get()).registers, mgpu.utils.vector_concat)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT_8BIT, _is_signed=None)
 
-    inline: Any = plgpu.inline_mgpu(arg_types=(layouts[0],), return_type=made)
-    return inline(rounded)(p)
+    inline: Any = plgpu.inline_mgpu(arg_types=(layouts[0],), return_type=result_type)
+    return inline(round_registers)(p)
 
 
 def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
@@ -182,7 +182,7 @@ def _product_with_values(p: jax.Array, v: Any, static: Static) -> jax.Array:
     if static.interpret:
         p8 = swapped(p.astype(E4M3).astype(jnp.float32), 1)
         return jnp.dot(p8, v[...].astype(jnp.float32).T, preferred_element_type=jnp.float32)
-    p8 = _rounded_in_place(p)
+    p8 = _round_in_place(p)
 
     def into(sum_ref: Any) -> jax.Array:
         plgpu.wgmma(sum_ref, p8, v.transpose((1, 0)))
@@ -205,35 +205,37 @@ def _columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.broadcast_in_dim(numbers, shape, (1,))
 
 
-def _store(values: jax.Array, ref: Any, own: Any) -> None:
-    """Store a warpgroup's 64 rows to global memory. own: a free tile in shared memory, through which the rows are copied."""
-    if ref.dtype != own.dtype:  # no tile in shared memory is float32
+def _store(values: jax.Array, ref: Any, staging: Any) -> None:
+    """Store a warpgroup's 64 rows to global memory. staging: a free tile in shared memory, through which rows are copied."""
+    if ref.dtype != staging.dtype:  # no tile in shared memory is float32
         ref[...] = values.astype(ref.dtype)
         return
-    own[...] = values.astype(own.dtype)
+    staging[...] = values.astype(staging.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(own, ref)
+    plgpu.copy_smem_to_gmem(staging, ref)
     plgpu.wait_smem_to_gmem(0)
 
 
 Belonging = tuple[jax.Array, jax.Array]  # segments and positions of tokens
 
 
-def _belonging(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
+def _load_ids(ref: Any, layout: Any, optimized: bool = True) -> Belonging:
     segments, positions = (plgpu.load(ref.at[i], layout=layout, optimized=optimized) for i in range(2))
     return segments, positions
 
 
-def _visible(of_queries: Belonging, of_keys: Belonging, spec: Spec, shape: tuple[int, ...], turned: bool = False) -> jax.Array:
-    """Return the mask, bool (queries, keys), or its transpose if `turned`, from segments and positions of queries and keys."""
-    over_queries, over_keys = (_columns, _rows) if turned else (_rows, _columns)
-    same = over_queries(of_queries[0], shape) == over_keys(of_keys[0], shape)
-    distance = over_queries(of_queries[1], shape) - over_keys(of_keys[1], shape)
-    seen = same & (distance >= 0)
-    return seen & (distance < spec.window) if spec.window else seen
+def _visible(
+    query_ids: Belonging, key_ids: Belonging, spec: Spec, shape: tuple[int, ...], transposed: bool = False
+) -> jax.Array:
+    """Return the mask, bool (queries, keys), from segments and positions of queries and keys; its transpose if `transposed`."""
+    broadcast_queries, broadcast_keys = (_columns, _rows) if transposed else (_rows, _columns)
+    same = broadcast_queries(query_ids[0], shape) == broadcast_keys(key_ids[0], shape)
+    distance = broadcast_queries(query_ids[1], shape) - broadcast_keys(key_ids[1], shape)
+    mask = same & (distance >= 0)
+    return mask & (distance < spec.window) if spec.window else mask
 
 
-def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
+def _cap_scores(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.Array, jax.Array | None]:
     """Return scaled and capped scores times log2(e), and the derivative of the soft cap (None without a soft cap).
 
     factor: the product of the scales of queries and keys, for e4m3.
@@ -246,7 +248,7 @@ def _capped(scores: jax.Array, static: Static, factor: Any = 1.0) -> tuple[jax.A
     return squashed * (cap * LOG2E), 1 - squashed * squashed
 
 
-def _go_over(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
+def _loop_tiles(visits: Visits, before: Any, body: Callable[[jax.Array, Any, bool], Any], carry: Any) -> Any:
     """Run `body(step, carry, masked)` for each tile to visit, and return the last carry. Tiles that need a mask come first.
 
     before: the number of the first step.
@@ -269,7 +271,7 @@ def _load_keys(
         values.fill(step, (v_ref.at[row, head, :, rows] if static.fp8 else v_ref.at[row, rows, head],))
 
 
-def _last_first(visits_ref: Any) -> jax.Array:
+def _query_tile(visits_ref: Any) -> jax.Array:
     """Return the tile of queries of this program. The first program has the last tile, which has the most keys."""
     return visits_ref.shape[1] - 1 - jax.lax.axis_index(TILES)
 
@@ -277,12 +279,12 @@ def _last_first(visits_ref: Any) -> jax.Array:
 def forward_scratch(static: Static) -> tuple[Any, ...]:
     """Return shared memory and barriers of the forward kernel."""
     tokens, stages, width = static.tile.keys, static.tile.stages, static.width
-    k, v, own = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
+    k, v, q_smem = static.matrices(stages, tokens), static.matrices(stages, tokens), static.matrices(COMPUTING, ROWS)
     if static.fp8:  # WGMMA reads 8-bit numbers only along the contracted dimension: for values, the axis of keys
         k, v = static.eights(stages, tokens, width), static.eights(stages, width, tokens)
-        own = static.eights(COMPUTING, ROWS, width)
+        q_smem = static.eights(COMPUTING, ROWS, width)
     arrived, turn = plgpu.Barrier(num_barriers=COMPUTING), plgpu.Barrier(num_arrivals=COMPUTING)
-    return own, arrived, slots(k, static.belonging(tokens)), slots(v), turn
+    return q_smem, arrived, slots(k, static.belonging(tokens)), slots(v), turn
 
 
 def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, static):
@@ -293,31 +295,31 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
     In e4m3 (static.fp8), v_ref has shape (B, K, H, S), with keys in the order of `swapped`. The operand after v_ref is f32
     (B, N, 2): the product of the scales of queries and keys, and the scale of values.
     """
-    *scales, out_ref, lse_ref, own, arrived, keys, values, turn = refs
-    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
-    visits = _visits(visits_ref, row, mine)
+    *scales, out_ref, lse_ref, q_smem, arrived, keys, values, turn = refs
+    row, head, q_tile, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _query_tile(visits_ref), static.tile
+    visits = _visits(visits_ref, row, q_tile)
     shape = ROWS, tile.keys
 
     def next_turn() -> None:
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
 
-    def compute(which: jax.Array) -> None:
-        rows = pl.ds(mine * tile.queries + which * ROWS, ROWS)
-        q = own.at[which]
-        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[which])
-        of_queries = _belonging(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
-        factor, of_values = (scales[0][row, head, i] for i in range(2)) if static.fp8 else (1.0, 1.0)
-        plgpu.barrier_wait(arrived.at[which])
+    def compute(warpgroup: jax.Array) -> None:
+        rows = pl.ds(q_tile * tile.queries + warpgroup * ROWS, ROWS)
+        q = q_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[warpgroup])
+        query_ids = _load_ids(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        factor, v_scale = (scales[0][row, head, i] for i in range(2)) if static.fp8 else (1.0, 1.0)
+        plgpu.barrier_wait(arrived.at[warpgroup])
 
         def body(step, carry, masked):
             out, top, total = carry
             k, ids = keys.take(step)
             scores = _product(q, k)
             next_turn()
-            scores, _ = _capped(scores, static, factor)
+            scores, _ = _cap_scores(scores, static, factor)
             if masked:
-                scores = jnp.where(_visible(of_queries, _belonging(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+                scores = jnp.where(_visible(query_ids, _load_ids(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
             keys.release(step, static.interpret)
             new_top = jnp.maximum(top, scores.max(1))
             p = jnp.exp2(scores - _rows(new_top - SHIFT if static.fp8 else new_top, shape))
@@ -332,15 +334,15 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
         # Masked scores are -inf, and the first maximum is finite. So the weight of a masked score is 0 from the first tile on.
         top = plgpu.layout_cast(jnp.full((ROWS,), NOTHING, jnp.float32), OF_ROWS)
         start = _zeros((ROWS, static.width)), top, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), OF_ROWS)
-        pl.when(which == 1)(next_turn)
-        out, top, total = _go_over(visits, jnp.int32(0), body, start)
-        pl.when(which == 0)(next_turn)
-        sees = total > 0
-        total = jnp.where(sees, total, 1.0)
+        pl.when(warpgroup == 1)(next_turn)
+        out, top, total = _loop_tiles(visits, jnp.int32(0), body, start)
+        pl.when(warpgroup == 0)(next_turn)
+        has_keys = total > 0
+        total = jnp.where(has_keys, total, 1.0)
         if static.fp8:
-            out, top = out * of_values, top - SHIFT
+            out, top = out * v_scale, top - SHIFT
         _store(out / _rows(total, out.shape), out_ref.at[row, rows, head], q)
-        lse_ref.at[row, head, rows][...] = jnp.where(sees, top / LOG2E + jnp.log(total), NOTHING)
+        lse_ref.at[row, head, rows][...] = jnp.where(has_keys, top / LOG2E + jnp.log(total), NOTHING)
 
     def load() -> None:
         _load_keys(visits, static, row, head // static.group, (k_ref, v_ref, kv_ids), keys, values)
@@ -351,9 +353,9 @@ def _forward_kernel(visits_ref, q_ids, kv_ids, q_ref, k_ref, v_ref, *refs, stati
 def queries_scratch(static: Static) -> tuple[Any, ...]:
     """Return shared memory and barriers of the kernel of queries' gradients."""
     tokens = static.tile.keys
-    tiles, own = static.matrices(static.tile.stages, tokens), static.matrices(COMPUTING, ROWS)
+    tiles, rows_smem = static.matrices(static.tile.stages, tokens), static.matrices(COMPUTING, ROWS)
     arrived = plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTING)
-    return own, own, arrived, slots(tiles, static.belonging(tokens)), slots(tiles)
+    return rows_smem, rows_smem, arrived, slots(tiles, static.belonging(tokens)), slots(tiles)
 
 
 def _queries_kernel(
@@ -367,8 +369,8 @@ def _queries_kernel(
     lse_ref,
     delta_ref,
     dq_ref,
-    q_own,
-    do_own,
+    q_smem,
+    do_smem,
     arrived,
     keys,
     values,
@@ -376,24 +378,24 @@ def _queries_kernel(
     static,
 ):
     """Compute a tile of the queries' gradient, dq = ds k / sqrt(H). ds is the gradient of the scores."""
-    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _last_first(visits_ref), static.tile
-    visits = _visits(visits_ref, row, mine)
+    row, head, q_tile, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), _query_tile(visits_ref), static.tile
+    visits = _visits(visits_ref, row, q_tile)
     shape = ROWS, tile.keys
 
-    def compute(which: jax.Array) -> None:
-        rows = pl.ds(mine * tile.queries + which * ROWS, ROWS)
-        q, do = q_own.at[which], do_own.at[which]
-        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[which])
-        plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do, arrived.at[which])
-        of_queries = _belonging(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
+    def compute(warpgroup: jax.Array) -> None:
+        rows = pl.ds(q_tile * tile.queries + warpgroup * ROWS, ROWS)
+        q, do = q_smem.at[warpgroup], do_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, rows, head], q, arrived.at[warpgroup])
+        plgpu.copy_gmem_to_smem(do_ref.at[row, rows, head], do, arrived.at[warpgroup])
+        query_ids = _load_ids(q_ids.at[row, :, rows], OF_ROWS, optimized=False)
         lse, delta = (plgpu.load(x.at[row, head, rows], layout=OF_ROWS, optimized=False) for x in (lse_ref, delta_ref))
-        plgpu.barrier_wait(arrived.at[which])
+        plgpu.barrier_wait(arrived.at[warpgroup])
 
         def body(step, dq, masked):
             k, ids = keys.take(step)
-            scores, slope = _capped(_product(q, k), static)
+            scores, slope = _cap_scores(_product(q, k), static)
             if masked:
-                scores = jnp.where(_visible(of_queries, _belonging(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
+                scores = jnp.where(_visible(query_ids, _load_ids(ids, OF_COLUMNS), static.spec, shape), scores, -jnp.inf)
             p = jnp.exp2(scores - _rows(lse * LOG2E, shape))
             (v,) = values.take(step)
             ds = p * (_product(do, v) - _rows(delta, shape))
@@ -402,7 +404,7 @@ def _queries_kernel(
             keys.release(step, static.interpret)
             return dq
 
-        dq = _go_over(visits, jnp.int32(0), body, _zeros((ROWS, static.width)))
+        dq = _loop_tiles(visits, jnp.int32(0), body, _zeros((ROWS, static.width)))
         _store(dq * static.scale, dq_ref.at[row, rows, head], q)
 
     def load() -> None:
@@ -413,10 +415,14 @@ def _queries_kernel(
 
 def keys_scratch(static: Static) -> tuple[Any, ...]:
     """Return shared memory and barriers of the kernel of keys' and values' gradients."""
-    parts, tokens = COMPUTING // 2 if static.roles else COMPUTING, static.tile.queries
-    tiles, own, numbers = static.matrices(static.tile.stages, tokens), static.matrices(parts, ROWS), static.numbers(tokens)
-    arrived, done = plgpu.Barrier(num_arrivals=2, num_barriers=parts), plgpu.Barrier(num_arrivals=COMPUTING)
-    return own, own, arrived, done, slots(tiles, static.belonging(tokens), numbers), slots(tiles, numbers)
+    chunks, tokens = COMPUTING // 2 if static.roles else COMPUTING, static.tile.queries
+    tiles, rows_smem, numbers = (
+        static.matrices(static.tile.stages, tokens),
+        static.matrices(chunks, ROWS),
+        static.numbers(tokens),
+    )
+    arrived, done = plgpu.Barrier(num_arrivals=2, num_barriers=chunks), plgpu.Barrier(num_arrivals=COMPUTING)
+    return rows_smem, rows_smem, arrived, done, slots(tiles, static.belonging(tokens), numbers), slots(tiles, numbers)
 
 
 def _keys_kernel(
@@ -431,8 +437,8 @@ def _keys_kernel(
     delta_ref,
     dk_ref,
     dv_ref,
-    k_own,
-    v_own,
+    k_smem,
+    v_smem,
     arrived,
     done,
     queries,
@@ -445,27 +451,27 @@ def _keys_kernel(
     p are the attention weights, and ds the gradient of the scores. Scores are computed as (keys, queries). So p^T and ds^T are
     already in the registers from which WGMMA reads them.
     """
-    row, head, mine, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), static.tile
-    visits = _visits(visits_ref, row, mine)
+    row, head, kv_tile, tile = jax.lax.axis_index(BATCH), jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), static.tile
+    visits = _visits(visits_ref, row, kv_tile)
     shape = ROWS, tile.queries
 
-    def gradients_of(part: jax.Array, wants_keys: bool, wants_values: bool) -> None:
+    def compute_gradients(chunk: jax.Array, wants_keys: bool, wants_values: bool) -> None:
         """Compute the gradients of 64 keys if `wants_keys`, and of their values if `wants_values`.
 
-        part: the index of these 64 keys in the tile.
+        chunk: the index of these 64 keys in the tile.
         """
-        rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
-        k, v = k_own.at[part], v_own.at[part]
-        of_keys = _belonging(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
-        plgpu.barrier_wait(arrived.at[part])
+        rows = pl.ds(kv_tile * tile.keys + chunk * ROWS, ROWS)
+        k, v = k_smem.at[chunk], v_smem.at[chunk]
+        key_ids = _load_ids(kv_ids.at[row, :, rows], OF_ROWS, optimized=False)
+        plgpu.barrier_wait(arrived.at[chunk])
 
         def body(step, carry, masked):
             dk, dv = carry
             q, ids, lse = queries.take(step)
-            scores, slope = _capped(_product(k, q), static)
+            scores, slope = _cap_scores(_product(k, q), static)
             if masked:
-                seen = _visible(_belonging(ids, OF_COLUMNS), of_keys, static.spec, shape, turned=True)
-                scores = jnp.where(seen, scores, -jnp.inf)
+                mask = _visible(_load_ids(ids, OF_COLUMNS), key_ids, static.spec, shape, transposed=True)
+                scores = jnp.where(mask, scores, -jnp.inf)
             p = jnp.exp2(scores - _columns(plgpu.load(lse, layout=OF_COLUMNS) * LOG2E, shape))
             do, delta = gradients.take(step)
             if wants_values:
@@ -477,11 +483,11 @@ def _keys_kernel(
             queries.release(step, static.interpret)
             return dk, dv
 
-        def one_head(which, carry):
-            return _go_over(visits, which * visits.total, body, carry)
+        def add_head(group_head, carry):
+            return _loop_tiles(visits, group_head * visits.total, body, carry)
 
         zeros = [_zeros((ROWS, static.width)) if wanted else None for wanted in (wants_keys, wants_values)]
-        dk, dv = jax.lax.fori_loop(0, static.group, one_head, tuple(zeros))
+        dk, dv = jax.lax.fori_loop(0, static.group, add_head, tuple(zeros))
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
         if wants_keys:
@@ -489,26 +495,26 @@ def _keys_kernel(
         if wants_values:
             _store(dv, dv_ref.at[row, rows, head], v)
 
-    def compute(which: jax.Array) -> None:
+    def compute(warpgroup: jax.Array) -> None:
         if static.roles:
-            pl.when(which == 0)(lambda: gradients_of(jnp.int32(0), True, False))
-            pl.when(which == 1)(lambda: gradients_of(jnp.int32(0), False, True))
+            pl.when(warpgroup == 0)(lambda: compute_gradients(jnp.int32(0), True, False))
+            pl.when(warpgroup == 1)(lambda: compute_gradients(jnp.int32(0), False, True))
         else:
-            gradients_of(which, True, True)
+            compute_gradients(warpgroup, True, True)
 
     def load() -> None:
-        for part in range(arrived.shape[0]):
-            rows = pl.ds(mine * tile.keys + part * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, rows, head], k_own.at[part], arrived.at[part])
-            plgpu.copy_gmem_to_smem(v_ref.at[row, rows, head], v_own.at[part], arrived.at[part])
+        for chunk in range(arrived.shape[0]):
+            rows = pl.ds(kv_tile * tile.keys + chunk * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(k_ref.at[row, rows, head], k_smem.at[chunk], arrived.at[chunk])
+            plgpu.copy_gmem_to_smem(v_ref.at[row, rows, head], v_smem.at[chunk], arrived.at[chunk])
 
         @pl.loop(0, static.group)
-        def _(which):
-            q_head = head * static.group + which
+        def _(group_head):
+            q_head = head * static.group + group_head
 
             @pl.loop(0, visits.total)
             def _(i):
-                step, rows = which * visits.total + i, pl.ds(visits.at(i) * tile.queries, tile.queries)
+                step, rows = group_head * visits.total + i, pl.ds(visits.at(i) * tile.queries, tile.queries)
                 queries.fill(step, (q_ref.at[row, rows, q_head], q_ids.at[row, :, rows], lse_ref.at[row, q_head, rows]))
                 gradients.fill(step, (do_ref.at[row, rows, q_head], delta_ref.at[row, q_head, rows]))
 

@@ -36,7 +36,7 @@ def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, spec: Spec) -> jax.Array:
     return spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
 
 
-def _weighed(
+def _weigh_values(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array, spec: Spec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the output, f32 (B, T, N, H), and for each query its largest score and sum of exp(score - largest).
@@ -64,7 +64,7 @@ def masked_attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, ma
 
     The result is 0 for a query without visible keys.
     """
-    return _weighed(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec)[0].astype(q_BTNH.dtype)
+    return _weigh_values(q_BTNH, k_BSKH, v_BSKH, mask_BTS, spec)[0].astype(q_BTNH.dtype)
 
 
 def attention(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, prepared: Rows, spec: Spec) -> jax.Array:
@@ -81,7 +81,7 @@ def block_forward(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, described: Rows, spec: Spec, diagonal: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `block_forward` of the package."""
-    out, top, sums = _weighed(q_BTNH, k_BSKH, v_BSKH, visible(described, spec), spec)
+    out, top, sums = _weigh_values(q_BTNH, k_BSKH, v_BSKH, visible(described, spec), spec)
     lse = jnp.where(sums > 0, top + jnp.log(jnp.maximum(sums, 1e-30)), NOTHING)
     B, T, N, _ = q_BTNH.shape
     return out, lse.reshape(B, N, T)
@@ -110,8 +110,8 @@ def block_backward(
     scores = _scores(q_BTNH, k_BSKH, spec)
     p = jnp.where(mask, jnp.exp(scores - lse_BNT.reshape(B, K, N // K, T, 1)), 0.0)
     do = do_BTNH.reshape(grouped)
-    both = do.astype(jnp.float32) * out_BTNH.reshape(grouped).astype(jnp.float32)
-    ds = p * (einsum("BTKGH,BSKH->BKGTS", do, v_BSKH) - jnp.moveaxis(both.sum(-1), 1, -1)[..., None])
+    do_out = do.astype(jnp.float32) * out_BTNH.reshape(grouped).astype(jnp.float32)
+    ds = p * (einsum("BTKGH,BSKH->BKGTS", do, v_BSKH) - jnp.moveaxis(do_out.sum(-1), 1, -1)[..., None])
     if spec.softcap:
         ds *= 1 - (scores / spec.softcap) ** 2
     ds = (ds * H**-0.5).astype(dtype)

@@ -29,12 +29,12 @@ def attention(
     q: jax.Array, k: jax.Array, v: jax.Array, sinks_N: jax.Array | None, prepared: Any, spec: Spec, kernel: str
 ) -> jax.Array:
     """Return attention (B, T, N, H) of rows that are not sharded over devices. sinks_N: None unless `spec.sinks`."""
-    o: jax.Array
+    out: jax.Array
     if sinks_N is None:
-        o = implementation(kernel, spec).attention(q, k, v, prepared, spec)
+        out = implementation(kernel, spec).attention(q, k, v, prepared, spec)
     else:
-        o = _with_sinks(q, k, v, sinks_N, prepared, spec, kernel)
-    return o
+        out = _with_sinks(q, k, v, sinks_N, prepared, spec, kernel)
+    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -48,7 +48,7 @@ def _forward(q, k, v, sinks_N, described, spec, kernel):
     return out.astype(q.dtype), lse
 
 
-def _forward_saving(q, k, v, sinks_N, described, spec, kernel):
+def _forward_residuals(q, k, v, sinks_N, described, spec, kernel):
     out, lse = _forward(q, k, v, sinks_N, described, spec, kernel)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return out, (q, k, v, sinks_N, described, out, lse)
@@ -60,7 +60,7 @@ def _backward(spec, kernel, residuals, do):
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), gradient(sinks_N, out, lse, do), None
 
 
-_with_sinks.defvjp(_forward_saving, _backward)
+_with_sinks.defvjp(_forward_residuals, _backward)
 
 
 def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,6 +72,6 @@ def joined(out_BTNH: jax.Array, lse_BNT: jax.Array, sinks_N: jax.Array) -> tuple
 
 def gradient(sinks_N: jax.Array, out_BTNH: jax.Array, lse_BNT: jax.Array, do_BTNH: jax.Array) -> jax.Array:
     """Return the sinks' gradient (N,), summed over this device's tokens. out_BTNH, lse_BNT: as returned by `joined`."""
-    both_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
+    do_out_BTN = jnp.sum(do_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32), axis=-1)
     weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - lse_BNT)
-    return -jnp.sum(weight_BNT * jnp.swapaxes(both_BTN, 1, 2), axis=(0, 2)).astype(sinks_N.dtype)
+    return -jnp.sum(weight_BNT * jnp.swapaxes(do_out_BTN, 1, 2), axis=(0, 2)).astype(sinks_N.dtype)

@@ -28,8 +28,8 @@ def cudnn(spec: Spec, hardware: Hardware) -> str | None:
         return f"{older} packed documents and for sliding windows around a ring"
     if spec.dtype != "bf16":
         return "has no float32"
-    if wrong := _head_dim(spec, 256 if hopper else 128):
-        return wrong
+    if reason := _head_dim(spec, 256 if hopper else 128):
+        return reason
     if spec.softcap:
         return "has no soft cap on scores (model.attention_softcap)"
     if spec.packed and spec.deterministic:
@@ -79,34 +79,34 @@ def unable(name: str, specs: Sequence[Spec], hardware: Hardware) -> str | None:
 
 def problems(name: str, specs: Sequence[Spec], hardware: Hardware) -> list[Problem]:
     """Return the problems of attention.forward and attention.impl. name: attention.impl. specs: of each kind of layer."""
-    found = []
-    if wrong := next(filter(None, (forward_fp8(spec, hardware) for spec in specs if spec.fp8)), None):
-        found.append(Problem("attention.forward", "fp8", wrong, "Set attention.forward to compute."))
-    if name != "auto" and (wrong := unable(name, specs, hardware)):
-        rule = wrong + hardware.without_gpu
+    refusals = []
+    if reason := next(filter(None, (forward_fp8(spec, hardware) for spec in specs if spec.fp8)), None):
+        refusals.append(Problem("attention.forward", "fp8", reason, "Set attention.forward to compute."))
+    if name != "auto" and (reason := unable(name, specs, hardware)):
+        rule = reason + hardware.without_gpu
         remedy = "Set attention.impl to auto, which takes a kernel that supports the run."
-        found.append(Problem("attention.impl", name, rule, remedy))
-    return found
+        refusals.append(Problem("attention.impl", name, rule, remedy))
+    return refusals
 
 
-def choose(name: str, asked: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
+def choose(name: str, layer_specs: Sequence[tuple[Spec, int]], hardware: Hardware) -> tuple[str, str]:
     """Return the kernel's name, and the reason for this choice.
 
     `auto` takes the first kernel of IMPLEMENTATIONS that supports all layers and is not slow for any layer (`_slow`).
 
     Args:
       name: `auto`, or the name of a kernel.
-      asked: the spec and the sequence length for each kind of layer.
+      layer_specs: the spec and the sequence length for each kind of layer.
       hardware: the hardware of the run's devices.
 
     Raises ConfigError: the named kernel, or the forward pass in e4m3, does not support some layer.
     """
-    specs = [spec for spec, _ in asked]
-    if wrong := problems(name, specs, hardware):
-        raise ConfigError(wrong)
+    specs = [spec for spec, _ in layer_specs]
+    if refusals := problems(name, specs, hardware):
+        raise ConfigError(refusals)
 
     def slow(name: str) -> str | None:
-        return next(filter(None, (_slow(name, seq_len) for _, seq_len in asked)), None)
+        return next(filter(None, (_slow(name, seq_len) for _, seq_len in layer_specs)), None)
 
     if name != "auto":
         passed_over = slow(name)

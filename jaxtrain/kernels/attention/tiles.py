@@ -78,23 +78,23 @@ def visits(rows: Rows, spec: Spec, q_tile: int, kv_tile: int, by_keys: bool = Fa
         return (segment < other_segment) | ((segment == other_segment) & (position <= other_position))
 
     reach = q.first_position - (spec.window - 1 if spec.window else MOST)
-    some = before(kv.first_segment, kv.first_position, q.last_segment, q.last_position)
-    some &= before(q.first_segment, reach, kv.last_segment, kv.last_position)
+    nonempty = before(kv.first_segment, kv.first_position, q.last_segment, q.last_position)
+    nonempty &= before(q.first_segment, reach, kv.last_segment, kv.last_position)
     full = q.whole & kv.whole & (q.first_segment == kv.first_segment) & (kv.last_position <= q.first_position)
     if spec.window:
         full &= q.last_position - kv.first_position < spec.window
-    return _spans(jnp.swapaxes(some, 1, 2), jnp.swapaxes(full, 1, 2)) if by_keys else _spans(some, full)
+    return _spans(jnp.swapaxes(nonempty, 1, 2), jnp.swapaxes(full, 1, 2)) if by_keys else _spans(nonempty, full)
 
 
-def _spans(some: jax.Array, full: jax.Array) -> jax.Array:
-    """Return (start, full_start, full_stop, stop): the range of True in `some`, and the first run of True in `full`.
+def _spans(nonempty: jax.Array, full: jax.Array) -> jax.Array:
+    """Return (start, full_start, full_stop, stop): the range of True in `nonempty`, and the first run of True in `full`.
 
-    The last axis of `some` and of `full` counts the tiles that a program could visit.
+    The last axis of `nonempty` and of `full` counts the tiles that a program could visit.
     """
-    n = some.shape[-1]
-    at = jnp.arange(n, dtype=jnp.int32)[None, None]
-    stop = jnp.where(some, at + 1, 0).max(-1)
-    start = jnp.minimum(jnp.where(some, at, n).min(-1), stop)
-    full_start = jnp.where(full, at, n).min(-1)
-    full_stop = jnp.where(~full & (at > full_start[..., None]), at, n).min(-1)
+    total = nonempty.shape[-1]
+    index = jnp.arange(total, dtype=jnp.int32)[None, None]
+    stop = jnp.where(nonempty, index + 1, 0).max(-1)
+    start = jnp.minimum(jnp.where(nonempty, index, total).min(-1), stop)
+    full_start = jnp.where(full, index, total).min(-1)
+    full_stop = jnp.where(~full & (index > full_start[..., None]), index, total).min(-1)
     return jnp.stack([start, jnp.minimum(full_start, stop), jnp.minimum(full_stop, stop), stop], axis=-1)

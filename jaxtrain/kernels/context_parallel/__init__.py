@@ -24,12 +24,12 @@ EQUAL_WIDTHS = ("pallas",)  # kernels that need values as wide as keys
 
 def prepare(rows: Rows, spec: Spec, kernel: str, split: Split) -> Any:
     """Return this device's description of the batch, from the rows of its own tokens. kernel: the kernel's name."""
-    whole = Rows(*(split.gather(x) for x in rows))
+    gathered = Rows(*(split.gather(x) for x in rows))
     if split.context.ring == 1:
-        return sinks.prepare(whole, spec, kernel)
-    if spec.slides(whole.q_segments.shape[1] * split.context.ring):
-        return window.prepare(whole, spec, kernel, split)
-    return ring.describe(whole, spec, kernel, split)
+        return sinks.prepare(gathered, spec, kernel)
+    if spec.slides(gathered.q_segments.shape[1] * split.context.ring):
+        return window.prepare(gathered, spec, kernel, split)
+    return ring.describe(gathered, spec, kernel, split)
 
 
 def attention(
@@ -52,11 +52,11 @@ def attention(
     width = v.shape[-1]
     if width < k.shape[-1] and (split.context.ring > 1 or kernel in EQUAL_WIDTHS):
         v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
-    o: jax.Array
+    out: jax.Array
     if split.context.ring == 1:
-        o = sinks.attention(q, k, v, sinks_N, prepared, spec, kernel)
+        out = sinks.attention(q, k, v, sinks_N, prepared, spec, kernel)
     elif spec.slides(q.shape[1] * split.context.ring):
-        o = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
+        out = window.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
     else:
-        o = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
-    return split.shard_tokens(o[..., :width] if o.shape[-1] > width else o)
+        out = ring.attention(q, k, v, sinks_N, prepared, spec, kernel, split)
+    return split.shard_tokens(out[..., :width] if out.shape[-1] > width else out)

@@ -10,7 +10,7 @@ Results of blocks are merged by their log-sum-exps in float32. The backward rule
 block's term of the gradient follows from that block alone. Differentiating the merge would need the gradient of log-sum-exps,
 which flash kernels lack. In the backward pass, gradients of keys and values go around the ring with the keys and values, in
 float32, and end on the rank that owns the keys. If `Context.gathered`, keys and values are all-gathered instead, and their
-gradients reduce-scattered (`_returned`).
+gradients reduce-scattered (`_reduce_scatter`).
 """
 
 import functools
@@ -39,49 +39,52 @@ class Described(NamedTuple):
 def describe(rows: Rows, spec: Spec, kernel: str, split: Split) -> Described:
     """Return the description of this rank's blocks, for all layers. Segments and positions are gathered over the ring."""
     block = functools.partial(implementation(kernel, spec).describe_block, spec=spec)
-    own = (rows.q_segments, rows.q_positions)
-    mine = [halves(x) for x in own]
-    everyone = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in own]
-    others = []
+    ids = (rows.q_segments, rows.q_positions)
+    local = [halves(x) for x in ids]
+    gathered = [jax.lax.all_gather(x, split.axis, axis_index_groups=split.rings) for x in ids]
+    other_blocks = []
     for distance in range(1, split.context.ring):
-        earlier = _earlier(distance, split)
-        queries = [_queries(x, earlier) for x in mine]
-        keys = [_keys(halves(_of(x, distance, split)), earlier) for x in everyone]
-        others.append(block(Rows(*queries, *keys), diagonal=False))
-    both, (early, late) = [_both(x) for x in mine], zip(*mine, strict=True)
-    return Described(block(Rows(*both, *both), diagonal=True), block(Rows(*late, *early), diagonal=False), tuple(others))
+        earlier = _is_earlier(distance, split)
+        queries = [_block_queries(x, earlier) for x in local]
+        keys = [_block_keys(halves(_select_shard(x, distance, split)), earlier) for x in gathered]
+        other_blocks.append(block(Rows(*queries, *keys), diagonal=False))
+    diagonal_ids, (early, late) = [_join_chunks(x) for x in local], zip(*local, strict=True)
+    return Described(
+        block(Rows(*diagonal_ids, *diagonal_ids), diagonal=True),
+        block(Rows(*late, *early), diagonal=False),
+        tuple(other_blocks),
+    )
 
 
-def _of(everyone: jax.Array, distance: int, split: Split) -> jax.Array:
+def _select_shard(gathered: jax.Array, distance: int, split: Split) -> jax.Array:
     """Return the shard of the rank that is `distance` ranks before this rank, from an array gathered over the ring."""
-    place = (split.place - distance) % split.context.ring
-    return jax.lax.dynamic_index_in_dim(everyone, place, axis=0, keepdims=False)
+    rank = (split.place - distance) % split.context.ring
+    return jax.lax.dynamic_index_in_dim(gathered, rank, axis=0, keepdims=False)
 
 
-def _earlier(distance: int, split: Split) -> jax.Array:
+def _is_earlier(distance: int, split: Split) -> jax.Array:
     """Return whether the ring rank that is `distance` ranks earlier, cyclically, has a lower index than this rank, bool ()."""
     return split.place >= distance
 
 
-def _both(pair: Pair) -> jax.Array:
-    """Join the early chunk and the late chunk along the batch."""
+def _join_chunks(pair: Pair) -> jax.Array:
     return jnp.concatenate(pair, axis=0)
 
 
-def _queries(mine: Pair, earlier: jax.Array) -> jax.Array:
+def _block_queries(pair: Pair, earlier: jax.Array) -> jax.Array:
     """Return the queries of the two blocks with another rank (module docstring), joined along the batch.
 
-    earlier: the result of `_earlier` for the other rank.
+    earlier: the result of `_is_earlier` for the other rank.
     """
-    return jnp.concatenate([mine[1], jnp.where(earlier, mine[0], mine[1])], axis=0)
+    return jnp.concatenate([pair[1], jnp.where(earlier, pair[0], pair[1])], axis=0)
 
 
-def _keys(theirs: Pair, earlier: jax.Array) -> jax.Array:
+def _block_keys(pair: Pair, earlier: jax.Array) -> jax.Array:
     """Return the keys of the two blocks with another rank (module docstring), joined along the batch.
 
-    earlier: the result of `_earlier` for the other rank.
+    earlier: the result of `_is_earlier` for the other rank.
     """
-    return jnp.concatenate([theirs[0], jnp.where(earlier, theirs[0], theirs[1])], axis=0)
+    return jnp.concatenate([pair[0], jnp.where(earlier, pair[0], pair[1])], axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -99,37 +102,37 @@ def attention(
     return _forward(q, k, v, sinks_N, described, spec, kernel, split)[0]
 
 
-def merge(one: Part, other: Part) -> Part:
+def merge(first: Part, second: Part) -> Part:
     """Merge two outputs for the same queries over different keys into the output over all of these keys; f32."""
-    (out, lse), (other_out, other_lse) = one, other
-    both = jnp.logaddexp(lse, other_lse)
-    share, rest = (jnp.swapaxes(jnp.exp(x - both), 1, 2)[..., None] for x in (lse, other_lse))
-    return out * share + other_out.astype(jnp.float32) * rest, both
+    (out, lse), (other_out, other_lse) = first, second
+    merged_lse = jnp.logaddexp(lse, other_lse)
+    weight, other_weight = (jnp.swapaxes(jnp.exp(x - merged_lse), 1, 2)[..., None] for x in (lse, other_lse))
+    return out * weight + other_out.astype(jnp.float32) * other_weight, merged_lse
 
 
 State = tuple[Any, ...]
 Step = Callable[[State, int, Any, jax.Array], State]
 
 
-def _run_ring(step: Step, mine: Any, kv: jax.Array, split: Split) -> State:
+def _run_ring(step: Step, local: Any, kv: jax.Array, split: Split) -> State:
     """Return the state after `step(state, distance, mine, kv)` for this rank's `kv` (distance 0), then for each other rank's.
 
     XLA's scheduler assumes that an attention kernel takes almost no time, and would not overlap communication with it. So a
     barrier ties each send to the block that overlaps with it: the send starts with the block, and later blocks wait for the
-    send. The barrier includes `mine`, because XLA would otherwise compute every step's arrays from `mine` before the first
+    send. The barrier includes `local`, because XLA would otherwise compute every step's arrays from `local` before the first
     step.
     """
-    r = split.context.ring
-    everyone = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
+    ring_size = split.context.ring
+    gathered = jax.lax.all_gather(kv, split.axis, axis_index_groups=split.rings) if split.context.gathered else None
     state: State = ()
-    for distance in range(r):
-        last = distance == r - 1
-        ahead = kv if everyone is not None or last else split.around(kv)
-        state = step(state, distance, mine, kv)
+    for distance in range(ring_size):
+        last = distance == ring_size - 1
+        next_kv = kv if gathered is not None or last else split.around(kv)
+        state = step(state, distance, local, kv)
         if last:
             return state
-        state, mine, ahead, everyone = jax.lax.optimization_barrier((state, mine, ahead, everyone))
-        kv = ahead if everyone is None else _of(everyone, distance + 1, split)
+        state, local, next_kv, gathered = jax.lax.optimization_barrier((state, local, next_kv, gathered))
+        kv = next_kv if gathered is None else _select_shard(gathered, distance + 1, split)
     return state
 
 
@@ -137,18 +140,18 @@ def _forward(q, k, v, sinks_N, described, spec, kernel, split):
     block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_forward, spec=spec)
     rows = q.shape[0]
 
-    def step(state: State, distance: int, mine: Pair, kv: jax.Array) -> State:
+    def step(state: State, distance: int, local: Pair, kv: jax.Array) -> State:
         keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
         if distance == 0:
-            out, lse = block(_both(mine), _both(keys), _both(values), described.diagonal, diagonal=True)
+            out, lse = block(_join_chunks(local), _join_chunks(keys), _join_chunks(values), described.diagonal, diagonal=True)
             early, late = (out[:rows].astype(jnp.float32), lse[:rows]), (out[rows:].astype(jnp.float32), lse[rows:])
-            return early, merge(late, block(mine[1], keys[0], values[0], described.behind, diagonal=False))
+            return early, merge(late, block(local[1], keys[0], values[0], described.behind, diagonal=False))
         early, late = state
-        earlier = _earlier(distance, split)
+        earlier = _is_earlier(distance, split)
         out, lse = block(
-            _queries(mine, earlier),
-            _keys(keys, earlier),
-            _keys(values, earlier),
+            _block_queries(local, earlier),
+            _block_keys(keys, earlier),
+            _block_keys(values, earlier),
             described.others[distance - 1],
             diagonal=False,
         )
@@ -172,64 +175,68 @@ def _attention_bwd(spec, kernel, split, residuals, do):
     q, k, v, sinks_N, described, out, lse = residuals
     block: Callable[..., Any] = functools.partial(implementation(kernel, spec).block_backward, spec=spec)
     rows, chunk = q.shape[0], q.shape[1] // 2
-    mine = halves(q), halves(out), (lse[:, :, :chunk], lse[:, :, chunk:]), halves(do)
+    local = halves(q), halves(out), (lse[:, :, :chunk], lse[:, :, chunk:]), halves(do)
 
-    def chunks(x: jax.Array) -> Pair:
+    def split_rows(x: jax.Array) -> Pair:
         x = x.astype(jnp.float32)
         return x[:rows], x[rows:]
 
-    def run(queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, of: Any, diagonal: bool) -> tuple[Pair, Pair]:
+    def block_gradients(
+        queries: Sequence[jax.Array], keys: jax.Array, values: jax.Array, description: Any, diagonal: bool
+    ) -> tuple[Pair, Pair]:
         """Return the gradient of the queries, and one array of the gradients of keys and values, joined along the heads.
 
         Args:
             queries: q, output, log-sum-exp, and the output's gradient.
-            of: the kernel's description of the block (an entry of `Described`).
+            description: the kernel's description of the block (an entry of `Described`).
 
         Returns:
             Both arrays, each as a pair, f32. On the diagonal: (rows of a, rows of b). For b against a: (all rows, no rows). For
             another rank: (rows of the first block, rows of the second block).
         """
         q, out, lse, do = queries
-        dq, dk, dv = block(q, keys, values, out, lse, do, of, diagonal=diagonal)
-        return chunks(dq), chunks(jnp.concatenate([dk, dv], axis=2))
+        dq, dk, dv = block(q, keys, values, out, lse, do, description, diagonal=diagonal)
+        return split_rows(dq), split_rows(jnp.concatenate([dk, dv], axis=2))
 
-    def step(state: State, distance: int, mine: Sequence[Pair], kv: jax.Array) -> State:
+    def step(state: State, distance: int, local: Sequence[Pair], kv: jax.Array) -> State:
         keys, values = (halves(x) for x in jnp.split(kv, 2, axis=2))
         if distance == 0:
-            (early, late), (near, far) = run([_both(x) for x in mine], _both(keys), _both(values), described.diagonal, True)
-            (behind, _), (before, _) = run([x[1] for x in mine], keys[0], values[0], described.behind, False)
+            (early, late), (near, far) = block_gradients(
+                [_join_chunks(x) for x in local], _join_chunks(keys), _join_chunks(values), described.diagonal, True
+            )
+            (behind, _), (before, _) = block_gradients([x[1] for x in local], keys[0], values[0], described.behind, False)
             return early, late + behind, [jnp.concatenate([near + before, far], axis=1)]
-        early, late, home = state
-        earlier = _earlier(distance, split)
-        sent = home if split.context.gathered else [split.around(home[0])]
-        (first, second), (near, far) = run(
-            [_queries(x, earlier) for x in mine],
-            _keys(keys, earlier),
-            _keys(values, earlier),
+        early, late, kv_grads = state
+        earlier = _is_earlier(distance, split)
+        sent = kv_grads if split.context.gathered else [split.around(kv_grads[0])]
+        (first, second), (near, far) = block_gradients(
+            [_block_queries(x, earlier) for x in local],
+            _block_keys(keys, earlier),
+            _block_keys(values, earlier),
             described.others[distance - 1],
             False,
         )
         first, second, near, far, sent = jax.lax.optimization_barrier((first, second, near, far, sent))
-        theirs = jnp.concatenate([near + jnp.where(earlier, far, 0.0), jnp.where(earlier, 0.0, far)], axis=1)
-        home = [*sent, theirs] if split.context.gathered else [sent[0] + theirs]
-        return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), home
+        kv_grad = jnp.concatenate([near + jnp.where(earlier, far, 0.0), jnp.where(earlier, 0.0, far)], axis=1)
+        kv_grads = [*sent, kv_grad] if split.context.gathered else [sent[0] + kv_grad]
+        return early + jnp.where(earlier, second, 0.0), late + first + jnp.where(earlier, 0.0, second), kv_grads
 
-    early, late, home = _run_ring(step, mine, jnp.concatenate([k, v], axis=2), split)
-    d_kv = _returned(home, split) if split.context.gathered else split.around(home[0])
+    early, late, kv_grads = _run_ring(step, local, jnp.concatenate([k, v], axis=2), split)
+    d_kv = _reduce_scatter(kv_grads, split) if split.context.gathered else split.around(kv_grads[0])
     dk, dv = jnp.split(d_kv, 2, axis=2)
     dq = jnp.concatenate([early, late], axis=1).astype(q.dtype)
     d_sinks = None if sinks_N is None else sinks.gradient(sinks_N, out, lse, do)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
 
 
-def _returned(by_distance: list[jax.Array], split: Split) -> jax.Array:
+def _reduce_scatter(by_distance: list[jax.Array], split: Split) -> jax.Array:
     """Reduce-scatter gradients of keys and values to the ranks that own the keys.
 
     by_distance: item d is this rank's term of the gradients for the keys of the rank d ranks before this rank.
     """
-    r = split.context.ring
-    by_place = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(r)) % r, axis=0)
-    return jax.lax.psum_scatter(by_place, split.axis, scatter_dimension=0, axis_index_groups=split.rings)
+    ring_size = split.context.ring
+    by_rank = jnp.take(jnp.stack(by_distance), (split.place - jnp.arange(ring_size)) % ring_size, axis=0)
+    return jax.lax.psum_scatter(by_rank, split.axis, scatter_dimension=0, axis_index_groups=split.rings)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)

@@ -27,25 +27,25 @@ class Split:
         """Return this device's rank in the ring, int32 ()."""
         return jax.lax.axis_index(self.axis) // self.context.ulysses
 
-    def rank(self, place: int, member: int) -> int:
-        return place * self.context.ulysses + member
+    def rank(self, ring_rank: int, member: int) -> int:
+        return ring_rank * self.context.ulysses + member
 
     @property
     def groups(self) -> list[list[int]] | None:
         """Return the ranks of each Ulysses group; None if there is one group."""
         u, r = self.context.ulysses, self.context.ring
-        return None if r == 1 else [[self.rank(place, i) for i in range(u)] for place in range(r)]
+        return None if r == 1 else [[self.rank(ring_rank, i) for i in range(u)] for ring_rank in range(r)]
 
     @property
     def rings(self) -> list[list[int]] | None:
         """Return the ranks of each ring; None if there is one ring."""
         u, r = self.context.ulysses, self.context.ring
-        return None if u == 1 else [[self.rank(place, i) for place in range(r)] for i in range(u)]
+        return None if u == 1 else [[self.rank(ring_rank, i) for ring_rank in range(r)] for i in range(u)]
 
     def around(self, x: jax.Array, by: int = 1) -> jax.Array:
         """Return x of the previous ring rank, cyclically; with `by` = -1, x of the next ring rank."""
         u, r = self.context.ulysses, self.context.ring
-        ranks = [(self.rank(place, i), self.rank((place + by) % r, i)) for place in range(r) for i in range(u)]
+        ranks = [(self.rank(ring_rank, i), self.rank((ring_rank + by) % r, i)) for ring_rank in range(r) for i in range(u)]
         return jax.lax.ppermute(x, self.axis, ranks)
 
     # ---- Ulysses
@@ -67,21 +67,21 @@ class Split:
         repeats = max(1, self.context.ulysses // k.shape[2])
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
-        return self._swap(q, 2, 1), self._swap(k, 2, 1), self._swap(v, 2, 1)
+        return self._all_to_all(q, 2, 1), self._all_to_all(k, 2, 1), self._all_to_all(v, 2, 1)
 
     def local_heads(self, x_N: jax.Array) -> jax.Array:
         """Return the elements of x_N for the heads that this rank has after `shard_heads`. x_N: one number for each head."""
-        u = self.context.ulysses
-        if u == 1:
+        ulysses = self.context.ulysses
+        if ulysses == 1:
             return x_N
-        count = x_N.shape[0] // u
-        return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axis) % u * count, count)
+        count = x_N.shape[0] // ulysses
+        return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axis) % ulysses * count, count)
 
-    def shard_tokens(self, o: jax.Array) -> jax.Array:
-        """Invert `shard_heads`: return all heads of this rank's own tokens. o: the output of attention."""
-        return o if self.context.ulysses == 1 else self._swap(o, 1, 2)
+    def shard_tokens(self, out: jax.Array) -> jax.Array:
+        """Invert `shard_heads`: return all heads of this rank's own tokens. out: the output of attention."""
+        return out if self.context.ulysses == 1 else self._all_to_all(out, 1, 2)
 
-    def _swap(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
         return jax.lax.all_to_all(x, self.axis, split_axis=split, concat_axis=concat, tiled=True, axis_index_groups=self.groups)
 
 

@@ -36,11 +36,11 @@ def attention(
     """Return attention (B, 2 C, N, H) of this rank's two chunks to the keys within the window."""
     chunk = q.shape[1] // 2
     halo = spec.halo(chunk, split.context.ring)
-    both = jnp.concatenate(halves(q), axis=0)
-    padded = jnp.pad(both, ((0, 0), (halo, 0), (0, 0), (0, 0)))
+    chunks = jnp.concatenate(halves(q), axis=0)
+    padded = jnp.pad(chunks, ((0, 0), (halo, 0), (0, 0), (0, 0)))
     keys, values = _add_halo(k, spec, split), _add_halo(v, spec, split)
-    o = sinks.attention(padded, keys, values, sinks_N, prepared, spec.with_halo(), kernel)[:, halo:]
-    return jnp.concatenate(jnp.split(o, 2, axis=0), axis=1)
+    out = sinks.attention(padded, keys, values, sinks_N, prepared, spec.with_halo(), kernel)[:, halo:]
+    return jnp.concatenate(jnp.split(out, 2, axis=0), axis=1)
 
 
 def _add_halo(x: jax.Array, spec: Spec, split: Split) -> jax.Array:

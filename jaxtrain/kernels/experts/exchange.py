@@ -90,26 +90,26 @@ class Exchange:
         order_n = jnp.argsort(chosen_n, stable=True).astype(jnp.int32)
         rank_Tk = _inverse(order_n).reshape(chosen_Tk.shape)
         counts_E = jnp.sum(chosen_n[:, None] == jnp.arange(self.experts)[None], axis=0, dtype=jnp.int32)
-        unasked = self.capacity or self.alone or self.parts == 1
-        theirs_XE = self._nothing.sizes_E if unasked else self._swap(counts_E.reshape(self.parts, self.here))
+        local_only = self.capacity or self.alone or self.parts == 1
+        received_XE = self._empty_route.sizes_E if local_only else self._all_to_all(counts_E.reshape(self.parts, self.here))
         none = jnp.zeros((1,), jnp.int32)
         if self.capacity:
             dropped = jnp.maximum(counts_E - self.room, 0).sum(keepdims=True)
-            made = Plan(order_n, rank_Tk, counts_E, theirs_XE, none, dropped, self._nothing)
-            return made._replace(first=self._by_expert(made, chosen_Tk))
-        left = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True) - self.room
-        further = jnp.maximum(-(-left // self.further_room), 0)
+            assignments = Plan(order_n, rank_Tk, counts_E, received_XE, none, dropped, self._empty_route)
+            return assignments._replace(first=self._capacity_route(assignments, chosen_Tk))
+        excess = counts_E.reshape(self.parts, self.here).sum(1).max(keepdims=True) - self.room
+        further = jnp.maximum(-(-excess // self.further_room), 0)
         further = jax.lax.pmax(further, self.devices) if self.overflows and self.devices else further
-        made = Plan(order_n, rank_Tk, counts_E, theirs_XE, further, none, self._nothing)
-        return made._replace(first=self._round(made, chosen_Tk, jnp.int32(0), self.room))
+        assignments = Plan(order_n, rank_Tk, counts_E, received_XE, further, none, self._empty_route)
+        return assignments._replace(first=self._round(assignments, chosen_Tk, jnp.int32(0), self.room))
 
     @property
-    def _nothing(self) -> Route:
+    def _empty_route(self) -> Route:
         return Route(*(jnp.zeros((0,), jnp.int32) for _ in Route._fields))
 
-    def further_round(self, plan: Plan, chosen_Tk: jax.Array, r: jax.Array) -> Route:
-        """Return the route of a round after the first. r: 0 for the second round."""
-        return self._round(plan, chosen_Tk, self.room + r * self.further_room, self.further_room)
+    def further_round(self, plan: Plan, chosen_Tk: jax.Array, index: jax.Array) -> Route:
+        """Return the route of a round after the first. index: 0 for the second round."""
+        return self._round(plan, chosen_Tk, self.room + index * self.further_room, self.further_room)
 
     def _round(self, plan: Plan, chosen_Tk: jax.Array, first: jax.Array, room: int) -> Route:
         """Return the route of the assignments `first` to `first + room` of each device's run."""
@@ -123,7 +123,7 @@ class Exchange:
         within_Tk = plan.rank_Tk - jnp.take(starts_X, to_Tk, mode="clip") - first
         travels = (to_Tk < self.parts) & (within_Tk >= 0) & (within_Tk < room)
         slot_Tk = jnp.where(travels, to_Tk * room + within_Tk, self.parts * room)
-        none = self._nothing.perm_R
+        none = self._empty_route.perm_R
         if self.parts == 1:
             return Route(take_XC.reshape(-1), slot_Tk, none, none, plan.counts_E)
         if self.alone:
@@ -134,7 +134,7 @@ class Exchange:
         window = jnp.clip(jnp.stack([ends_XE - plan.theirs_XE, ends_XE]) - first, 0, room)
         return Route(take_XC.reshape(-1), slot_Tk, perm_R, _inverse(perm_R), (window[1] - window[0]).sum(0))
 
-    def _by_expert(self, plan: Plan, chosen_Tk: jax.Array) -> Route:
+    def _capacity_route(self, plan: Plan, chosen_Tk: jax.Array) -> Route:
         starts_E = jnp.cumsum(plan.counts_E) - plan.counts_E
         at_EC = jnp.broadcast_to(jnp.arange(self.room)[None, :], (self.experts, self.room))
         take_EC = jnp.take(plan.order_n, starts_E[:, None] + at_EC, mode="clip")
@@ -142,7 +142,7 @@ class Exchange:
         within_Tk = plan.rank_Tk - jnp.take(starts_E, chosen_Tk, mode="clip")
         travels = (chosen_Tk < self.experts) & (within_Tk < self.room)
         slot_Tk = jnp.where(travels, chosen_Tk * self.room + within_Tk, self.experts * self.room)
-        none = self._nothing.perm_R
+        none = self._empty_route.perm_R
         sizes_E = jnp.full((self.here,), self.room * self.parts, jnp.int32)
         return Route(take_EC.reshape(-1), slot_Tk, none, none, sizes_E)
 
@@ -150,34 +150,34 @@ class Exchange:
 
     def send(self, x_TD: jax.Array, route: Route) -> jax.Array:
         """Dispatch tokens; return the rows (R, D) that this device's experts receive, with zeros in unused rows."""
-        return self._sorted(self._swap(_rows(x_TD, route.take_S // self.k)), route)
+        return self._sort_slots(self._all_to_all(_rows(x_TD, route.take_S // self.k)), route)
 
     def send_numbers(self, a_Tk: jax.Array, route: Route) -> jax.Array:
         """Dispatch a number of each assignment, as `send` does for tokens; return the number of each row, (R,)."""
-        return self._sorted(self._swap(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
+        return self._sort_slots(self._all_to_all(_rows(a_Tk.reshape(-1, 1), route.take_S)), route)[:, 0]
 
     def receive(self, rows_RD: jax.Array, route: Route) -> jax.Array:
         """Send rows back to the devices of their tokens; return the sum of each token's rows, f32 (T, D)."""
-        slots = self._swap(self._unsorted(rows_RD, route))
+        slots = self._all_to_all(self._unsort_rows(rows_RD, route))
         return jnp.sum(_rows(slots, route.slot_Tk).astype(jnp.float32), axis=1)
 
     def receive_numbers(self, a_R: jax.Array, route: Route) -> jax.Array:
         """Send one number of each row back to its token's device. Return each assignment's number, (T, k); 0 without a row."""
-        return _rows(self._swap(self._unsorted(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
+        return _rows(self._all_to_all(self._unsort_rows(a_R[:, None], route)), route.slot_Tk)[:, :, 0]
 
-    def _swap(self, slots: jax.Array) -> jax.Array:
+    def _all_to_all(self, slots: jax.Array) -> jax.Array:
         """Exchange slots by an all-to-all: block i of this device's slots goes to device i of the expert axis."""
         if self.parts == 1:
             return slots
-        apart = slots.reshape(self.parts, -1, *slots.shape[1:])
-        return jax.lax.all_to_all(apart, self.over, split_axis=0, concat_axis=0).reshape(slots.shape)
+        blocks = slots.reshape(self.parts, -1, *slots.shape[1:])
+        return jax.lax.all_to_all(blocks, self.over, split_axis=0, concat_axis=0).reshape(slots.shape)
 
-    def _sorted(self, slots: jax.Array, route: Route) -> jax.Array:
+    def _sort_slots(self, slots: jax.Array, route: Route) -> jax.Array:
         if self.capacity:
             return jnp.swapaxes(slots.reshape(self.parts, self.here, self.room, -1), 0, 1).reshape(slots.shape)
         return jnp.take(slots, route.perm_R, axis=0, mode="clip") if route.perm_R.size else slots
 
-    def _unsorted(self, rows: jax.Array, route: Route) -> jax.Array:
+    def _unsort_rows(self, rows: jax.Array, route: Route) -> jax.Array:
         if self.capacity:
             return jnp.swapaxes(rows.reshape(self.here, self.parts, self.room, -1), 0, 1).reshape(rows.shape)
         return jnp.take(rows, route.place_R, axis=0, mode="clip") if route.place_R.size else rows

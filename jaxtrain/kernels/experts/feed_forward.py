@@ -81,28 +81,28 @@ class Spec:
 
     def exchange(self, chosen_Tk: jax.Array) -> Exchange:
         """Return the `Exchange` that dispatches this device's tokens."""
-        (T, k), p = chosen_Tk.shape, self.placement
-        devices = p.token_axes + tuple(a for a in self.split if a not in p.token_axes)
-        parts = p.size(self.split)
-        return Exchange(self.experts, T, k, self.split, parts, devices, self.capacity, self._alone)
+        (T, k), placement = chosen_Tk.shape, self.placement
+        devices = placement.token_axes + tuple(a for a in self.split if a not in placement.token_axes)
+        ranks = placement.size(self.split)
+        return Exchange(self.experts, T, k, self.split, ranks, devices, self.capacity, self._single_expert)
 
     def check(self, weights: Mapping[str, Weight]) -> None:
         """Raise ConfigError for 8-bit weights if `ragged` multiplies uneven numbers of rows (support.problems_fp8)."""
         eight_bit = [f"mlp.{name}" for name, w in weights.items() if isinstance(w, Float8)]
         problems = support.problems_fp8(self.impl, self._hardware, eight_bit, self.experts)
-        if problems and self._by != "even":
+        if problems and self._chosen_impl != "even":
             raise ConfigError(problems)
 
     def times(self, rows: jax.Array, w_EDF: Weight, route: Route, contract: str, gradient: bool = False) -> jax.Array:
         """Return each row times the weight of its expert, contracted over `contract`. gradient: the rows are gradients."""
-        return grouped_matmul.times(self._by, rows, w_EDF, route.sizes_E, contract, self.numerics.precision, gradient)
+        return grouped_matmul.times(self._chosen_impl, rows, w_EDF, route.sizes_E, contract, self.numerics.precision, gradient)
 
     def outer(
         self, rows_RD: jax.Array, rows_RF: jax.Array, route: Route, w_EDF: Weight, gradient: str, out: jnp.dtype
     ) -> jax.Array:
         """Return the gradient of a weight, (E, D, F) in `out`. gradient: "D" if rows_RD are a gradient, "F" if rows_RF are."""
         gradient8 = gradient if isinstance(w_EDF, Float8) else ""
-        return grouped_matmul.outer(self._by, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
+        return grouped_matmul.outer(self._chosen_impl, rows_RD, rows_RF, route.sizes_E, out, self.numerics.precision, gradient8)
 
     def project(
         self, rows: jax.Array, w_EDF: Weight, pair: Pair | None, route: Route, contract: str
@@ -142,17 +142,17 @@ class Spec:
             return d_rows + self._low(d_low_Rr, pair.a, route, "F"), d_pair
 
     def _low(self, rows: jax.Array, w: jax.Array, route: Route, contract: str) -> jax.Array:
-        by, w_Eio = ("even", w[None]) if w.ndim == 2 else (self._by, w)
-        return grouped_matmul.times(by, rows, w_Eio, route.sizes_E, contract, self.numerics.precision)
+        impl, w_Eio = ("even", w[None]) if w.ndim == 2 else (self._chosen_impl, w)
+        return grouped_matmul.times(impl, rows, w_Eio, route.sizes_E, contract, self.numerics.precision)
 
     def _low_outer(self, rows: jax.Array, d_rows: jax.Array, w: jax.Array, route: Route, out: jnp.dtype) -> jax.Array:
         if w.ndim == 2:
             return grouped_matmul.outer("even", rows, d_rows, route.sizes_E[:1], out, self.numerics.precision)[0]
-        return grouped_matmul.outer(self._by, rows, d_rows, route.sizes_E, out, self.numerics.precision)
+        return grouped_matmul.outer(self._chosen_impl, rows, d_rows, route.sizes_E, out, self.numerics.precision)
 
     @property
-    def _by(self) -> str:
-        if self.capacity or self._alone:
+    def _chosen_impl(self) -> str:
+        if self.capacity or self._single_expert:
             return "even"
         return support.choose(self.impl, self._hardware, self.numerics.compute == jnp.float32)
 
@@ -161,7 +161,7 @@ class Spec:
         return Hardware.of(self.placement.mesh.devices.flat[0])
 
     @property
-    def _alone(self) -> bool:
+    def _single_expert(self) -> bool:
         return support.alone(self.impl, self.experts, self.placement.size(self.split))
 
     def hidden(self, gate_RF: jax.Array, up_RF: jax.Array, share_R: jax.Array) -> jax.Array:
@@ -191,18 +191,18 @@ class Weights(NamedTuple):
     adapters: Mapping[str, Pair]
 
 
-def _experts_of(route: Route, rows: int) -> jax.Array:
+def _row_experts(route: Route, rows: int) -> jax.Array:
     """Return the expert of each row, int32 (R,); for unused rows, whose router's weight is 0, the last expert."""
     experts = jnp.arange(route.sizes_E.shape[0], dtype=jnp.int32)
     return jnp.repeat(experts, route.sizes_E, total_repeat_length=rows)
 
 
-def _by_row(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
+def _row_biases(bias_En: jax.Array, route: Route, rows: int) -> jax.Array:
     """Return the bias of each row's expert, f32 (R, n)."""
-    return jnp.take(bias_En.astype(jnp.float32), _experts_of(route, rows), axis=0, mode="clip")
+    return jnp.take(bias_En.astype(jnp.float32), _row_experts(route, rows), axis=0, mode="clip")
 
 
-def _projected(
+def _project(
     rows_RD: jax.Array, weights: Weights, route: Route, spec: Spec
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array | None, ...]]:
     """Return the gate and the up projection of rows, (R, F) each, and the second results of `Spec.project`."""
@@ -211,18 +211,18 @@ def _projected(
         spec.project(rows_RD, w_EDF, pair, route, "D") for w_EDF, pair in zip((weights.gate, weights.up), pairs, strict=True)
     )
     if (biases := weights.biases) is not None:
-        added = (_by_row(b_EF, route, rows_RD.shape[0]) for b_EF in (biases.gate, biases.up))
-        made = zip((gate_RF, up_RF), added, strict=True)
-        gate_RF, up_RF = ((y.astype(jnp.float32) + b_RF).astype(y.dtype) for y, b_RF in made)
+        biases_RF = (_row_biases(b_EF, route, rows_RD.shape[0]) for b_EF in (biases.gate, biases.up))
+        terms = zip((gate_RF, up_RF), biases_RF, strict=True)
+        gate_RF, up_RF = ((y.astype(jnp.float32) + b_RF).astype(y.dtype) for y, b_RF in terms)
     return (gate_RF, up_RF), (low_gate, low_up)
 
 
-def _summed(rows_Rn: jax.Array, route: Route) -> jax.Array:
+def _sum_rows(rows_Rn: jax.Array, route: Route) -> jax.Array:
     """Return the sum of each expert's rows, f32 (E, n), by a matmul, which adds in a fixed order."""
-    of_RE = _experts_of(route, rows_Rn.shape[0])[:, None] == jnp.arange(route.sizes_E.shape[0])[None, :]
+    is_expert_RE = _row_experts(route, rows_Rn.shape[0])[:, None] == jnp.arange(route.sizes_E.shape[0])[None, :]
     return jnp.einsum(
         "RE,Rn->En",
-        of_RE.astype(rows_Rn.dtype),
+        is_expert_RE.astype(rows_Rn.dtype),
         rows_Rn,
         precision=jax.lax.Precision.HIGHEST if rows_Rn.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
@@ -242,62 +242,62 @@ def feed_forward(
     Returns:
       (y (B, T, D), f32 ()). If devices shard F, y is this device's term of the sum. A dropped pair contributes 0 to y.
     """
-    return _run(x_BTD, share_BTk, chosen_BTk, weights, spec)[0]
+    return _run_rounds(x_BTD, share_BTk, chosen_BTk, weights, spec)[0]
 
 
-def _flat(x_BTn: jax.Array) -> jax.Array:
+def _flatten(x_BTn: jax.Array) -> jax.Array:
     return x_BTn.reshape(-1, x_BTn.shape[-1])
 
 
 def _forward(x_BTD, share_BTk, chosen_BTk, weights, spec: Spec):
-    def learns(part: Any) -> bool:
-        return any(leaf.perturbed for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
+    def is_perturbed(subtree: Any) -> bool:
+        return any(leaf.perturbed for leaf in jax.tree.leaves(subtree, is_leaf=lambda x: isinstance(x, CustomVJPPrimal)))
 
-    which = Learns(learns(weights[:3]), learns(weights.biases))
+    trained = Learns(is_perturbed(weights[:3]), is_perturbed(weights.biases))
     x_BTD, share_BTk, chosen_BTk, weights = custom_vjp_primal_tree_values((x_BTD, share_BTk, chosen_BTk, weights))
-    made, residuals = _run(x_BTD, share_BTk, chosen_BTk, weights, spec)
-    return made, (which, *residuals)
+    outputs, residuals = _run_rounds(x_BTD, share_BTk, chosen_BTk, weights, spec)
+    return outputs, (trained, *residuals)
 
 
-def _run(x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec) -> tuple[Any, Any]:
+def _run_rounds(x_BTD: jax.Array, share_BTk: jax.Array, chosen_BTk: jax.Array, weights: Weights, spec: Spec) -> tuple[Any, Any]:
     """Return the results of `feed_forward`, and the residuals."""
     spec.check({name: getattr(weights, name) for name in WEIGHTS})
-    x_TD, share_Tk, chosen_Tk = _flat(x_BTD), _flat(share_BTk), _flat(chosen_BTk)
+    x_TD, share_Tk, chosen_Tk = _flatten(x_BTD), _flatten(share_BTk), _flatten(chosen_BTk)
     exchange = spec.exchange(chosen_Tk)
     with jax.named_scope("dispatch"):
         plan = exchange.plan(chosen_Tk)
         rows_RD = exchange.send(x_TD, plan.first)
-    (gate_RF, up_RF), low = _projected(rows_RD, weights, plan.first, spec)
+    (gate_RF, up_RF), low = _project(rows_RD, weights, plan.first, spec)
     gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
 
-    def rest(route: Route, gate_RF: jax.Array, up_RF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def finish_round(route: Route, gate_RF: jax.Array, up_RF: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         share_R = exchange.send_numbers(share_Tk, route)
         h_RF = spec.hidden(gate_RF, up_RF, share_R)
         y_RD, low_down = spec.project(h_RF, weights.down, weights.adapters.get("down"), route, "F")
         if weights.biases is not None:
-            of_share = _by_row(weights.biases.down, route, y_RD.shape[0]) * share_R[:, None]
-            y_RD = (y_RD.astype(jnp.float32) + of_share).astype(y_RD.dtype)
+            bias_RD = _row_biases(weights.biases.down, route, y_RD.shape[0]) * share_R[:, None]
+            y_RD = (y_RD.astype(jnp.float32) + bias_RD).astype(y_RD.dtype)
         return exchange.receive(y_RD, route), low_down
 
-    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        r, y_TD = carry
-        route = exchange.further_round(plan, chosen_Tk, r)
+    def add_round(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index, y_TD = carry
+        route = exchange.further_round(plan, chosen_Tk, index)
         rows_RD = exchange.send(x_TD, route)
-        return r + 1, y_TD + rest(route, *_projected(rows_RD, weights, route, spec)[0])[0]
+        return index + 1, y_TD + finish_round(route, *_project(rows_RD, weights, route, spec)[0])[0]
 
-    y_TD, low_down = rest(plan.first, gate_RF, up_RF)
+    y_TD, low_down = finish_round(plan.first, gate_RF, up_RF)
     if exchange.overflows:
         with jax.named_scope(FURTHER_ROUNDS):
-            _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), y_TD))
+            _, y_TD = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], add_round, (jnp.int32(0), y_TD))
     y_BTD = y_TD.astype(x_BTD.dtype).reshape(x_BTD.shape)
     residuals = x_BTD, share_BTk, chosen_BTk, weights, plan, (rows_RD, gate_RF, up_RF), (*low, low_down)
     return (y_BTD, plan.dropped.sum().astype(jnp.float32)), residuals
 
 
 def _backward(spec: Spec, residuals, cotangents):
-    which, x_BTD, share_BTk, chosen_BTk, weights, plan, first, low = residuals
+    trained, x_BTD, share_BTk, chosen_BTk, weights, plan, first, low = residuals
     gate, up, down, biases, adapters = weights
-    x_TD, share_Tk, chosen_Tk, dy_TD = (_flat(a) for a in (x_BTD, share_BTk, chosen_BTk, cotangents[0]))
+    x_TD, share_Tk, chosen_Tk, dy_TD = (_flatten(a) for a in (x_BTD, share_BTk, chosen_BTk, cotangents[0]))
     exchange = spec.exchange(chosen_Tk)
 
     def gradients(route: Route, projected: tuple[jax.Array, ...], low: Sequence[jax.Array | None], out: jnp.dtype):
@@ -307,15 +307,15 @@ def _backward(spec: Spec, residuals, cotangents):
         """
         rows_RD, gate_RF, up_RF = projected
         share_R, dy_RD = exchange.send_numbers(share_Tk, route), exchange.send(dy_TD, route)
-        h_RF, pull = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
-        dh_RF, of_down = spec.pull(dy_RD, h_RF, low[2], down, adapters.get("down"), route, "D", out)
-        d_gate_RF, d_up_RF, d_share_R = pull(dh_RF)
-        of_gate, d_gate = spec.pull(d_gate_RF, rows_RD, low[0], gate, adapters.get("gate"), route, "F", out)
-        of_up, d_up = spec.pull(d_up_RF, rows_RD, low[1], up, adapters.get("up"), route, "F", out)
-        dx_RD = (of_gate.astype(jnp.float32) + of_up.astype(jnp.float32)).astype(x_TD.dtype)
-        pairs = {"gate": d_gate, "up": d_up, "down": of_down}
+        h_RF, hidden_vjp = jax.vjp(spec.hidden, gate_RF, up_RF, share_R)
+        dh_RF, d_down = spec.pull(dy_RD, h_RF, low[2], down, adapters.get("down"), route, "D", out)
+        d_gate_RF, d_up_RF, d_share_R = hidden_vjp(dh_RF)
+        dx_gate_RD, d_gate = spec.pull(d_gate_RF, rows_RD, low[0], gate, adapters.get("gate"), route, "F", out)
+        dx_up_RD, d_up = spec.pull(d_up_RF, rows_RD, low[1], up, adapters.get("up"), route, "F", out)
+        dx_RD = (dx_gate_RD.astype(jnp.float32) + dx_up_RD.astype(jnp.float32)).astype(x_TD.dtype)
+        pairs = {"gate": d_gate, "up": d_up, "down": d_down}
         dw = None
-        if which.weights:
+        if trained.weights:
             dw = (
                 spec.outer(rows_RD, d_gate_RF, route, gate, "F", out),
                 spec.outer(rows_RD, d_up_RF, route, up, "F", out),
@@ -324,38 +324,38 @@ def _backward(spec: Spec, residuals, cotangents):
         db = None
         if biases is not None:
             dy_f32 = dy_RD.astype(jnp.float32)
-            d_share_R += jnp.sum(dy_f32 * _by_row(biases.down, route, dy_RD.shape[0]), axis=-1)
-            if which.biases:
+            d_share_R += jnp.sum(dy_f32 * _row_biases(biases.down, route, dy_RD.shape[0]), axis=-1)
+            if trained.biases:
                 shared_RD = (dy_f32 * share_R[:, None]).astype(dy_RD.dtype)
-                db = Biases(*(_summed(rows, route) for rows in (d_gate_RF, d_up_RF, shared_RD)))
-        of_weights = dw, {name: pairs[name] for name in adapters}
-        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), of_weights, db
+                db = Biases(*(_sum_rows(rows, route) for rows in (d_gate_RF, d_up_RF, shared_RD)))
+        dw_pairs = dw, {name: pairs[name] for name in adapters}
+        return exchange.receive(dx_RD, route), exchange.receive_numbers(d_share_R, route), dw_pairs, db
 
-    def again(carry: Any) -> Any:
-        r, made = carry
-        route = exchange.further_round(plan, chosen_Tk, r)
+    def add_round(carry: Any) -> Any:
+        index, grads = carry
+        route = exchange.further_round(plan, chosen_Tk, index)
         rows_RD = exchange.send(x_TD, route)
-        both, low = _projected(rows_RD, weights, route, spec)
-        h_RF = spec.hidden(*both, exchange.send_numbers(share_Tk, route))
+        gate_up, low = _project(rows_RD, weights, route, spec)
+        h_RF = spec.hidden(*gate_up, exchange.send_numbers(share_Tk, route))
         low_down = spec.lowered(h_RF, adapters.get("down"), route)
-        further = gradients(route, (rows_RD, *both), (*low, low_down), jnp.dtype(jnp.float32))
-        return r + 1, jax.tree.map(jnp.add, made, further)
+        further = gradients(route, (rows_RD, *gate_up), (*low, low_down), jnp.dtype(jnp.float32))
+        return index + 1, jax.tree.map(jnp.add, grads, further)
 
     def add_rounds(carry: Any) -> Any:
         _, (dx_TD, d_share_Tk, dw, db) = carry
-        made = dx_TD, d_share_Tk, jax.tree.map(lambda d: d.astype(jnp.float32), dw), db
-        _, made = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], again, (jnp.int32(0), made))
-        return jnp.bool_(False), (*made[:2], jax.tree.map(lambda d: d.astype(spec.numerics.compute), made[2]), made[3])
+        grads = dx_TD, d_share_Tk, jax.tree.map(lambda d: d.astype(jnp.float32), dw), db
+        _, grads = jax.lax.while_loop(lambda carry: carry[0] < plan.further[0], add_round, (jnp.int32(0), grads))
+        return jnp.bool_(False), (*grads[:2], jax.tree.map(lambda d: d.astype(spec.numerics.compute), grads[2]), grads[3])
 
-    made = gradients(plan.first, first, low, spec.numerics.compute)
+    grads = gradients(plan.first, first, low, spec.numerics.compute)
     if exchange.overflows:
         # The outer loop runs at most once, like a conditional: an even load writes no float32 gradient. A loop, unlike a
         # conditional, updates its state in place.
         with jax.named_scope(FURTHER_ROUNDS):
-            _, made = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, made))
+            _, grads = jax.lax.while_loop(lambda carry: carry[0], add_rounds, (plan.further[0] > 0, grads))
     # The compiler would overlap the reduction of one dw with the matmul of the next dw, and expose the last reduction. With
     # this barrier, earlier layers wait for all matmuls, and their backward passes overlap with the reductions.
-    dx_TD, d_share_Tk, (dw, d_adapters), db = jax.lax.optimization_barrier(made)
+    dx_TD, d_share_Tk, (dw, d_adapters), db = jax.lax.optimization_barrier(grads)
     d_weights = [
         Float8(None, None, d.astype(w.gradient.dtype)) if isinstance(w, Float8) else d.astype(w.dtype)
         for w, d in zip((gate, up, down), dw or (), strict=bool(dw))
@@ -363,8 +363,8 @@ def _backward(spec: Spec, residuals, cotangents):
     d_biases = db and Biases(*(d.astype(b.dtype) for d, b in zip(db, biases, strict=True)))
     d_adapters = jax.tree.map(lambda d, w: d.astype(w.dtype), d_adapters, adapters)
     d_gate, d_up, d_down = d_weights or [None] * 3
-    made: Any = (d_gate, d_up, d_down, d_biases, d_adapters)
-    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, Weights(*made)
+    grads: Any = (d_gate, d_up, d_down, d_biases, d_adapters)
+    return dx_TD.astype(x_BTD.dtype).reshape(x_BTD.shape), d_share_Tk.reshape(share_BTk.shape), None, Weights(*grads)
 
 
 feed_forward.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -80,7 +80,7 @@ def outer(
         return pallas.outer(rows_RD, rows_RF, sizes_E, out, precision)
     E = sizes_E.shape[0]
     if impl == "even" and gradient8:
-        (a, a_scale), (b, b_scale) = (_rounded(x, gradient8 == width, E) for x, width in ((rows_RD, "D"), (rows_RF, "F")))
+        (a, a_scale), (b, b_scale) = (_quantize_rows(x, gradient8 == width, E) for x, width in ((rows_RD, "D"), (rows_RF, "F")))
         return fp8.multiply(jnp.swapaxes(a, 1, 2), a_scale, jnp.swapaxes(b, 1, 2), b_scale, out)
     if impl == "even":
         a, b = (rows.reshape(E, -1, rows.shape[-1]) for rows in (rows_RD, rows_RF))
@@ -98,7 +98,7 @@ def _times8(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contr
     dtype, sums = (fp8.E5M2, fp8.FULL) if gradient else (fp8.E4M3, fp8.FAST)
     if impl == "even":
         w8_EDF = fp8.from_bits(w.bits, fp8.E4M3)
-        rows8, scale = _rounded(rows, gradient, w8_EDF.shape[0])
+        rows8, scale = _quantize_rows(rows, gradient, w8_EDF.shape[0])
         columns_last = w8_EDF if contract == "F" else jnp.swapaxes(w8_EDF, 1, 2)
         return fp8.multiply(rows8, scale, columns_last, w.scale, rows.dtype, sums).reshape(rows.shape[0], -1)
     used = jnp.arange(rows.shape[0])[:, None] < sizes_E.sum()
@@ -117,7 +117,7 @@ def _times8(impl: str, rows: jax.Array, w: fp8.Float8, sizes_E: jax.Array, contr
     return times(impl, a, b, sizes_E, contract, sums).astype(rows.dtype)
 
 
-def _rounded(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
+def _quantize_rows(rows: jax.Array, gradient: bool, experts: int) -> tuple[jax.Array, jax.Array]:
     """Return the rows as (E, R / E, ...), in e5m2 if `gradient`, else in e4m3, and one scale for all of the device's rows."""
     dtype = fp8.E5M2 if gradient else fp8.E4M3
     scale = fp8.scale_of(jnp.max(jnp.abs(rows)), dtype)

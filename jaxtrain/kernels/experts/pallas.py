@@ -75,13 +75,13 @@ def _times(
     promoted: bool = False,
 ) -> jax.Array:
     R, columns = rows.shape[0], w.shape[1 if transposed else 2]
-    rows, w = _filled(rows), _filled(w, chunk(w.dtype))
-    made = (rows.shape[0], w.shape[1 if transposed else 2])
-    tile = _narrowed(tile, made[1], chunk(rows.dtype))
+    rows, w = _pad(rows), _pad(w, chunk(w.dtype))
+    out_shape = (rows.shape[0], w.shape[1 if transposed else 2])
+    tile = _narrow_tile(tile, out_shape[1], chunk(rows.dtype))
     visits, used = tiles_of(sizes_E, rows.shape[0], tile.rows)
-    static = Static(tile, _programs(), *made, rows.shape[1], w.shape[0], transposed, INTERPRET is not None, promoted)
+    static = Static(tile, _programs(), *out_shape, rows.shape[1], w.shape[0], transposed, INTERPRET is not None, promoted)
     operands = visits, used, scale.reshape(1), rows, w
-    return _call(times_kernel, name, static, operands, made, out, times_scratch)[:R, :columns]
+    return _call(times_kernel, name, static, operands, out_shape, out, times_scratch)[:R, :columns]
 
 
 def outer(
@@ -89,16 +89,16 @@ def outer(
 ) -> jax.Array:
     """Implement `outer` of grouped_matmul.py."""
     D, F, E = rows_RD.shape[1], rows_RF.shape[1], sizes_E.shape[0]
-    a, b = _filled(rows_RD), _filled(rows_RF)
+    a, b = _pad(rows_RD), _pad(rows_RF)
     ends_E = jnp.cumsum(sizes_E)
     bounds = jnp.stack([ends_E - sizes_E, ends_E], axis=1).astype(jnp.int32)
-    tile = _narrowed(TILES[OUTER], b.shape[1], chunk(b.dtype))
+    tile = _narrow_tile(TILES[OUTER], b.shape[1], chunk(b.dtype))
     static = Static(tile, _programs(), a.shape[1], b.shape[1], a.shape[0], E, False, INTERPRET is not None)
-    made = (E, a.shape[1], b.shape[1])
-    return _call(outer_kernel, f"{OUTER}_R", static, (bounds, a, b), made, out, outer_scratch)[:, :D, :F]
+    out_shape = (E, a.shape[1], b.shape[1])
+    return _call(outer_kernel, f"{OUTER}_R", static, (bounds, a, b), out_shape, out, outer_scratch)[:, :D, :F]
 
 
-def _narrowed(tile: Tile, columns: int, width: int) -> Tile:
+def _narrow_tile(tile: Tile, columns: int, width: int) -> Tile:
     """Return the tile for a result of so few columns, such as that of an adapter.
 
     Two chunks of `width` columns remain: each computing warpgroup clears one, and consecutive stores need different buffers.
@@ -111,17 +111,17 @@ def _programs() -> int:
     """Return the number of Pallas programs of a kernel: one for each multiprocessor of the GPU, or 2 in the interpreter."""
     if INTERPRET is not None:
         return 2
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    return described.num_cores if described else jax.devices()[0].core_count
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.num_cores if device else jax.devices()[0].core_count
 
 
-def _filled(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
+def _pad(x: jax.Array, rows: int = ALIGNED) -> jax.Array:
     """Return x padded with zeros: rows to a multiple of `rows`, columns to a multiple of `chunk`."""
     multiples = (1,) * (x.ndim - 2) + (rows, chunk(x.dtype))
     return jnp.pad(x, [(0, -n % multiple) for n, multiple in zip(x.shape, multiples, strict=True)])
 
 
-def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax.Array]:
+def tiles_of(sizes_E: jax.Array, padded_rows: int, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return the tiles of rows, int32 (V, 4), and the number of tiles in use, int32 (1,).
 
     A tile is (expert, first row loaded, first row of the expert in the tile, row after the expert's last row in the tile). Rows
@@ -129,20 +129,20 @@ def tiles_of(sizes_E: jax.Array, filled: int, tile: int) -> tuple[jax.Array, jax
 
     Args:
       sizes_E: number of rows of each expert.
-      filled: number of rows with padding.
+      padded_rows: number of rows with padding.
       tile: rows of a tile.
     """
     E = sizes_E.shape[0]
-    ends = jnp.concatenate([jnp.cumsum(sizes_E), jnp.full((1,), filled)]).astype(jnp.int32)
+    ends = jnp.concatenate([jnp.cumsum(sizes_E), jnp.full((1,), padded_rows)]).astype(jnp.int32)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     first = starts // ALIGNED * ALIGNED
     count = jnp.where(ends > starts, -(-(ends - first) // tile), 0)
     behind = jnp.cumsum(count)
     # An expert's tiles contain its own rows, and at most ALIGNED - 1 rows before and tile - 1 rows after them.
-    v = jnp.arange((filled + (E + 1) * (ALIGNED + tile - 2)) // tile, dtype=jnp.int32)
+    v = jnp.arange((padded_rows + (E + 1) * (ALIGNED + tile - 2)) // tile, dtype=jnp.int32)
     expert = jnp.minimum(jnp.sum(v[:, None] >= behind[None, :], axis=1), E).astype(jnp.int32)
-    at = first[expert] + (v - (behind - count)[expert]) * tile
-    visits = jnp.stack([expert, at, jnp.maximum(starts[expert], at), jnp.minimum(ends[expert], at + tile)], axis=1)
+    row = first[expert] + (v - (behind - count)[expert]) * tile
+    visits = jnp.stack([expert, row, jnp.maximum(starts[expert], row), jnp.minimum(ends[expert], row + tile)], axis=1)
     return visits, behind[-1:]
 
 

@@ -96,17 +96,17 @@ def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any,
     """
     shape = (ROWS, static.tile.columns)
 
-    def one(step: Any, total: jax.Array) -> jax.Array:
+    def add_step(step: Any, total: jax.Array) -> jax.Array:
         def into(sum_ref: Any) -> jax.Array:
             add(sum_ref, step)
             return sum_ref[...]
 
-        made = pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        product = pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
         ring.release(done + step, static.interpret)
-        return total + made
+        return total + product
 
     if static.promoted:
-        return jax.lax.fori_loop(0, steps, one, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
+        return jax.lax.fori_loop(0, steps, add_step, plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
 
     def into(total: Any) -> jax.Array:
         @pl.loop(0, steps)
@@ -122,8 +122,8 @@ def _sum(static: Static, ring: Slots, done: Any, steps: Any, add: Callable[[Any,
     return pl.run_scoped(into, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own: tuple[Any, Any], stage: Any) -> None:
-    """Store rows `own` (from, up to) of a warpgroup's 64 rows at (top, left) of the matrix `out`.
+def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, row_range: tuple[Any, Any], stage: Any) -> None:
+    """Store rows `row_range` (from, up to) of a warpgroup's 64 rows at (top, left) of the matrix `out`.
 
     Columns beyond the width of `out` are dropped.
 
@@ -131,17 +131,17 @@ def _store(static: Static, values: jax.Array, out: Any, top: Any, left: Any, own
     their number.
     """
     width = chunk(out.dtype)
-    start, count = own[0], own[1] - own[0]
+    start, count = row_range[0], row_range[1] - row_range[0]
     for piece in range(static.tile.columns // width):
         columns = pl.ds(left + piece * width, width)
-        here = stage.at[piece % STORES]
+        buffer = stage.at[piece % STORES]
         plgpu.wait_smem_to_gmem(STORES - 1, wait_read_only=True)
-        here[...] = values[:, piece * width : (piece + 1) * width].astype(out.dtype)
+        buffer[...] = values[:, piece * width : (piece + 1) * width].astype(out.dtype)
         plgpu.commit_smem()
 
-        def copy(first: Any, rows: int, here: Any = here, columns: Any = columns) -> None:
+        def copy(first: Any, rows: int, buffer: Any = buffer, columns: Any = columns) -> None:
             to = out.at[pl.ds(top + first, rows), columns]
-            plgpu.copy_smem_to_gmem(here.at[pl.ds(first, rows)], to, commit_group=False)
+            plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, rows)], to, commit_group=False)
 
         rows = ROWS
         while rows:
@@ -165,7 +165,7 @@ def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, sta
     along = pl.cdiv(static.columns, tile.columns)
     total = used[0] * along
 
-    def place(index: Any) -> tuple[Any, ...]:
+    def locate_tile(index: Any) -> tuple[Any, ...]:
         """Return the tile's expert, first row, rows of the expert (from, up to), first column, and number of steps over the
         contracted dimension.
         """
@@ -175,27 +175,29 @@ def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, sta
         steps = jnp.where(expert < static.experts, jnp.int32(pl.cdiv(static.contracted, tile.contracted)), jnp.int32(0))
         return expert, first, start, stop, column * tile.columns, steps
 
-    def compute(which: jax.Array) -> None:
-        def one(index: Any, done: Any) -> Any:
-            _, first, start, stop, left, steps = place(index)
+    def compute(warpgroup: jax.Array) -> None:
+        def compute_tile(index: Any, done: Any) -> Any:
+            _, first, start, stop, left, steps = locate_tile(index)
 
             def add(sum_ref: Any, step: Any) -> None:
                 rows, w = ring.take(done + step)
-                rows = rows.at[pl.ds(which * ROWS, ROWS)]
+                rows = rows.at[pl.ds(warpgroup * ROWS, ROWS)]
                 plgpu.wgmma(sum_ref, rows, w.transpose((1, 0)) if static.transposed else w)
 
-            made = _sum(static, ring, done, steps, add) * scale[0]
-            top = first + which * ROWS
-            own = jnp.clip(start - top, 0, ROWS), jnp.clip(stop - top, 0, ROWS)
-            pl.when(own[1] > own[0])(lambda: _store(static, made, out_ref, top, left, own, stage.at[which]))
+            sums = _sum(static, ring, done, steps, add) * scale[0]
+            top = first + warpgroup * ROWS
+            row_range = jnp.clip(start - top, 0, ROWS), jnp.clip(stop - top, 0, ROWS)
+            pl.when(row_range[1] > row_range[0])(
+                lambda: _store(static, sums, out_ref, top, left, row_range, stage.at[warpgroup])
+            )
             return steps
 
-        _each_tile(static, total, one)
+        _each_tile(static, total, compute_tile)
         plgpu.wait_smem_to_gmem(0)
 
     def load() -> None:
-        def one(index: Any, done: Any) -> Any:
-            expert, first, _, _, left, steps = place(index)
+        def load_tile(index: Any, done: Any) -> Any:
+            expert, first, _, _, left, steps = locate_tile(index)
 
             @pl.loop(0, steps)
             def _(step):
@@ -205,7 +207,7 @@ def times_kernel(visits, used, scale, rows_ref, w_ref, out_ref, ring: Slots, sta
 
             return steps
 
-        _each_tile(static, total, one)
+        _each_tile(static, total, load_tile)
 
     warpgroups(compute, load, (ring,))
 
@@ -223,7 +225,7 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
     tile = static.tile
     across, along = pl.cdiv(static.rows, tile.rows), pl.cdiv(static.columns, tile.columns)
 
-    def place(index: Any) -> tuple[Any, ...]:
+    def locate_tile(index: Any) -> tuple[Any, ...]:
         """Return (expert, start, stop, top, left, first, steps) of a tile.
 
         start, stop: the expert's token rows. top, left: the tile's first row and column in the result. first: the first token
@@ -246,41 +248,43 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
         values = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
         ref[...] = jnp.where((row >= start) & (row < stop), values, jnp.zeros_like(values))
 
-    def compute(which: jax.Array) -> None:
+    def compute(warpgroup: jax.Array) -> None:
         width = chunk(a_ref.dtype)
 
-        def one(index: Any, done: Any) -> Any:
-            expert, start, stop, top, left, begin, steps = place(index)
+        def compute_tile(index: Any, done: Any) -> Any:
+            expert, start, stop, top, left, begin, steps = locate_tile(index)
 
             def add(sum_ref: Any, step: Any) -> None:
                 a, b = ring.take(done + step)
-                mine = a.at[:, pl.ds(which * ROWS, ROWS)]
+                a_slice = a.at[:, pl.ds(warpgroup * ROWS, ROWS)]
                 first = begin + step * tile.contracted
 
                 @pl.when((first < start) | (first + tile.contracted > stop))
                 def _():
-                    clear(mine, first, start, stop)
+                    clear(a_slice, first, start, stop)
                     half = tile.columns // COMPUTING
                     for piece in range(half // width):
-                        clear(b.at[:, pl.ds(which * half + piece * width, width)], first, start, stop)
+                        clear(b.at[:, pl.ds(warpgroup * half + piece * width, width)], first, start, stop)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(cleared)
                     plgpu.barrier_wait(cleared)
 
-                plgpu.wgmma(sum_ref, mine.transpose((1, 0)), b)
+                plgpu.wgmma(sum_ref, a_slice.transpose((1, 0)), b)
 
-            made = _sum(static, ring, done, steps, add)
-            mine = top + which * ROWS
-            own = jnp.int32(0), jnp.clip(static.rows - mine, 0, ROWS)
-            pl.when(own[1] > 0)(lambda: _store(static, made, out_ref.at[expert], mine, left, own, stage.at[which]))
+            sums = _sum(static, ring, done, steps, add)
+            first_row = top + warpgroup * ROWS
+            row_range = jnp.int32(0), jnp.clip(static.rows - first_row, 0, ROWS)
+            pl.when(row_range[1] > 0)(
+                lambda: _store(static, sums, out_ref.at[expert], first_row, left, row_range, stage.at[warpgroup])
+            )
             return steps
 
-        _each_tile(static, static.experts * across * along, one)
+        _each_tile(static, static.experts * across * along, compute_tile)
         plgpu.wait_smem_to_gmem(0)
 
     def load() -> None:
-        def one(index: Any, done: Any) -> Any:
-            _, _, _, top, left, first, steps = place(index)
+        def load_tile(index: Any, done: Any) -> Any:
+            _, _, _, top, left, first, steps = locate_tile(index)
 
             @pl.loop(0, steps)
             def _(step):
@@ -289,6 +293,6 @@ def outer_kernel(bounds, a_ref, b_ref, out_ref, ring: Slots, stage, cleared, *, 
 
             return steps
 
-        _each_tile(static, static.experts * across * along, one)
+        _each_tile(static, static.experts * across * along, load_tile)
 
     warpgroups(compute, load, (ring,))

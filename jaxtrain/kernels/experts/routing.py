@@ -75,38 +75,38 @@ def route(
     share_BTk = share_BTk * scaling if scaling != 1 else share_BTk
 
     real_BT1 = real_BT[:, :, None].astype(jnp.float32)
-    tokens_in_all = jnp.maximum(all_reduce(real_BT1.sum(), over), 1.0)
+    total_tokens = jnp.maximum(all_reduce(real_BT1.sum(), over), 1.0)
 
     def mean(x_BTn: jax.Array) -> jax.Array:
-        return all_reduce(jnp.sum(x_BTn * real_BT1, axis=(0, 1)), over) / tokens_in_all
+        return all_reduce(jnp.sum(x_BTn * real_BT1, axis=(0, 1)), over) / total_tokens
 
     count_BTE = jnp.sum(is_chosen_BTkE, axis=2).astype(jnp.float32)
     load_E = mean(count_BTE) / k
-    part_BTE = scores_BTE if router == "softmax" else _normalize_scores(scores_BTE)
-    balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(part_BTE))
-    of_rows = jnp.zeros((), jnp.float32)
+    prob_BTE = scores_BTE if router == "softmax" else _normalize_scores(scores_BTE)
+    balance = E * jnp.sum(jax.lax.stop_gradient(load_E) * mean(prob_BTE))
+    sequence_balance = jnp.zeros((), jnp.float32)
     if sequence is not None:
         tokens_B1 = all_reduce(real_BT1.sum(1), sequence)
         load_BE, score_BE = (
-            all_reduce(jnp.sum(x * real_BT1, axis=1), sequence) / jnp.maximum(tokens_B1, 1.0) for x in (count_BTE, part_BTE)
+            all_reduce(jnp.sum(x * real_BT1, axis=1), sequence) / jnp.maximum(tokens_B1, 1.0) for x in (count_BTE, prob_BTE)
         )
         losses_B = E / k * jnp.sum(jax.lax.stop_gradient(load_BE) * score_BE, -1)
         rows = all_reduce(jnp.sum(tokens_B1 > 0, dtype=jnp.float32), over)
-        of_rows = all_reduce(losses_B.sum(), over) / jnp.maximum(rows, 1.0)
-    z = mean(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True) ** 2)[0]
-    surprise_BTE = -part_BTE * jnp.log(jnp.maximum(part_BTE, jnp.finfo(jnp.float32).tiny))
+        sequence_balance = all_reduce(losses_B.sum(), over) / jnp.maximum(rows, 1.0)
+    z_loss = mean(jax.nn.logsumexp(logits_BTE, axis=-1, keepdims=True) ** 2)[0]
+    surprise_BTE = -prob_BTE * jnp.log(jnp.maximum(prob_BTE, jnp.finfo(jnp.float32).tiny))
     entropy = jax.lax.stop_gradient(mean(surprise_BTE).sum())
-    head = jnp.stack([balance, of_rows, z, entropy, jnp.zeros((), jnp.float32)])
+    head = jnp.stack([balance, sequence_balance, z_loss, entropy, jnp.zeros((), jnp.float32)])
     return Routed(chosen_BTk, share_BTk, jnp.concatenate([head, load_E]))
 
 
-def _mask_groups(ranked_BTE: jax.Array, groups: int, kept: int) -> jax.Array:
-    """Return the scores, with -inf in all groups of experts except the `kept` best groups of each token."""
-    if groups == kept:
+def _mask_groups(ranked_BTE: jax.Array, groups: int, num_kept: int) -> jax.Array:
+    """Return the scores, with -inf in all groups of experts except the `num_kept` best groups of each token."""
+    if groups == num_kept:
         return ranked_BTE
     *tokens, E = ranked_BTE.shape
     grouped = ranked_BTE.reshape(*tokens, groups, E // groups)
-    best = jax.lax.top_k(jax.lax.top_k(grouped, min(2, E // groups))[0].sum(-1), kept)[1]
+    best = jax.lax.top_k(jax.lax.top_k(grouped, min(2, E // groups))[0].sum(-1), num_kept)[1]
     is_kept = jnp.any(best[..., None] == jnp.arange(groups)[None, None, None], axis=-2)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranked_BTE.shape)
 

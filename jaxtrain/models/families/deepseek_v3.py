@@ -66,9 +66,9 @@ TENSORS = {
 NEXT = "num_nextn_predict_layers"
 
 
-def width(given: Given) -> int:
+def width(hf_config: Given) -> int:
     """Return the width of a head."""
-    return given["qk_nope_head_dim"] + given["qk_rope_head_dim"]
+    return hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"]
 
 
 # Of a router of sigmoids, and the widths of experts and dense layers.
@@ -77,13 +77,13 @@ ROUTED_KEYS: dict[str, Row] = {
     "first_k_dense_replace": Key("dense_layers", COUNT),
     "intermediate_size": Key(
         "dense_d_ff",
-        to_ours=lambda value, given: value if given.get("first_k_dense_replace") else 0,
+        to_ours=lambda value, hf_config: value if hf_config.get("first_k_dense_replace") else 0,
         to_theirs=lambda m: m.dense_d_ff or m.experts_per_token * m.d_ff,
     ),
     "n_routed_experts": Key("num_experts"),
     "n_shared_experts": Key(
         "shared_d_ff",
-        to_ours=lambda value, given: value * given["moe_intermediate_size"],
+        to_ours=lambda value, hf_config: value * hf_config["moe_intermediate_size"],
         to_theirs=lambda m: m.shared_d_ff // m.d_ff,
     ),
     "num_experts_per_tok": Key("experts_per_token"),

@@ -13,12 +13,12 @@ TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name}
 TENSORS |= stacks(LAYER | ATTENTION_BIAS | QK_NORM)
 
 
-def windowed(s: Settings) -> str:
+def windowed(settings: Settings) -> str:
     """Return the letters of layers: those from `max_window_layers` on have the sliding window, if there is one."""
-    first = s.take("max_window_layers", COUNT, 62)
-    if s.given.get("sliding_window", 0) is None:
+    first = settings.take("max_window_layers", COUNT, 62)
+    if settings.given.get("sliding_window", 0) is None:
         return GLOBAL
-    return "".join(LOCAL if i >= first else GLOBAL for i in range(s.given["num_hidden_layers"]))
+    return "".join(LOCAL if i >= first else GLOBAL for i in range(settings.given["num_hidden_layers"]))
 
 
 MODEL = {"qk_norm": True, "router": "sigmoid", "router_bias": True}

@@ -17,11 +17,11 @@ EVERY = "sliding_window_pattern"  # of so many layers the last has no window, un
 class ExaoneWindows(Windows):
     """The window of some layers. If there is one, layers without it have no rotary embeddings."""
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        window, letters = s.take(key, null=None), layer_letters(s)
-        every = s.take(EVERY, default=None) if letters else s.take(EVERY, WHOLE)
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        window, letters = settings.take(key, null=None), layer_letters(settings)
+        every = settings.take(EVERY, default=None) if letters else settings.take(EVERY, WHOLE)
         letters = letters or LOCAL * (every - 1) + GLOBAL
-        return window_keys(s, letters if window is None else letters.replace(GLOBAL, UNROTATED), window)
+        return window_keys(settings, letters if window is None else letters.replace(GLOBAL, UNROTATED), window)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         any_window = 4096 if UNROTATED in model.kinds else None  # transformers then rotates in no layer without a window

@@ -9,9 +9,9 @@ from jaxtrain.models.structure import Structure, presets
 STRUCTURE = Structure(activation="gelu_tanh", norm_offset=True, scaled_embedding=True)
 
 
-def pattern(s: Settings) -> str:
+def pattern(settings: Settings) -> str:
     """Return the repeated letters of layers: of every `sliding_window_pattern` layers, the last has no sliding window."""
-    every = s.take("sliding_window_pattern", LAYERS, None) or s.take("_sliding_window_pattern", LAYERS, 6)
+    every = settings.take("sliding_window_pattern", LAYERS, None) or settings.take("_sliding_window_pattern", LAYERS, 6)
     return LOCAL * (every - 1) + GLOBAL
 
 

@@ -12,9 +12,9 @@ TENSORS = {name: tensor for name, tensor in COMMON.items() if "{i}" not in name}
 TYPES = "mlp_layer_types"
 
 
-def dense(given: Given) -> int:
+def dense(hf_config: Given) -> int:
     """Return the number of dense layers."""
-    return given[TYPES].count("dense") if isinstance(given.get(TYPES), list) else 1
+    return hf_config[TYPES].count("dense") if isinstance(hf_config.get(TYPES), list) else 1
 
 
 def types(layers: int, first: int) -> list[str]:
@@ -22,12 +22,23 @@ def types(layers: int, first: int) -> list[str]:
     return ["dense"] * first + ["sparse"] * (layers - first)
 
 
-KNOWN = Kind("must be dense layers, then sparse ones", lambda x, given: x == types(given["num_hidden_layers"], dense(given)))
+KNOWN = Kind(
+    "must be dense layers, then sparse ones", lambda x, hf_config: x == types(hf_config["num_hidden_layers"], dense(hf_config))
+)
 OWN_KEYS = {
-    TYPES: Key("dense_layers", KNOWN, [], REQUIRED, lambda _, g: dense(g), lambda m: types(m.num_layers, m.dense_layers)),
+    TYPES: Key(
+        "dense_layers",
+        KNOWN,
+        [],
+        REQUIRED,
+        lambda _, hf_config: dense(hf_config),
+        lambda m: types(m.num_layers, m.dense_layers),
+    ),
     "first_k_dense_replace": same(f"the number of dense layers of {TYPES}, 1 without it", dense),
-    "intermediate_size": Key("dense_d_ff", to_ours=lambda x, g: dense(g) and x, to_theirs=lambda m: m.dense_d_ff or m.d_ff),
-    "head_dim": same("qk_rope_head_dim", lambda given: given.get("qk_rope_head_dim")),
+    "intermediate_size": Key(
+        "dense_d_ff", to_ours=lambda x, hf_config: dense(hf_config) and x, to_theirs=lambda m: m.dense_d_ff or m.d_ff
+    ),
+    "head_dim": same("qk_rope_head_dim", lambda hf_config: hf_config.get("qk_rope_head_dim")),
     NEXT: Key("", COUNT, None, to_theirs=lambda m: 0),
 }
 MODEL = {"router": "sigmoid", "router_bias": True}

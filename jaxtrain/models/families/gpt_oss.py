@@ -36,7 +36,7 @@ OWN_KEYS = {
     "sliding_window": Windows(lambda s: PATTERN),
     "num_local_experts": Key("num_experts"),
     "num_experts_per_tok": Key("experts_per_token"),
-    "experts_per_token": same("num_experts_per_tok", lambda given: given["num_experts_per_tok"]),
+    "experts_per_token": same("num_experts_per_tok", lambda hf_config: hf_config["num_experts_per_tok"]),
     "initial_context_length": Key("", ANY, None),  # that of the rotary settings is original_max_position_embeddings
     "swiglu_limit": only(7.0, BUILT),
     "swiglu_alpha": only(1.702, BUILT),

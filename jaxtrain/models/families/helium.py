@@ -8,7 +8,9 @@ from jaxtrain.models.hugging_face import KEYS, MLP_BIASED, UNTIED, Format, head_
 from jaxtrain.models.structure import Structure
 
 STRUCTURE = Structure()
-SQUARE = Kind("must be hidden_size / num_attention_heads: the output is built square", lambda x, given: x == head_width(given))
+SQUARE = Kind(
+    "must be hidden_size / num_attention_heads: the output is built square", lambda x, hf_config: x == head_width(hf_config)
+)
 OWN_KEYS = {"attention_bias": Key("qkv_bias", FLAG, False), "head_dim": Key("head_dim", SQUARE)}
 TENSORS = in_pairs(COMMON | QKV_BIAS | MLP_BIAS)
 FORMAT = Format("helium", "HeliumForCausalLM", TENSORS, KEYS | UNTIED | MLP_BIASED | OWN_KEYS)

@@ -13,10 +13,10 @@ TENSORS = COMMON | JOINT_QK_NORM | experts(BLOCK, gate="w1", up="w3", down="w2")
 TENSORS |= {"layers.{i}.mlp.router_bias": HfTensor(f"model.layers.{{i}}.{BLOCK}.e_score_correction_bias", "E", "E", exact=True)}
 
 
-def rotated(s: Settings) -> Any:
+def rotated(settings: Settings) -> Any:
     """Return the part of each head that is rotated, or None: `rotary_dim` is the number of its dimensions."""
-    width, part = s.take("rotary_dim", WHOLE, None), s.take(PARTIAL, default=None)
-    return part if width is None else width / s.given["head_dim"]
+    width, fraction = settings.take("rotary_dim", WHOLE, None), settings.take(PARTIAL, default=None)
+    return fraction if width is None else width / settings.given["head_dim"]
 
 
 BUILT, TRAINING = "layers are built so only", Key("", ANY, None)  # for multi-token prediction, which is not published

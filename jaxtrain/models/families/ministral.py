@@ -18,9 +18,9 @@ class MinistralWindows(Windows):
         return super().write(model, key) | {key: model.sliding_window or 4096}
 
 
-def windowed(s: Settings) -> str:
+def windowed(settings: Settings) -> str:
     """Return the letter of all layers: they have the sliding window, if there is one."""
-    return GLOBAL if s.given.get("sliding_window") is None else LOCAL
+    return GLOBAL if settings.given.get("sliding_window") is None else LOCAL
 
 
 FORMAT = Format("ministral", "MinistralForCausalLM", COMMON, KEYS | UNTIED | {"sliding_window": MinistralWindows(windowed)})

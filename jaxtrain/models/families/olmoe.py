@@ -7,10 +7,12 @@ from jaxtrain.models.structure import Structure, presets
 
 STRUCTURE = Structure()
 MODEL = {"qk_norm": True, "qk_norm_joint": True}
-HEADS = Kind("must be hidden_size / num_attention_heads, the width of the norms", lambda x, given: x == head_width(given))
+HEADS = Kind(
+    "must be hidden_size / num_attention_heads, the width of the norms", lambda x, hf_config: x == head_width(hf_config)
+)
 ROUTED = {
     "num_experts": Key("num_experts", WHOLE),
-    "num_local_experts": same("num_experts", lambda given: given["num_experts"]),
+    "num_local_experts": same("num_experts", lambda hf_config: hf_config["num_experts"]),
     "num_experts_per_tok": Key("experts_per_token"),
     "norm_topk_prob": Key("renormalize", FLAG),
 }

@@ -11,8 +11,8 @@ STRUCTURE = Structure()
 DENSE = "all layers are built with experts"
 NEW = "num_local_experts"  # in some versions of transformers 5; in others num_experts
 OWN_KEYS = {
-    "num_experts": Key("num_experts", WHOLE, lambda given: given.get(NEW) or REQUIRED),
-    NEW: same("num_experts", lambda given: given.get("num_experts") or given[NEW]),
+    "num_experts": Key("num_experts", WHOLE, lambda hf_config: hf_config.get(NEW) or REQUIRED),
+    NEW: same("num_experts", lambda hf_config: hf_config.get("num_experts") or hf_config[NEW]),
     "num_experts_per_tok": Key("experts_per_token"),
     "moe_intermediate_size": Key("d_ff"),
     # The width of layers without experts, of which there are none. In published models it is that of a token's experts.

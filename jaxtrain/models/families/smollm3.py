@@ -11,28 +11,26 @@ from jaxtrain.models.structure import Structure, presets
 STRUCTURE = Structure()
 RULE = "must be a list with a 0 (no rotary embeddings) or 1 for each layer"
 ROTATED = Kind(
-    RULE, lambda x, given: isinstance(x, list) and len(x) >= given["num_hidden_layers"] and all(y in (0, 1) for y in x)
+    RULE, lambda x, hf_config: isinstance(x, list) and len(x) >= hf_config["num_hidden_layers"] and all(y in (0, 1) for y in x)
 )
 
 
 class SmolWindows(Windows):
     """The layers with a window, as in Qwen3's `layer_types`, and the layers with rotary embeddings."""
 
-    def read(self, s: Settings, key: str) -> dict[str, Any]:
-        layers, every = range(s.given["num_hidden_layers"]), s.take("no_rope_layer_interval", WHOLE, 4)
-        rotated = s.take("no_rope_layers", ROTATED, [(i + 1) % every != 0 for i in layers])
-        in_use, window = s.take("use_sliding_window", FLAG, False), s.take(key, default=None)
-        s.take("max_window_layers", default=None)  # transformers does not read it
+    def read(self, settings: Settings, key: str) -> dict[str, Any]:
+        layers, every = range(settings.given["num_hidden_layers"]), settings.take("no_rope_layer_interval", WHOLE, 4)
+        rotated = settings.take("no_rope_layers", ROTATED, [(i + 1) % every != 0 for i in layers])
+        in_use, window = settings.take("use_sliding_window", FLAG, False), settings.take(key, default=None)
+        settings.take("max_window_layers", default=None)  # transformers does not read it
         default = "".join(LOCAL if in_use and window is not None and not rotated[i] else GLOBAL for i in layers)
-        kinds = layer_letters(s) or default
+        kinds = layer_letters(settings) or default
         letters = {(LOCAL, True): LOCAL, (GLOBAL, True): GLOBAL, (GLOBAL, False): UNROTATED}
-        of_layers = [(kind, bool(rotated[i])) for i, kind in enumerate(kinds)]
-        if (LOCAL, False) in of_layers:
-            rule = (
-                f"layer {of_layers.index((LOCAL, False))} has the window and no rotary embeddings, which no layer here can have"
-            )
-            raise HuggingFaceError(f"{s.path}: use_sliding_window = {in_use!r}: {rule}.")
-        return window_keys(s, "".join(letters[of_layer] for of_layer in of_layers), window if in_use else None)
+        pairs = [(kind, bool(rotated[i])) for i, kind in enumerate(kinds)]
+        if (LOCAL, False) in pairs:
+            rule = f"layer {pairs.index((LOCAL, False))} has the window and no rotary embeddings, which no layer here can have"
+            raise HuggingFaceError(f"{settings.path}: use_sliding_window = {in_use!r}: {rule}.")
+        return window_keys(settings, "".join(letters[pair] for pair in pairs), window if in_use else None)
 
     def write(self, model: Model, key: str) -> dict[str, Any]:
         rotated = [int(kind != UNROTATED) for kind in model.kinds]

@@ -10,15 +10,15 @@ BUGS = (
     Bug(
         "pallas: a window reaches one position more",
         f"{ATTENTION}/pallas_kernels.py",
-        "seen & (distance < spec.window)",
-        "seen & (distance <= spec.window)",
+        "mask & (distance < spec.window)",
+        "mask & (distance <= spec.window)",
         'proofs/test_attention_properties.py -k "definition and pallas and all"',
     ),
     Bug(
         "pallas: a tile that is needed is skipped",
         f"{ATTENTION}/tiles.py",
-        "jnp.where(some, at, n).min(-1), stop)",
-        "jnp.where(some, at, n).min(-1) + 1, stop)",
+        "jnp.where(nonempty, index, total).min(-1), stop)",
+        "jnp.where(nonempty, index, total).min(-1) + 1, stop)",
         "proofs/test_attention_properties.py -k tiles_to_visit",
     ),
     Bug(
@@ -38,8 +38,8 @@ BUGS = (
     Bug(
         "pallas: gradients of keys are those of the last head",
         f"{ATTENTION}/pallas_kernels.py",
-        "return _go_over(visits, which * visits.total, body, carry)",
-        "return _go_over(visits, which * visits.total, body, tuple(zeros))",
+        "return _loop_tiles(visits, group_head * visits.total, body, carry)",
+        "return _loop_tiles(visits, group_head * visits.total, body, tuple(zeros))",
         'proofs/test_attention_properties.py -k "definition and pallas and all"',
     ),
     Bug(
@@ -74,8 +74,8 @@ BUGS = (
     Bug(
         "ring: the merge drops the smaller log-sum-exp",
         f"{CONTEXT}/ring.py",
-        "both = jnp.logaddexp(lse, other_lse)",
-        "both = jnp.maximum(lse, other_lse)",
+        "merged_lse = jnp.logaddexp(lse, other_lse)",
+        "merged_lse = jnp.maximum(lse, other_lse)",
         'proofs/test_context.py -k "over_several and chunked and cap"',
     ),
     Bug(
@@ -95,8 +95,8 @@ BUGS = (
     Bug(
         "gather: gradients of keys return to the wrong place",
         f"{CONTEXT}/ring.py",
-        "(split.place - jnp.arange(r)) % r",
-        "(jnp.arange(r) - split.place) % r",
+        "(split.place - jnp.arange(ring_size)) % ring_size",
+        "(jnp.arange(ring_size) - split.place) % ring_size",
         'proofs/test_context.py -k "over_several and gather and chunked"',
     ),
     Bug(
@@ -237,7 +237,7 @@ BUGS = (
     Bug(
         "experts: a third round begins where the second does",
         "jaxtrain/kernels/experts/exchange.py",
-        "self.room + r * self.further_room, self.further_room)",
+        "self.room + index * self.further_room, self.further_room)",
         "self.room, self.further_room)",
         "proofs/test_moe.py -k uneven_loads",
     ),
@@ -251,8 +251,8 @@ BUGS = (
     Bug(
         "experts: gradients of further rounds are summed in the compute dtype",
         "jaxtrain/kernels/experts/feed_forward.py",
-        "jax.tree.map(jnp.add, made, further)",
-        "jax.tree.map(lambda s, g: (s + g).astype(x_TD.dtype).astype(s.dtype), made, further)",
+        "jax.tree.map(jnp.add, grads, further)",
+        "jax.tree.map(lambda s, g: (s + g).astype(x_TD.dtype).astype(s.dtype), grads, further)",
         "proofs/test_moe.py -k rounds_lose_no_precision",
     ),
     Bug(
@@ -280,8 +280,8 @@ BUGS = (
     Bug(
         "pipeline: gradients of layers are summed over the stages",
         "jaxtrain/models/zero.py",
-        "of_layer = dataclasses.replace(spec, dims=",
-        "of_layer = dataclasses.replace(self.gather_spec(axes[1:], compute), dims=",
+        "layer_spec = dataclasses.replace(spec, dims=",
+        "layer_spec = dataclasses.replace(self.gather_spec(axes[1:], compute), dims=",
         'proofs/test_parity.py -k "test_matrix and stage2xfsdp2xseq2 and interleaved"',
     ),
     Bug(

@@ -160,8 +160,8 @@ BUGS = (
     Bug(
         "attention: logit scale upside down",
         "jaxtrain/models/attention.py",
-        "m.attn_logit_scale * math.sqrt(m.head_dim)",
-        "1 / (m.attn_logit_scale * math.sqrt(m.head_dim))",
+        "model.attn_logit_scale * math.sqrt(model.head_dim)",
+        "1 / (model.attn_logit_scale * math.sqrt(model.head_dim))",
         "proofs/test_hf_models.py -k 'logits_are_those_of_transformers and gemma2'",
     ),
     Bug(
@@ -223,15 +223,15 @@ BUGS = (
     Bug(
         "text part: keys beside text_config do not count",
         "jaxtrain/models/hugging_face.py",
-        'text |= of_whole | {"architectures": None} | dict(changes)',
+        'text |= top_level | {"architectures": None} | dict(changes)',
         'text |= {"architectures": None} | dict(changes)',
         "unit/test_text_part.py -k keys_beside",
     ),
     Bug(
         "text part: a stored head does not decide whether it is tied",
         "jaxtrain/models/hugging_face.py",
-        "of_whole[tied] = not has_head()",
-        "of_whole[tied] = of_whole[tied]",
+        "top_level[tied] = not has_head()",
+        "top_level[tied] = top_level[tied]",
         "unit/test_text_part.py -k two_values",
     ),
     Bug(
@@ -244,7 +244,7 @@ BUGS = (
     Bug(
         "model types: a key that a family refuses counts as read",
         "jaxtrain/models/hugging_face.py",
-        "refused += [key] * (key in given)",
+        "refused += [key] * (key in hf_config)",
         "refused += []",
         "unit/test_model_types.py -k unheard",
     ),
@@ -349,7 +349,7 @@ BUGS = (
     Bug(
         "Hugging Face: without num_key_value_heads there is one",
         "jaxtrain/models/hugging_face.py",
-        'Key("num_kv_heads", WHOLE, lambda given: given["num_attention_heads"])',
+        'Key("num_kv_heads", WHOLE, lambda hf_config: hf_config["num_attention_heads"])',
         'Key("num_kv_heads", WHOLE, 1)',
         "unit/test_hf.py -k published_configs",
     ),
@@ -650,8 +650,8 @@ BUGS = (
     Bug(
         "folders: Kimi K2's rotary settings are refused",
         "jaxtrain/models/rules.py",
-        "0 < m.rope_beta_fast < m.rope_beta_slow",
-        "0 < m.rope_beta_fast <= m.rope_beta_slow",
+        "0 < model.rope_beta_fast < model.rope_beta_slow",
+        "0 < model.rope_beta_fast <= model.rope_beta_slow",
         "proofs/test_hf_folders.py -k no_run_may_have",
     ),
     Bug(

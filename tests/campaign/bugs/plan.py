@@ -223,8 +223,8 @@ BUGS = (
     Bug(
         "FLOPs: kept queries spare their product though they are normed",
         FLOPS,
-        'have - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else have',
-        "have",
+        'saved - {"q", "k"} if model.qk_norm and not delta and remat.policy != "dots" else saved',
+        "saved",
         "unit/test_flops.py -k norms_behind",
     ),
     Bug(
@@ -349,7 +349,7 @@ BUGS = (
     Bug(
         "config: the blocks of a base need not divide the shards of tensor parallelism",
         "jaxtrain/models/rules.py",
-        "if inputs // parts % BLOCK.get(base, 1):",
+        "if inputs // num_shards % BLOCK.get(base, 1):",
         "if inputs % BLOCK.get(base, 1):",
         'unit/test_refusals.py -k "nf4 and tensor"',
     ),
