@@ -88,7 +88,7 @@ METRICS: dict[str, Metric] = {
     ),
     "peak_memory_gib": Metric("GiB", "peak of the fullest device of process 0", "{:.1f} GiB", MEMORY, "peak"),
     "memory_gib": Metric("GiB", "in use there", "", MEMORY, "in use"),
-    "skipped_steps": Metric("steps", "skipped so far: loss or gradient not finite"),
+    "skipped_steps": Metric("steps", "skipped so far: loss or gradient not finite, or far out"),
     "balance_loss": Metric("", "experts: 1 for even loads", optional=True),
     "sequence_balance_loss": Metric("", "experts: the same of each sequence", optional=True),
     "router_z_loss": Metric("", "experts: squared log of the partition function", optional=True),

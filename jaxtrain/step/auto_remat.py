@@ -178,7 +178,8 @@ class Activations:
 
 def words(model: Model, remat: Remat) -> str:
     """Return a line for the log: the activations that the chosen remat policy saves."""
-    names = sorted(name for name in kept(remat) if model.kv_lora_rank or name not in LATENTS)
+    absent = {*(() if model.kv_lora_rank else LATENTS), *(() if gated(model) else ("attention_gate",))}
+    names = sorted({*kept(remat)} - absent)
     if not names:
         return "remat.policy=auto saves only each layer's input"
     caveat = f", as far as the layers of {model.family} name them (checkpoint_name)" if model.outside else ""

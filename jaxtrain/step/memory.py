@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.hardware import HOST_LIMIT, HOST_SHARE, host_gib
+from jaxtrain.config.hardware import HOST_LIMIT, HOST_SHARE, Devices, host_gib
 from jaxtrain.config.schema import Remat, RunConfig
 from jaxtrain.metrics.throughput import HasMemoryStats
 from jaxtrain.metrics.throughput import memory as measured
 from jaxtrain.models.activations import kept
-from jaxtrain.optim import groups
 from jaxtrain.step import auto_remat, compiler
 from jaxtrain.step.program import Program, build
+from jaxtrain.step.validate import changed, validate_step
 
 
 class OutOfMemory(RuntimeError):
@@ -105,30 +105,38 @@ def less_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConf
 def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     """Return a text with the memory of the step by class, and the settings that reduce it, most effective first.
 
+    A setting that this run may not have is left out.
+
     memory: GiB on one device by class; {} if unknown. limit: the exceeded limit as text.
     """
-    hints = []
+    hints: list[tuple[dict[str, Any], str]] = []  # (settings, text)
     if run.train.grad_accum < run.train.global_batch:
-        hints.append(f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations")
+        hints.append(({}, f"train.grad_accum above {run.train.grad_accum}: smaller microbatches, fewer saved activations"))
     if run.remat.policy != "full":
-        hints.append("remat.policy=full: save only each layer's input")
-    if run.remat.every == 1 and run.model.period == 1 and run.model.num_layers > 8:
-        hints.append("remat.every=2 or more: save only every second layer's input")
+        hints.append(({"remat.policy": "full"}, "remat.policy=full: save only each layer's input"))
+    if run.remat.every == 1 and run.model.num_layers > 8:
+        hints.append(({"remat.every": 2}, "remat.every=2 or more: save only every second layer's input"))
     if run.dtypes.m == "f32":
-        has_second_moment = run.optimizer.name != "muon"
-        int8_hint = "dtypes.m=int8 and dtypes.v=int8: a quarter of both" if has_second_moment else "dtypes.m=int8: a quarter"
-        hints.append(f"dtypes.m=bf16: half of the first moment; {int8_hint}")
-    if run.optimizer.offload == "none" and run.optimizer.name in groups.METHODS:
-        hints.append("optimizer.offload=moments: none of the moments, for a slower update; best with accumulation")
+        hints.append(({"dtypes.m": "bf16"}, "dtypes.m=bf16: half of the first moment"))
+        hints.append(({"dtypes.m": "int8", "dtypes.v": "int8"}, "dtypes.m=int8 and dtypes.v=int8: a quarter of both moments"))
+        if run.optimizer.name == "muon":
+            hints[-1] = {"dtypes.m": "int8"}, "dtypes.m=int8: a quarter of the first moment"
+    if run.optimizer.offload == "none":
+        text = "optimizer.offload=moments: none of the moments, for a slower update; best with accumulation"
+        hints.append(({"optimizer.offload": "moments"}, text))
     if run.train.ema_decay:
-        hints.append("train.ema_decay=0: no average of the weights, 4 bytes of each trained one")
-    hints.append("mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments")
+        text = "train.ema_decay=0: no average of the weights, 4 bytes of each trained one"
+        hints.append(({"train.ema_decay": 0.0}, text))
+    hints.append(({}, "mesh.fsdp or mesh.tensor over more devices: smaller shards of parameters and moments"))
+    devices = Devices(jax.default_backend(), jax.devices()[0].device_kind, jax.device_count(), 0.0, "JAX")
+    before = validate_step(run, devices, fits=False)
     sizes = (
         ""
         if not memory
         else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
     )
-    hint_lines = "\n".join(f"  {hint}" for hint in hints)
+    allowed = [text for keys, text in hints if not {*validate_step(changed(run, keys), devices, fits=False)} - {*before}]
+    hint_lines = "\n".join(f"  {text}" for text in allowed)
     return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{hint_lines}"
 
 

@@ -22,10 +22,29 @@ def test_out_of_memory_is_explained() -> None:
     said = str(caught.value)
     for name, gib in MEMORY.items():
         assert re.search(rf"^  {name} +{memory.size(gib)}$", said, re.MULTILINE)
-    keys = ["train.grad_accum", "remat.policy", "dtypes.m", "optimizer.offload", "mesh.fsdp"]
+    keys = ["train.grad_accum", "remat.policy", "dtypes.m", "dtypes.m", "optimizer.offload", "mesh.fsdp"]
     assert re.findall(r"^  (\w+\.\w+)", said, re.MULTILINE) == keys
     # Only settings that are left are listed.
     assert "grad_accum" not in memory.explain_memory(small, MEMORY, "there is")
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({}, set()),
+        ({"mesh": {"stage": 2}, "train": {"grad_accum": 2}}, {"optimizer.offload=moments"}),
+        ({"lora": {"rank": 8}}, {"dtypes.m=int8"}),
+        ({"model": {"attention_pattern": "ddg"}}, {"remat.every=2"}),
+    ],
+    ids=["nothing", "stages", "adapters", "delta nets"],
+)
+def test_a_setting_that_the_run_may_not_have_is_no_hint(settings: dict[str, Any], refused: set[str]) -> None:
+    model = {"num_layers": 12, "num_heads": 8, "num_kv_heads": 8} | settings.get("model", {})
+    run, problems = resolve(settings | {"model": model})
+    assert not problems
+    text = memory.explain_memory(run, MEMORY, "there is")
+    hints = {"optimizer.offload=moments", "dtypes.m=int8", "remat.every=2"}
+    assert {hint for hint in hints if hint in text} == hints - refused
 
 
 @pytest.mark.parametrize(
