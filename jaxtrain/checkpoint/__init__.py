@@ -45,21 +45,21 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, float | None]:
     text = os.fspath(path).rstrip("/")
     parent, _, name = text.rpartition("/")
     if is_step(name):
-        found = Checkpoints(parent or ("/" if text.startswith("/") else "."))
-        found.meta(int(name))
-        return found, int(name), None
-    if missing := stores.missing(text):
-        raise CheckpointError(f"{text}: {missing}")
-    found = Checkpoints(folder_in(text))
-    step = found.latest()
+        checkpoints = Checkpoints(parent or ("/" if text.startswith("/") else "."))
+        checkpoints.meta(int(name))
+        return checkpoints, int(name), None
+    if problem := stores.missing(text):
+        raise CheckpointError(f"{text}: {problem}")
+    checkpoints = Checkpoints(folder_in(text))
+    step = checkpoints.latest()
     if step is None:
         raise CheckpointError(
-            f"{text}: no complete checkpoint in {found.directory}. Name a run's folder, its checkpoints folder, or "
+            f"{text}: no complete checkpoint in {checkpoints.directory}. Name a run's folder, its checkpoints folder, or "
             "one checkpoints/STEP."
         )
-    if found.meta(step).get("config", {}).get("checkpoint", {}).get("keep_best") and (best := found.lowest()):
-        return found, *best
-    return found, step, None
+    if checkpoints.meta(step).get("config", {}).get("checkpoint", {}).get("keep_best") and (best := checkpoints.lowest()):
+        return checkpoints, *best
+    return checkpoints, step, None
 
 
 def folder_in(run: str) -> str:

@@ -74,19 +74,19 @@ def _open_s3_in_tensorstore() -> None:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         driver["aws_credentials"] = {"type": "environment"}  # the default also searches files, and logs each missing file
 
-    def replaced(description: Any) -> Any:
+    def use_s3_driver(description: Any) -> Any:
         if isinstance(description, list):
-            return [replaced(item) for item in description]
+            return [use_s3_driver(item) for item in description]
         if not isinstance(description, dict):
             return description
-        found = {key: replaced(value) for key, value in description.items()}
-        return found | driver if found.get("driver") == "gcs" else found
+        spec = {key: use_s3_driver(value) for key, value in description.items()}
+        return spec | driver if spec.get("driver") == "gcs" else spec
 
     def describe_any(directory: str, *args: Any, **options: Any) -> Any:
         scheme, _, path = directory.partition(":")
         if scheme != "s3":
             return describe(directory, *args, **options)
-        return replaced(describe(f"gs://{path.lstrip('/')}", *args, **options))
+        return use_s3_driver(describe(f"gs://{path.lstrip('/')}", *args, **options))
 
     tensorstore_utils.build_kvstore_tspec = describe_any
 

@@ -34,20 +34,20 @@ def sums(x: jax.Array, begin: Sequence[Any] = (), shape: Sequence[int] = ()) -> 
     w = word.astype(jnp.uint32)
     index, stride = jnp.zeros(x.shape, jnp.uint32), 1
     for axis in reversed(range(x.ndim)):
-        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        place += jnp.asarray(begin[axis], jnp.uint32) if begin else jnp.uint32(0)
-        index += place * jnp.uint32(stride % (1 << 32))
+        position = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        position += jnp.asarray(begin[axis], jnp.uint32) if begin else jnp.uint32(0)
+        index += position * jnp.uint32(stride % (1 << 32))
         stride *= shape[axis] if shape else x.shape[axis]
     weighted = w * ((index * jnp.uint32(KNUTH)) | jnp.uint32(1))
-    wrong = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
+    nonfinite = jnp.zeros(x.shape, bool) if not jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.isfinite(x)
     # One reduction computes all three sums. For three reductions, XLA's CPU compiler would write their operands to memory,
     # which are six times as large as a bfloat16 array.
     zeros = (jnp.uint32(0),) * 3
-    return jnp.stack(jax.lax.reduce((w, weighted, wrong.astype(jnp.uint32)), zeros, _added, tuple(range(x.ndim))))
+    return jnp.stack(jax.lax.reduce((w, weighted, nonfinite.astype(jnp.uint32)), zeros, _add_sums, tuple(range(x.ndim))))
 
 
-def _added(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+def _add_sums(lhs: Sequence[jax.Array], rhs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(a + b for a, b in zip(lhs, rhs, strict=True))
 
 
 def mesh_axes(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
@@ -74,42 +74,44 @@ def _program(kinds: tuple[tuple[tuple[int, ...], bool, Any], ...]) -> Any:
     """
     if not all(isinstance(sharding, NamedSharding) for _, _, sharding in kinds):
 
-        def alone(*arrays: jax.Array) -> list[jax.Array]:
+        def digest_unsharded(*arrays: jax.Array) -> list[jax.Array]:
             return [jax.vmap(sums)(x) if layers else sums(x) for x, (_, layers, _) in zip(arrays, kinds, strict=True)]
 
-        return jax.jit(alone)
+        return jax.jit(digest_unsharded)
     mesh: Mesh = kinds[0][2].mesh
     axes = [mesh_axes(sharding, len(shape)) for shape, _, sharding in kinds]
-    specs = [P(*(part or None for part in parts)) for parts in axes]
+    specs = [P(*(dim_axes or None for dim_axes in array_axes)) for array_axes in axes]
 
-    def local(*arrays: jax.Array) -> jax.Array:
-        found = []
-        for x, (shape, layers, _), parts in zip(arrays, kinds, axes, strict=True):
-            begin = [jax.lax.axis_index(part) * n if part else 0 for part, n in zip(parts, x.shape, strict=True)]
+    def digest_shards(*arrays: jax.Array) -> jax.Array:
+        shard_digests = []
+        for x, (shape, layers, _), array_axes in zip(arrays, kinds, axes, strict=True):
+            begin = [
+                jax.lax.axis_index(dim_axes) * n if dim_axes else 0 for dim_axes, n in zip(array_axes, x.shape, strict=True)
+            ]
             if layers:
-                mine = jax.vmap(lambda y, begin=begin, shape=shape: sums(y, begin[1:], shape[1:]))(x)
-                every = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), mine, (begin[0], 0))
+                layer_digests = jax.vmap(lambda y, begin=begin, shape=shape: sums(y, begin[1:], shape[1:]))(x)
+                digest = jax.lax.dynamic_update_slice(jnp.zeros((shape[0], 3), jnp.uint32), layer_digests, (begin[0], 0))
             else:
-                every = sums(x, begin, shape)[None]
+                digest = sums(x, begin, shape)[None]
             # One of the devices that hold replicas of a shard adds its sums, the others add zeros.
-            used = {axis for part in parts for axis in part}
-            first = jnp.asarray(True)
+            sharding_axes = {axis for dim_axes in array_axes for axis in dim_axes}
+            is_first = jnp.asarray(True)
             for axis in mesh.axis_names:
-                first &= (jax.lax.axis_index(axis) == 0) | (axis in used)
-            found.append(jnp.where(first, every, 0))
-        return jax.lax.psum(jnp.concatenate(found), mesh.axis_names)
+                is_first &= (jax.lax.axis_index(axis) == 0) | (axis in sharding_axes)
+            shard_digests.append(jnp.where(is_first, digest, 0))
+        return jax.lax.psum(jnp.concatenate(shard_digests), mesh.axis_names)
 
-    whole = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
+    digest_sharded = jax.shard_map(digest_shards, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False)
 
-    def apart(*arrays: jax.Array) -> list[jax.Array]:
-        digests, out, at = whole(*arrays), [], 0
+    def split_digests(*arrays: jax.Array) -> list[jax.Array]:
+        digests, out, offset = digest_sharded(*arrays), [], 0
         for shape, layers, _ in kinds:
             rows = shape[0] if layers else 1
-            out.append(digests[at : at + rows] if layers else digests[at])
-            at += rows
+            out.append(digests[offset : offset + rows] if layers else digests[offset])
+            offset += rows
         return out
 
-    return jax.jit(apart, out_shardings=[NamedSharding(mesh, P())] * len(kinds))
+    return jax.jit(split_digests, out_shardings=[NamedSharding(mesh, P())] * len(kinds))
 
 
 def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -123,10 +125,10 @@ def digest_arrays(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(name)
     out: dict[str, np.ndarray] = {}
     for names in kinds.values():
-        for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
-            here = [_on_device(arrays[name]) for name in some]
-            found = [np.asarray(x) for x in digest_layers(here, [False] * len(here))]
-            out.update(zip(some, found, strict=True))
+        for batch in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            on_device = [_on_device(arrays[name]) for name in batch]
+            digests = [np.asarray(x) for x in digest_layers(on_device, [False] * len(on_device))]
+            out.update(zip(batch, digests, strict=True))
     return {name: out[name] for name in arrays}
 
 
@@ -149,14 +151,14 @@ def not_finite(digest: Any) -> int:
     return int(np.asarray(digest)[2])
 
 
-def list_not_finite(found: Mapping[str, Any], kind: str = "params.") -> str:
+def list_not_finite(digests: Mapping[str, Any], prefix: str = "params.") -> str:
     """Return the arrays with elements that are infinite or NaN, as text with their counts; "" if there is none.
 
-    found: name -> digest. kind: the beginning of the names that count.
+    digests: name -> digest. prefix: the beginning of the names that count.
     """
-    wrong = {name: count for name, x in found.items() if name.startswith(kind) and (count := not_finite(x))}
-    shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(wrong.items())[:3])
-    return shown + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    counts = {name: count for name, x in digests.items() if name.startswith(prefix) and (count := not_finite(x))}
+    shown = ", ".join(f"{name} ({count:,} values)" for name, count in list(counts.items())[:3])
+    return shown + (f" and {len(counts) - 3} more" if len(counts) > 3 else "")
 
 
 def combine(texts: Iterable[tuple[str, str]]) -> str:

@@ -49,9 +49,9 @@ def measure(folder: "epath.Path", names: Sequence[str]) -> Found:
     return dict(zip(names, in_threads(lambda name: crc32(folder / name), names), strict=True))
 
 
-def encode(found: Mapping[str, Sequence[Any]]) -> str:
-    """Return the text of integrity.json. found: path of a file within the step -> (bytes, CRC-32)."""
-    return sealed({"format": 1, "files": {name: list(found[name]) for name in sorted(found)}})
+def encode(digests: Mapping[str, Sequence[Any]]) -> str:
+    """Return the text of integrity.json. digests: path of a file within the step -> (bytes, CRC-32)."""
+    return sealed({"format": 1, "files": {name: list(digests[name]) for name in sorted(digests)}})
 
 
 def sealed(record: Mapping[str, Any]) -> str:
@@ -80,7 +80,7 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
     Raises OSError only if the folder cannot be listed or the bucket cannot be reached.
     """
     try:
-        wanted: Mapping[str, Any] = unseal(Storage(folder).read(folder / NAME))["files"]
+        recorded: Mapping[str, Any] = unseal(Storage(folder).read(folder / NAME))["files"]
     except FileNotFoundError:
         return Verdict(False, (), 0)
     except Unreachable:
@@ -89,20 +89,20 @@ def check(folder: "epath.Path", progress: Callable[[int], None] = lambda _: None
         return Verdict(True, (f"{NAME}: cannot be read ({error})",), 0)
     existing = set(listed(folder))
 
-    def problem(name: str) -> tuple[str, int]:
-        size, crc = wanted[name]
+    def check_file(name: str) -> tuple[str, int]:
+        size, crc = recorded[name]
         if name not in existing:
             return f"{name}: is missing", 0
         try:
-            now, found = crc32(folder / name, progress)
+            actual_size, actual_crc = crc32(folder / name, progress)
         except Unreachable:
             raise
         except OSError as error:
             return f"{name}: cannot be read ({error.strerror})", 0
-        if now != size:
-            return f"{name}: has {now:,} bytes, was written with {size:,}", now
-        return (f"{name}: its contents were changed (CRC-32 {found}, was {crc})" if found != crc else ""), now
+        if actual_size != size:
+            return f"{name}: has {actual_size:,} bytes, was written with {size:,}", actual_size
+        return (f"{name}: its contents were changed (CRC-32 {actual_crc}, was {crc})" if actual_crc != crc else ""), actual_size
 
-    results = in_threads(problem, sorted(wanted))
+    results = in_threads(check_file, sorted(recorded))
     problems = tuple(text for text, _ in results if text)
     return Verdict(True, problems, sum(size for _, size in results))

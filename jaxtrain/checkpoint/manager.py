@@ -79,15 +79,15 @@ class Checkpoints:
         self._finished: list[Save] = []
         self._newest = -1  # the newest step this object saved: a network file system may list it late
 
-    def _together(self, name: str, part: Callable[[], Any]) -> list[Any]:
-        """Call `part` on every process, and return all results, which are JSON values.
+    def _on_all_processes(self, name: str, task: Callable[[], Any]) -> list[Any]:
+        """Call `task` on every process, and return all results, which are JSON values.
 
         If a call fails, every process raises: its own error or, without one, CheckpointError with the errors of the others,
         or Damaged if one of them is.
         """
         result, error = None, None
         try:
-            result = part()
+            result = task()
         except Exception as e:  # Orbax, tensorstore and the file system each raise their own errors
             error = e
         answer = json.dumps([result, describe_error(error) if error else ""])
@@ -150,7 +150,7 @@ class Checkpoints:
 
         sets: `HELD_OUT_SETS` of the losses; None: of the newest step that was evaluated.
         """
-        found: list[tuple[float, int, str]] = []
+        candidates: list[tuple[float, int, str]] = []
         for step in self.steps():
             try:
                 meta = self.meta(step)
@@ -161,12 +161,12 @@ class Checkpoints:
                     continue
                 raise
             if isinstance(loss := meta.get(HELD_OUT), int | float) and math.isfinite(loss):
-                found.append((float(loss), step, meta.get(HELD_OUT_SETS, "")))
-        if not found:
+                candidates.append((float(loss), step, meta.get(HELD_OUT_SETS, "")))
+        if not candidates:
             return None
-        sets = max(found, key=lambda each: each[1])[2] if sets is None else sets
-        alike = [(loss, step) for loss, step, of in found if of == sets]
-        return (min(alike)[1], min(alike)[0]) if alike else None
+        sets = max(candidates, key=lambda each: each[1])[2] if sets is None else sets
+        comparable = [(loss, step) for loss, step, loss_sets in candidates if loss_sets == sets]
+        return (min(comparable)[1], min(comparable)[0]) if comparable else None
 
     def meta(self, step: int) -> dict[str, Any]:
         """Return meta.json of a step: `meta` of the save, and `format`, `step`, `bytes`, `tensors` and `time_unix` (seconds).
@@ -178,8 +178,8 @@ class Checkpoints:
         folder = self.directory / str(step)
         state = self.storage.state(step)
         if state in ("missing", "unfinished"):
-            what = "there is no such checkpoint" if state == "missing" else "its save was cut off"
-            raise CheckpointError(f"step {step} in {self.directory}: {what}. Complete steps: {self.listing()}.")
+            reason = "there is no such checkpoint" if state == "missing" else "its save was cut off"
+            raise CheckpointError(f"step {step} in {self.directory}: {reason}. Complete steps: {self.listing()}.")
         try:
             text = self.storage.read(folder / META)
             version = json.loads(text).get("format")
@@ -269,28 +269,28 @@ class Checkpoints:
                 + "\nUse the config that wrote it (key 'config' in its meta.json), or another workdir for a new run."
             )
         # Tensors are read in their stored dtypes, because digests are of the stored bits and Orbax would cast.
-        exactly = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
+        as_stored = {k: jax.ShapeDtypeStruct(a.shape, stored[k].dtype, sharding=a.sharding) for k, a in abstract.items()}
         tensors: dict[str, jax.Array] = {}
-        self._together("read", lambda: tensors.update(self._load(step, exactly, subset)))
-        found = digests.digest_arrays(tensors)
-        wrong = [name for name, digest in found.items() if digests.text(digest) != recorded[name][2]]
-        if wrong:
-            shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        self._on_all_processes("read", lambda: tensors.update(self._load(step, as_stored, subset)))
+        tensor_digests = digests.digest_arrays(tensors)
+        mismatched = [name for name, digest in tensor_digests.items() if digests.text(digest) != recorded[name][2]]
+        if mismatched:
+            shown = ", ".join(mismatched[:3]) + (f" and {len(mismatched) - 3} more" if len(mismatched) > 3 else "")
             raise Damaged(
-                f"checkpoint {folder}: {shown} {'is' if len(wrong) == 1 else 'are'} not what was saved: the digest of the "
+                f"checkpoint {folder}: {shown} {'is' if len(mismatched) == 1 else 'are'} not what was saved: the digest of the "
                 f"values read differs from that of the values on the devices then. {self.remedy(step)}"
             )
-        if self._finite and (undefined := digests.list_not_finite(found)):
-            raise Damaged(f"checkpoint {folder}: weights are infinite or NaN: {undefined}. {self.remedy(step)}")
+        if self._finite and (not_finite := digests.list_not_finite(tensor_digests)):
+            raise Damaged(f"checkpoint {folder}: weights are infinite or NaN: {not_finite}. {self.remedy(step)}")
         return {name: _cast(tensors.pop(name), a.dtype) for name, a in abstract.items()}
 
-    def _load(self, step: int, exactly: "dict[str, jax.ShapeDtypeStruct]", partial: bool) -> "dict[str, jax.Array]":
+    def _load(self, step: int, as_stored: "dict[str, jax.ShapeDtypeStruct]", partial: bool) -> "dict[str, jax.Array]":
         import jax
 
         folder = self.directory / str(step)
         try:
             with context(folder, partial=partial, processes=self._peers.count):
-                return orbax().load(folder / ARRAYS, exactly)
+                return orbax().load(folder / ARRAYS, as_stored)
         except Exception as e:  # a page of wrappers around one message
             cause = first_cause(e)
             if isinstance(cause, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(cause):
@@ -299,8 +299,8 @@ class Checkpoints:
         verdict = files.check(folder)
         if verdict.proved and not verdict.problems:
             raise CheckpointError(f"{text} Its files are intact.")
-        named = "; ".join(verdict.problems[:3])
-        raise Damaged(f"{text} {named + '. ' if named else ''}{self.remedy(step)}")
+        file_problems = "; ".join(verdict.problems[:3])
+        raise Damaged(f"{text} {file_problems + '. ' if file_problems else ''}{self.remedy(step)}")
 
     # Saving
 
@@ -328,7 +328,7 @@ class Checkpoints:
         tensors: "Mapping[str, jax.Array]",
         meta: Mapping[str, Any],
         sums: Callable[[], Mapping[str, np.ndarray]] | None = None,
-        ended: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
         began: float | None = None,
         copying: float | None = None,
     ) -> Save | None:
@@ -341,35 +341,35 @@ class Checkpoints:
           tensors: copies that the save owns from here on. Their originals may be donated to the next step.
           meta: the caller's fields of meta.json, as JSON values.
           sums: returns the digests of the state by name (digests.sums). None: they are computed from `tensors`.
-          ended: called in another thread when the save has succeeded or failed.
+          on_end: called in another thread when the save has succeeded or failed.
           began: time.perf_counter() when the loop began to wait for this save; None: now.
           copying: time.perf_counter() when the copies of the tensors began; None: `began`.
         """
         began = time.perf_counter() if began is None else began
         self._settle()
-        if self._together("save", lambda: step == self._newest or self._is_complete(step))[0]:
+        if self._on_all_processes("save", lambda: step == self._newest or self._is_complete(step))[0]:
             return None
         size = sum(x.nbytes for x in tensors.values())
         if sums is None:
             from jaxtrain.checkpoint import digests
 
-            found = digests.digest_arrays(dict(tensors))
-            sums = lambda: found  # noqa: E731
+            tensor_digests = digests.digest_arrays(dict(tensors))
+            sums = lambda: tensor_digests  # noqa: E731
         record = {**meta, "format": FORMAT, "step": step, "bytes": size, "time_unix": time.time()}
         save = Save(step, size, meta.get(HELD_OUT, math.inf), began, began if copying is None else copying)
         tensors = dict(tensors)
         if self._peers.count == 1:
-            begun = self._worker.submit(self._begin, save, record, tensors, sums)
+            write_future = self._worker.submit(self._begin, save, record, tensors, sums)
         else:
             # Orbax begins with a collective over the devices, and collectives must be in the same order on all processes.
-            begun = concurrent.futures.Future()
+            write_future = concurrent.futures.Future()
             try:
-                begun.set_result(self._begin(save, record, tensors, sums))
+                write_future.set_result(self._begin(save, record, tensors, sums))
             except Exception as e:
-                begun.set_exception(e)
+                write_future.set_exception(e)
         save.returned = time.perf_counter()
-        self._running = save, self._worker.submit(self._end, save, tensors, begun)
-        self._running[1].add_done_callback(lambda _: ended())
+        self._running = save, self._worker.submit(self._end, save, tensors, write_future)
+        self._running[1].add_done_callback(lambda _: on_end())
         return save
 
     def save_now(self, step: int, tensors: "Mapping[str, jax.Array]", meta: Mapping[str, Any]) -> None:
@@ -418,7 +418,7 @@ class Checkpoints:
 
     def _begin(self, save: Save, record: dict[str, Any], tensors: dict[str, Any], sums: Any) -> Any:
         """Write meta.json durably, and let Orbax begin to write the arrays. Return Orbax's running save."""
-        self._together("begun", lambda: self._prepare(save, record, tensors, sums))
+        self._on_all_processes("begun", lambda: self._prepare(save, record, tensors, sums))
         folder = self.directory / str(save.step)
         with context(folder, tensors.values(), processes=self._peers.count):
             return orbax().save_async(folder / ARRAYS, tensors, overwrite=True)
@@ -431,26 +431,28 @@ class Checkpoints:
 
         jax.block_until_ready(tensors)
         save.copied = time.perf_counter()
-        found = sums()
+        tensor_digests = sums()
         # All processes have the same digests, so all raise NotFinite together.
-        if self._finite and (wrong := digests.list_not_finite(found)):
-            raise NotFinite(f"weights are infinite or NaN: {wrong}")
+        if self._finite and (not_finite := digests.list_not_finite(tensor_digests)):
+            raise NotFinite(f"weights are infinite or NaN: {not_finite}")
         if not self._primary:
             return
-        if self._finite and (wrong := digests.list_not_finite(found, "optimizer.")):
-            LOGGER.warning("%s", f"step {save.step} is saved with moments that are infinite or NaN: {wrong}")
+        if self._finite and (not_finite := digests.list_not_finite(tensor_digests, "optimizer.")):
+            LOGGER.warning("%s", f"step {save.step} is saved with moments that are infinite or NaN: {not_finite}")
         self.storage.check(save.bytes, self._keep)
         folder = self.storage.make(save.step)
-        record["tensors"] = {k: [list(tensors[k].shape), tensors[k].dtype.name, digests.text(x)] for k, x in found.items()}
+        record["tensors"] = {
+            k: [list(tensors[k].shape), tensors[k].dtype.name, digests.text(x)] for k, x in tensor_digests.items()
+        }
         self.storage.write(folder / META, files.sealed(record))
 
-    def _end(self, save: Save, tensors: dict[str, Any], begun: "concurrent.futures.Future[Any]") -> None:
+    def _end(self, save: Save, tensors: dict[str, Any], write_future: "concurrent.futures.Future[Any]") -> None:
         """Finish the save that `_begin` began, in the background."""
         try:
-            self._together("written", lambda: begun.result().result())
+            self._on_all_processes("written", lambda: write_future.result().result())
             self._commit(save.step)
         except Exception as e:
-            save.error = self._failed(save.step, e)
+            save.error = self._discard_failed(save.step, e)
         tensors.clear()  # copies of a complete state, which the traceback of a failure would keep
         save.ended = time.perf_counter()
 
@@ -458,41 +460,41 @@ class Checkpoints:
         """Sync the files, write their digests, then delete old steps. A failure of one process raises on all processes."""
         folder = self.directory / str(step)
 
-        def synced() -> list[str]:
+        def sync_files() -> list[str]:
             # Orbax's small JSON files may be in the page cache only. Without this sync, a power cut could lose them after older
             # steps were deleted.
             self.storage.sync(step)
             return files.listed(folder)
 
-        names = self._together("synced", synced if self._primary else list)[0]
+        names = self._on_all_processes("synced", sync_files if self._primary else list)[0]
         # Each process reads back its share: a write that did not reach the storage is found immediately.
-        mine = names[self._peers.process_index :: self._peers.count]
-        shares = self._together("files", lambda: files.measure(folder, mine))
+        local_names = names[self._peers.process_index :: self._peers.count]
+        shares = self._on_all_processes("files", lambda: files.measure(folder, local_names))
 
-        def written() -> None:
-            found = {name: value for share in shares for name, value in share.items()}
-            self.storage.write(folder / files.NAME, files.encode(found))
+        def write_digests() -> None:
+            file_digests = {name: value for share in shares for name, value in share.items()}
+            self.storage.write(folder / files.NAME, files.encode(file_digests))
 
-        self._together("integrity", written if self._primary else lambda: None)
+        self._on_all_processes("integrity", write_digests if self._primary else lambda: None)
         if self._primary:
             self._delete_old()
 
-    def _failed(self, step: int, error: Exception) -> CheckpointError:
+    def _discard_failed(self, step: int, error: Exception) -> CheckpointError:
         """Remove the files of a failed save, so that a full disk has space for the next save. Return the error to report."""
-        left = ""
+        note = ""
         if self._primary:
             try:
                 if self.storage.state(step) in ("complete", "damaged"):  # the failure came after the arrays
                     self.storage.delete(step)
                 self.storage.sweep()
             except OSError as e:
-                left = f" Its files could not be removed ({e})."
+                note = f" Its files could not be removed ({e})."
         if isinstance(error, NotFinite):
-            return NotFinite(f"step {step} is not saved: {error}.{left}")
-        why = describe_error(error)
+            return NotFinite(f"step {step} is not saved: {error}.{note}")
+        cause = describe_error(error)
         return CheckpointError(
-            f"saving step {step} to {self.directory} failed: {why}.{left} Complete steps: "
-            f"{self.listing()}. {self.storage.remedy(why)}"
+            f"saving step {step} to {self.directory} failed: {cause}.{note} Complete steps: "
+            f"{self.listing()}. {self.storage.remedy(cause)}"
         )
 
     # Deleting
@@ -513,12 +515,12 @@ class Checkpoints:
             except OSError as e:  # the new step is complete: its save did not fail
                 LOGGER.warning("%s", f"checkpoint {old} could not be deleted ({e}); the next save tries again")
 
-    def set_aside(self, step_after: int, what: str = "going back to step {step}: later steps") -> str:
+    def set_aside(self, step_after: int, message: str = "going back to step {step}: later steps") -> str:
         """Move every step later than `step_after` to DIR/set_aside-TIME/. Return a line for the log; '' if no step is later.
 
         Unfinished steps stay, and the next save removes them: every killed save would leave its files there otherwise.
 
-        what: the beginning of the line. Raises CheckpointError, and moves nothing, if step `step_after` is not complete.
+        message: the beginning of the line. Raises CheckpointError, and moves nothing, if step `step_after` is not complete.
         """
         self.meta(step_after)
         later = sorted(step for step, state in self.states().items() if state != "unfinished" and step > step_after)
@@ -530,7 +532,7 @@ class Checkpoints:
         target = self.directory / f"set_aside-{stamp}"
         if self._primary:
             self.storage.set_aside(later, target.name)
-        return f"{what.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
+        return f"{message.format(step=step_after)} {', '.join(map(str, later))} moved to {target}, none deleted"
 
 
 def _cast(x: "jax.Array", dtype: Any) -> "jax.Array":

@@ -76,8 +76,8 @@ class Storage:
         """Return the remedy, as text, for a save that failed with this error."""
         if self.is_bucket:
             return "Check that the bucket can be reached and written to, and start again."
-        known = (remedy for parts, remedy in REMEDIES.items() if any(part in error for part in parts))
-        return next(known, f"Check this disk, {ELSEWHERE}")
+        remedies = (remedy for fragments, remedy in REMEDIES.items() if any(fragment in error for fragment in fragments))
+        return next(remedies, f"Check this disk, {ELSEWHERE}")
 
     # Reading
 
@@ -86,12 +86,12 @@ class Storage:
         names: dict[int, set[str]] = {}
         if self.is_bucket:
             for name in self.files(self.path):
-                step, _, rest = name.partition("/")
-                if is_step(step) and rest:
-                    names.setdefault(int(step), set()).add(rest)
+                step, _, file = name.partition("/")
+                if is_step(step) and file:
+                    names.setdefault(int(step), set()).add(file)
         elif (root := Path(self.path)).exists():
             names = {int(f.name): _marks(f) for f in root.iterdir() if is_step(f.name) and f.is_dir()}
-        return {step: _state_of(found) for step, found in names.items()}
+        return {step: _state_of(file_names) for step, file_names in names.items()}
 
     def state(self, step: int) -> str:
         """Return the state of one step; 'missing' if it has no folder."""
@@ -104,24 +104,24 @@ class Storage:
     def files(self, folder: epath.Path) -> dict[str, int]:
         """Return every file below a folder: path within it -> bytes."""
         if not self.is_bucket:
-            found: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for path in (Path(above, name) for above, _, names in os.walk(folder) for name in names):
                 with contextlib.suppress(FileNotFoundError):  # a run that saves there has renamed or deleted it
-                    found[path.relative_to(folder).as_posix()] = path.lstat().st_size
-            return found
+                    sizes[path.relative_to(folder).as_posix()] = path.lstat().st_size
+            return sizes
         scheme, _, root = os.fspath(folder).rstrip("/").partition("://")
         root += "/"
         with _requests(folder) as client:
             try:
-                listed = client.find(root, detail=True)
+                listing = client.find(root, detail=True)
             except FileNotFoundError:  # an empty prefix is no error: there is no bucket to list
                 rule = f"{folder}: there is no such bucket, or these credentials may not list it"
                 fix = f"name one that exists, as {scheme}://BUCKET/PATH, or set {CREDENTIALS[scheme]}"
                 raise Unreachable(f"{rule}. Fix: {fix}, with the right to list objects.") from None
         return {
-            name.removeprefix(root): about["size"]
-            for name, about in listed.items()
-            if name.startswith(root) and name != root and about["type"] != "directory"
+            name.removeprefix(root): info["size"]
+            for name, info in listing.items()
+            if name.startswith(root) and name != root and info["type"] != "directory"
         }
 
     def read(self, path: epath.Path) -> bytes:
@@ -175,7 +175,7 @@ class Storage:
         free = self._free()
         if free is None:
             return None
-        return free + sum(sum(self.files(self.path / str(step)).values()) for step in self._remains())
+        return free + sum(sum(self.files(self.path / str(step)).values()) for step in self._leftovers())
 
     def _free(self) -> int | None:
         return None if self.is_bucket else free_bytes(Path(self.path))
@@ -205,13 +205,13 @@ class Storage:
 
     def sweep(self) -> None:
         """Remove unfinished steps, which killed saves and deletions left. A step with any other file in its folder is kept."""
-        for step in self._remains():
+        for step in self._leftovers():
             self._remove(step)
 
-    def _remains(self) -> list[int]:
+    def _leftovers(self) -> list[int]:
         """Return the unfinished steps whose folders have only files of a save: the user put any other file there."""
         unfinished = [step for step, state in self.states().items() if state == "unfinished"]
-        return [step for step in unfinished if all(_is_of_a_save(name) for name in self.files(self.path / str(step)))]
+        return [step for step in unfinished if all(_is_save_file(name) for name in self.files(self.path / str(step)))]
 
     def delete(self, step: int) -> None:
         """Delete a step.
@@ -323,16 +323,15 @@ def _marks(folder: Path) -> set[str]:
 
 
 def _state_of(names: Iterable[str]) -> str:
-    """Return the state of a step from the names of its files."""
-    found = set(names)
-    if COMMITTED in found:
-        return "complete" if META in found else "damaged"
+    marks = set(names)
+    if COMMITTED in marks:
+        return "complete" if META in marks else "damaged"
     # integrity.json is written when a step is complete, and is the first file that a deletion removes. ARRAYS is a folder on a
     # disk, which Orbax renames into place when it is complete, and a deletion renames before it removes a file.
-    return "damaged" if DIGESTS in found or ARRAYS in found else "unfinished"
+    return "damaged" if DIGESTS in marks or ARRAYS in marks else "unfinished"
 
 
-def _is_of_a_save(name: str) -> bool:
+def _is_save_file(name: str) -> bool:
     """Return whether a save writes this file into a step's folder. name: path within the folder."""
     first = name.partition("/")[0]
     return first.removesuffix(".partial") in (META, DIGESTS) or first.startswith(ARRAYS)
@@ -343,8 +342,8 @@ def free_bytes(path: Path) -> int | None:
 
     None: the file system does not tell, as some network file systems. A quota counts if the file system counts it itself.
     """
-    found = shutil.disk_usage(_nearest(path))
-    return found.free if found.total else None
+    usage = shutil.disk_usage(_nearest(path))
+    return usage.free if usage.total else None
 
 
 def _nearest(path: Path) -> Path:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Config = RunConfig | str | os.PathLike[str]
 
 
-def _with_own_line[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+def _with_user_line[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Return a function whose errors of the user's own family, loss, optimizer or data source end with the user's line."""
 
     @functools.wraps(function)
@@ -62,20 +62,20 @@ def load(name: Config, **overrides: Any) -> RunConfig:
         if overrides:
             raise TypeError("overrides belong to a config file: name the file, or use dataclasses.replace on the RunConfig")
         return name
-    loaded = _load(name, overrides)
+    loaded = _load_config(name, overrides)
     for note in loaded.launch.notes:
         warnings.warn(note, stacklevel=2)
     return loaded.run
 
 
-def _load(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.Loaded:
-    loaded = loading.load(_argv(name, overrides))
+def _load_config(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.Loaded:
+    loaded = loading.load(_config_argv(name, overrides))
     if loaded.problems:
         raise ConfigError(launch.with_config(loaded.problems, loaded.launch))
     return loaded
 
 
-@_with_own_line
+@_with_user_line
 def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
     """Return the sharding of every array: of a config's train step on a machine, or of a pytree of arrays.
 
@@ -107,7 +107,7 @@ def shardings(config: Any, topology: str = "", **overrides: Any) -> "Shardings":
     return of_run(run, machine)
 
 
-@_with_own_line
+@_with_user_line
 def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
     """Return memory, communication and step time of a config's train step, compiled for a machine without its GPUs.
 
@@ -122,11 +122,11 @@ def plan(config: Config, topology: str, **overrides: Any) -> "Plan":
 
     run, machine = load(config, **overrides), machines.parse(topology)
     _check_machine(run, machine)
-    name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
+    name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
     return shown(make_plan(run, machine, name=name, overrides=tuple(f"{k}={v}" for k, v in flatten(overrides))))
 
 
-@_with_own_line
+@_with_user_line
 def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, **overrides: Any) -> "Search":
     """Return the fastest layout of a config that fits on a machine, and the others that were compiled.
 
@@ -146,13 +146,13 @@ def search(config: Config, topology: str, budget: float = 600.0, most: int = 0, 
     if not budget >= 0 or most < 0:
         raise ValueError(f"budget = {budget}, most = {most}: must not be negative. Fix: 0 for no limit, and for 8 plans.")
     run, machine = load(config, **overrides), machines.parse(topology)
-    name = "" if isinstance(config, RunConfig) else _label(os.fspath(config))
-    given = tuple(f"{k}={v}" for k, v in flatten(overrides))
-    how = {"budget_s": budget, "most": most or MOST, "cache": Cache(FOLDER)}
-    return shown(run_search(run, name, machine, overrides=given, **how))
+    name = "" if isinstance(config, RunConfig) else _config_label(os.fspath(config))
+    override_args = tuple(f"{k}={v}" for k, v in flatten(overrides))
+    options = {"budget_s": budget, "most": most or MOST, "cache": Cache(FOLDER)}
+    return shown(run_search(run, name, machine, overrides=override_args, **options))
 
 
-@_with_own_line
+@_with_user_line
 def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], **overrides: Any) -> "Result":
     """Train in this process, as `python -m jaxtrain.main` does, and return how the run ended.
 
@@ -170,7 +170,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
     from jaxtrain.train.run import run
 
     if isinstance(config, str | os.PathLike):
-        loaded = _load(config, overrides)
+        loaded = _load_config(config, overrides)
         try:
             return run(loaded.run, workdir, loaded.launch.notes)
         except ConfigError as error:
@@ -196,7 +196,7 @@ def open_run(folder: str | os.PathLike[str]) -> "OpenRun":
     return read(os.fspath(folder), kind=OpenRun)
 
 
-@_with_own_line
+@_with_user_line
 def evaluate(
     model: str | os.PathLike[str], texts: Sequence[str], base: str = "", tokenizer: str = "", *, ema: bool = False
 ) -> dict[str, float]:
@@ -228,25 +228,26 @@ def evaluate(
     from jaxtrain.train.scoring import Scorer
 
     source = open_origin(os.fspath(model))
-    known, _ = text_format.load(source.text(), tokenizer or source.run().data.tokenizer)  # before the weights are read
+    # Before the weights are read
+    loaded_tokenizer, _ = text_format.load(source.text(), tokenizer or source.run().data.tokenizer)
     run, sampler, params, _, _ = load_model(os.fspath(model), jax.local_devices(), base, ema)
     scorer = Scorer(run, sampler, params)
-    parts = []
+    windows = []
     for text in texts:
-        if note := text_format.control_in(text, known, "a text"):
+        if note := text_format.control_in(text, loaded_tokenizer, "a text"):
             warnings.warn(note, stacklevel=2)
-        ids = [*known.bos, *known.encode(text)]
+        ids = [*loaded_tokenizer.bos, *loaded_tokenizer.encode(text)]
         # The first token of a document without a start token is not predicted.
-        parts += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
-    tokens = sum(part.count for part in parts)
+        windows += scorer.windows(ids[1:], ids[0]) if len(ids) > 1 else []
+    tokens = sum(window.count for window in windows)
     if not tokens:
         raise ValueError("texts: no token to predict. Fix: give at least one text of two tokens or more.")
-    nats = -math.fsum(log_prob for log_prob, _ in scorer.score(parts))
+    nats = -math.fsum(log_prob for log_prob, _ in scorer.score(windows))
     scored_bytes = sum(len(text.encode()) for text in texts)
     return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / scored_bytes, "tokens": float(tokens)}
 
 
-@_with_own_line
+@_with_user_line
 def generate(
     model: str | os.PathLike[str],
     prompt: str = "",
@@ -294,25 +295,26 @@ def generate(
         raise ValueError("generate takes a prompt or messages, and both are given. Fix: leave one out.")
     if chat_template and messages is None:
         raise ValueError("chat_template writes messages, and there are none. Fix: messages=[{'role': 'user', 'content': ...}].")
-    talk = None
+    conversation = None
     if messages is not None:
-        talk, answered = question({"messages": messages if isinstance(messages, str) else list(messages)})
-        if answered:
+        conversation, answer = question({"messages": messages if isinstance(messages, str) else list(messages)})
+        if answer:
             raise ValueError("messages end with an answer, and ask nothing. Fix: end with a message of the user.")
     source = open_origin(os.fspath(model))
     spec = tokenizer or source.run().data.tokenizer
-    chat = None if talk is None else Chat(source.text(), spec, chat_template)
-    known, text = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
+    chat = None if conversation is None else Chat(source.text(), spec, chat_template)
+    # A missing tokenizer is an error before the weights are read.
+    loaded_tokenizer, text = text_format.load(source.text(), spec)
     loaded = load_model(os.fspath(model), jax.local_devices(), base, ema)
     ask = Ask(prompt, max_tokens, temperature, top_p, seed)
-    if talk is not None and chat is not None:
-        return chat.answer(loaded, talk, ask)
-    if note := text_format.control_in(prompt, known):
+    if conversation is not None and chat is not None:
+        return chat.answer(loaded, conversation, ask)
+    if note := text_format.control_in(prompt, loaded_tokenizer):
         warnings.warn(note, stacklevel=2)
-    return continue_text(loaded.sampler, loaded.params, known, ask, stops=text.stops)
+    return continue_text(loaded.sampler, loaded.params, loaded_tokenizer, ask, stops=text.stops)
 
 
-@_with_own_line
+@_with_user_line
 def load_weights(
     model: str | os.PathLike[str], *, dtype: str = "", base: str = "", ema: bool = False
 ) -> "dict[str, np.ndarray]":
@@ -354,7 +356,7 @@ def load_weights(
     return {name.removeprefix(PREFIX): np.array(x, wanted[name]) for name, x in read(list(wanted))}
 
 
-@_with_own_line
+@_with_user_line
 def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **overrides: Any) -> "ParityResult":
     """Train the same few steps on several layouts, and compare losses, gradients and weights with the first layout.
 
@@ -369,42 +371,41 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     """
     import jax
 
-    from jaxtrain.train import parity_layouts as named
+    from jaxtrain.train import parity_layouts
     from jaxtrain.train.parity_runs import compare_layouts
 
-    usual = load(config, **overrides)
-    meshes = meshes or named.default(usual.train, usual.model)
-    layouts, problems = named.parse(meshes)
-    most, here = max((layout.devices for layout in layouts), default=1), jax.device_count()
-    if most > here:
-        remedy = f"Set JAX_NUM_CPU_DEVICES={most} before JAX starts."
-        problems = [Problem("meshes", meshes, f"needs {most} devices, and this process has {here}", remedy)]
+    run = load(config, **overrides)
+    meshes = meshes or parity_layouts.default(run.train, run.model)
+    layouts, problems = parity_layouts.parse(meshes)
+    needed, available = max((layout.devices for layout in layouts), default=1), jax.device_count()
+    if needed > available:
+        remedy = f"Set JAX_NUM_CPU_DEVICES={needed} before JAX starts."
+        problems = [Problem("meshes", meshes, f"needs {needed} devices, and this process has {available}", remedy)]
     if steps < 1:
         problems.append(Problem("steps", steps, "must be at least 1", "Set 3."))
-    argv = _argv(config, overrides)
-    runs, _, wrong = named.load_all([] if problems else layouts, argv)
-    if problems := problems + wrong:
+    argv = _config_argv(config, overrides)
+    runs, _, layout_problems = parity_layouts.load_all([] if problems else layouts, argv)
+    if problems := problems + layout_problems:
         raise ConfigError(launch.with_config(problems, loading.load(argv).launch))
-    shown = tuple(f"{key}={value}" for key, value in flatten(overrides))
-    return compare_layouts(runs, steps, rich.console.Console(quiet=True), os.fspath(config), shown)
+    override_args = tuple(f"{key}={value}" for key, value in flatten(overrides))
+    return compare_layouts(runs, steps, rich.console.Console(quiet=True), os.fspath(config), override_args)
 
 
-def _argv(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> list[str]:
-    """Return a config and its overrides as arguments of a command line."""
-    return [f"--config={_file(os.fspath(name))}", *(f"--config.{key}={value}" for key, value in flatten(overrides))]
+def _config_argv(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> list[str]:
+    return [f"--config={_config_path(os.fspath(name))}", *(f"--config.{key}={value}" for key, value in flatten(overrides))]
 
 
-def _file(name: str) -> str:
+def _config_path(name: str) -> str:
     """Return the path of a config; a name without folder and suffix is a file of configs/."""
     stem, colon, variant = name.partition(":")
-    own = launch.REPO / "configs" / f"{stem}.py"
-    known = not (Path(stem).exists() or Path(name).is_file()) and "/" not in stem and own.exists()
-    return f"{own}{colon}{variant}" if known else name
+    path = launch.REPO / "configs" / f"{stem}.py"
+    in_configs = not (Path(stem).exists() or Path(name).is_file()) and "/" not in stem and path.exists()
+    return f"{path}{colon}{variant}" if in_configs else name
 
 
-def _label(name: str) -> str:
+def _config_label(name: str) -> str:
     """Return the path of a config relative to the repository, as on a command line there."""
-    return _file(name).removeprefix(f"{launch.REPO}/")
+    return _config_path(name).removeprefix(f"{launch.REPO}/")
 
 
 def _check_machine(run: RunConfig, topology: Any) -> None:

@@ -17,21 +17,21 @@ from jaxtrain.step.validate_places import writable
 STEPS = ("", "sweep")  # modes that time train steps
 
 
-def names_of(known: Sequence[str]) -> Callable[[str], str]:
+def names_of(choices: Sequence[str]) -> Callable[[str], str]:
     """Return a type of options: comma-separated lists of known names."""
 
-    def names(text: str) -> str:
-        if wrong := [name for name in text.split(",") if name not in known]:
-            raise Invalid(f"{wrong[0]!r} is not one of {', '.join(known)}")
+    def parse_names(text: str) -> str:
+        if unknown := [name for name in text.split(",") if name not in choices]:
+            raise Invalid(f"{unknown[0]!r} is not one of {', '.join(choices)}")
         return text
 
-    return names
+    return parse_names
 
 
 def parser() -> Parser:
     """Return the parser of the command line."""
     kinds, parts = ",".join(kernels.KINDS), [part.name for part in suite.PARTS]
-    p = Parser(
+    cli = Parser(
         "bench",
         "Measure the devices of this machine: train steps by the program of training, kernels, or a complete node.",
         config=True,
@@ -46,35 +46,35 @@ def parser() -> Parser:
         "be measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, "
         "finished results are kept.",
     )
-    p.option("steps", "timed steps; default 20", "N", 20, type=whole(1), modes=STEPS)
-    p.option("warmup", "steps before them; default 5", "N", 5, type=whole(1), modes=STEPS)
-    p.option("data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEPS)
+    cli.option("steps", "timed steps; default 20", "N", 20, type=whole(1), modes=STEPS)
+    cli.option("warmup", "steps before them; default 5", "N", 5, type=whole(1), modes=STEPS)
+    cli.option("data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEPS)
     devices = "the first N devices; on a CPU, N of them. Default: all"
-    p.option("devices", devices, "N", 0, type=whole(1), example="2", modes=STEPS)
+    cli.option("devices", devices, "N", 0, type=whole(1), example="2", modes=STEPS)
     limit = "seconds of a case, with compilation; no step begins after that. 0: no limit"
-    p.option("limit", limit, "S", 0, type=whole(0), modes=STEPS)
-    p.option(
+    cli.option("limit", limit, "S", 0, type=whole(0), modes=STEPS)
+    cli.option(
         "trace",
         f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE. All steps run without CUDA graphs, "
         "whose kernels a trace does not name",
         modes=STEPS,
     )
-    p.option(
+    cli.option(
         "sweep",
         "every combination of these values, as 'remat.policy=full,none;mesh.fsdp=4,8'. A case that is impossible or does "
         "not fit is a row with the reason",
         "'KEY=V,V;...'",
     )
     bounds = f"instead: kernels and the lower bound of their time, by FLOPs and bytes at the data sheet's rates: {kinds}"
-    p.option("kernels", bounds, "LIST", const=kinds, type=names_of(kernels.KINDS), example="gemm")
+    cli.option("kernels", bounds, "LIST", const=kinds, type=names_of(kernels.KINDS), example="gemm")
     node = "instead: check and measure this node, in at most 30 minutes, into one folder to send in"
-    p.option("suite", node, "node", choices=("node",))
+    cli.option("suite", node, "node", choices=("node",))
     listed = f"parts of the suite: {','.join(parts)}"
-    p.option("parts", listed, "LIST", modes=("suite",), type=names_of(parts), example="preflight")
-    p.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
-    p.option("json", "all results, for programs", "FILE", type=output_file)
-    p.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=place)
-    return p
+    cli.option("parts", listed, "LIST", modes=("suite",), type=names_of(parts), example="preflight")
+    cli.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
+    cli.option("json", "all results, for programs", "FILE", type=output_file)
+    cli.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=place)
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,14 +84,14 @@ def main(argv: Sequence[str]) -> int:
 
 def find_problems(args: Args) -> list[Problem]:
     """Return the problems of options that do not fit together, and of --out. JAX is not started."""
-    found = []
+    problems = []
     if args.trace and not args.out:
-        found.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
+        problems.append(Problem("--trace", None, "there is no folder for it", "Add --out=DIR."))
     if args.mode in ("suite", "kernels") and (args.line.overrides or args.line.file is not None):
-        found.append(Problem("--config", None, f"--{args.mode} does not use it", "Leave it out."))
+        problems.append(Problem("--config", None, f"--{args.mode} does not use it", "Leave it out."))
     if args.mode == "sweep":
-        found += train_step.make_cases((), "", args.sweep)[1]
-    return found + (writable("--out", Path(args.out).expanduser()) if args.out else [])
+        problems += train_step.make_cases((), "", args.sweep)[1]
+    return problems + (writable("--out", Path(args.out).expanduser()) if args.out else [])
 
 
 def run(args: Args) -> int:
@@ -114,9 +114,13 @@ def run(args: Args) -> int:
     launched = args.loaded.launch
     cases, _ = train_step.make_cases([*launched.config_argv, *DATA[args.data]], launched.name, args.sweep)
     problems = {name: train_step.find_problems(loading.load(argv), args.devices) for name, argv in cases.items()}
-    wrong = [p for found in problems.values() for p in found] if all(problems.values()) else train_step.gpu_problems()
-    if wrong:  # no case is possible
-        raise ConfigError(wrong)
+    fatal = (
+        [p for case_problems in problems.values() for p in case_problems]
+        if all(problems.values())
+        else train_step.gpu_problems()
+    )
+    if fatal:  # no case is possible
+        raise ConfigError(fatal)
     request = {"devices": args.devices, "steps": args.steps, "warmup": args.warmup, "trace": args.trace}
     request["limit_s"] = args.limit or None
     folder = bench.Folder(args.out, args.json, args.mode or "steps")

@@ -18,7 +18,7 @@ MOST_WEIGHT = 1e9
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "checkpoint",
         "List the checkpoints of a run, verify their files, or average weights. Checkpoints are on a disk, at gs:// or at s3://.",
         examples=("list runs/tiny", "verify runs/tiny --step=100", "average runs/a runs/b --out=runs/averaged --weights=1,3"),
@@ -27,26 +27,26 @@ def parser() -> Parser:
     )
     verify = "read every file of every step, and compare it with the digests from when it was written"
     for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
-        p.command(name, text).argument("folder", "a run's folder, or its checkpoints folder", "DIR")
-    p.commands["verify"].option("step", "only this step", "N", type=whole(0))
-    average = p.command("average", "the average of weights, to a checkpoint that training, sampling and hf export start from")
+        cli.command(name, text).argument("folder", "a run's folder, or its checkpoints folder", "DIR")
+    cli.commands["verify"].option("step", "only this step", "N", type=whole(0))
+    average = cli.command("average", "the average of weights, to a checkpoint that training, sampling and hf export start from")
     average.argument("checkpoints", "two or more runs, or checkpoints of runs, of one model", "CKPT", several=True)
     average.option("out", "the folder to write, as a run's folder", "DIR", type=place, required=True)
     text = "a number for each, in their order: their ratios count, and one may be negative. Default: all are equal"
     average.option("weights", text, "W,W", (), type=numbers, example="1,3")
     average.option("ema", "average the averages of the weights (train.ema_decay), not the weights of the last steps")
-    return p
+    return cli
 
 
 def numbers(text: str) -> tuple[float, ...]:
     """Return the numbers of a text such as 1,2.5,-1."""
     try:
-        found = tuple(float(part) for part in text.split(","))
+        values = tuple(float(word) for word in text.split(","))
     except ValueError:
-        found = (math.nan,)
-    if not all(abs(number) <= MOST_WEIGHT for number in found):  # NaN is not
+        values = (math.nan,)
+    if not all(abs(number) <= MOST_WEIGHT for number in values):  # NaN is not
         raise Invalid(f"must be numbers of at most {MOST_WEIGHT:g} with commas between them")
-    return found
+    return values
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,20 +56,20 @@ def main(argv: Sequence[str]) -> int:
     return run_command(parser(), argv, lambda args: acts[args.command](args), errors=(CheckpointError, ValueError))
 
 
-def _opened(path: str) -> tuple[Checkpoints, dict[int, str]]:
-    found = Checkpoints(folder_in(path))
-    states = found.states()
+def _open_checkpoints(path: str) -> tuple[Checkpoints, dict[int, str]]:
+    checkpoints = Checkpoints(folder_in(path))
+    states = checkpoints.states()
     if not states:
-        raise CheckpointError(f"{found.directory}: no checkpoints there. Name a run's folder or its checkpoints folder.")
-    return found, states
+        raise CheckpointError(f"{checkpoints.directory}: no checkpoints there. Name a run's folder or its checkpoints folder.")
+    return checkpoints, states
 
 
 def _list(args: Args) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    found, states = _opened(args.folder)
-    table = Table(title=os.fspath(found.directory), title_justify="left")
+    checkpoints, states = _open_checkpoints(args.folder)
+    table = Table(title=os.fspath(checkpoints.directory), title_justify="left")
     for name in ("step", "saved", "GiB", "loss", "held-out"):
         table.add_column(name, justify="right")
     table.add_column("state")
@@ -77,7 +77,7 @@ def _list(args: Args) -> int:
         saved = size = loss = held_out = "-"
         if state == "complete":
             try:
-                meta = found.meta(step)
+                meta = checkpoints.meta(step)
             except CheckpointError as e:
                 state = f"damaged: {e}"
             else:
@@ -90,23 +90,25 @@ def _list(args: Args) -> int:
 
 
 def _verify(args: Args) -> int:
-    found, states = _opened(args.folder)
+    checkpoints, states = _open_checkpoints(args.folder)
     if "step" in args.given and args.step not in states:
-        raise CheckpointError(f"step {args.step} in {found.directory}: no such checkpoint. There are: {found.listing()}.")
+        raise CheckpointError(
+            f"step {args.step} in {checkpoints.directory}: no such checkpoint. There are: {checkpoints.listing()}."
+        )
     steps = [step for step in sorted(states) if step == args.step or "step" not in args.given]
-    sizes = [found.storage.files(found.directory / str(step)) for step in steps]
-    total = sum(size for of_step in sizes for name, size in of_step.items() if name != files.NAME)
+    sizes = [checkpoints.storage.files(checkpoints.directory / str(step)) for step in steps]
+    total = sum(size for step_sizes in sizes for name, size in step_sizes.items() if name != files.NAME)
     damaged = False
     with progress_bar(total) as progress:
         for step in steps:
             if states[step] == "unfinished":
                 print(f"step {step}: unfinished: its save was cut off, and it is never restored")
                 continue
-            verdict = found.verify(step, lambda n, step=step: progress(f"step {step}", n))
+            verdict = checkpoints.verify(step, lambda n, step=step: progress(f"step {step}", n))
             problems, note = verdict.problems, f"good ({verdict.bytes / 2**30:.3f} GiB read)"
             if not verdict.proved:
-                what = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
-                problems, note = (*problems, what) if problems else (), f"complete, but {what}"
+                reason = "without integrity.json, so its files cannot be checked; a restore checks its arrays"
+                problems, note = (*problems, reason) if problems else (), f"complete, but {reason}"
             damaged |= bool(problems)
             print(f"step {step}: {'DAMAGED' if problems else note}", *(f"  {problem}" for problem in problems), sep="\n")
     return DAMAGED if damaged else 0

@@ -11,12 +11,12 @@ from jaxtrain.runtime.cluster import FIELDS
 from jaxtrain.runtime.interrupt import interruptible
 
 
-def add_process_options(p: Parser) -> None:
+def add_process_options(parser: Parser) -> None:
     """Declare the options that set the rank of a process in a run of several processes (jaxtrain/runtime/cluster.py)."""
-    p.option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT")
-    p.option("num-processes", "count of processes", "N")
-    p.option("process-id", "number of this process, from 0", "I")
-    p.option(
+    parser.option("coordinator", "address of process 0, for a run of several processes", "HOST:PORT")
+    parser.option("num-processes", "count of processes", "N")
+    parser.option("process-id", "number of this process, from 0", "I")
+    parser.option(
         "local-devices",
         "GPUs of this process, as 0,1; default all of its node. Slurm and torchrun set these four (docs/cluster.md)",
         "LIST",
@@ -62,14 +62,14 @@ def run_command(
         return 0
     args = read_line(parser, argv)
     problems = args.problems + (check(args) if check else [])
-    given = args.loaded.launch if "loaded" in args else None
+    launched = args.loaded.launch if "loaded" in args else None
     if problems:
-        return launch.report(problems, given)
+        return launch.report(problems, launched)
     try:
         with interruptible():
             return act(args)
     except ConfigError as error:
-        return launch.report(error.problems, given)
+        return launch.report(error.problems, launched)
     except Exception as error:
         if own_parts.report(error, sys.stderr):
             return REFUSED

@@ -26,107 +26,109 @@ def parser() -> Parser:
     """Return the parser of the command line."""
     codes = "Exit codes: 0 done; 1 a file is damaged, or the disk or a process failed; 2 the command or its input is wrong."
     top = Parser("data", "Make, check and show token files.", examples=EXAMPLES, notes=codes)
-    p = top.command(
+    cli = top.command(
         "prepare",
         "Write a token file from text, JSON lines or Parquet. The file gets its name only when it is complete. After an "
         "interruption, the same command resumes from the finished parts.",
     )
-    p.option(
+    cli.option(
         "input",
         "files to read, ** for subfolders, or a data set hf:DATASET[:CONFIG][:SPLIT]; repeatable",
         "GLOB",
         required=True,
         repeat=True,
     )
-    p.option("output", "the token file to write", "NAME.tok", type=path, required=True)
-    p.option("tokenizer", "byte (default) | path of a tokenizer.json | hf:NAME (from the hub)", "SPEC")
-    p.option("eot", "the token that ends a document, if it is not a well-known one", "TOKEN")
-    p.option(
+    cli.option("output", "the token file to write", "NAME.tok", type=path, required=True)
+    cli.option("tokenizer", "byte (default) | path of a tokenizer.json | hf:NAME (from the hub)", "SPEC")
+    cli.option("eot", "the token that ends a document, if it is not a well-known one", "TOKEN")
+    cli.option(
         "text-key",
         "JSON key or Parquet column of the text (default: text); several are joined by --separator",
         "KEY[,KEY]",
     )
-    p.option(
+    cli.option(
         "separator",
         r"text between the values of several keys; \n and \t are understood (default: a blank line, \n\n)",
         "TEXT",
         type=lambda text: text.replace("\\n", "\n").replace("\\t", "\t"),
         may_be_empty=True,
     )
-    p.option(
+    cli.option(
         "chat", "rows are conversations: messages, conversations, prompt with completion or response, instruction and output"
     )
-    p.option("preference", "rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages")
-    p.option(
+    cli.option("preference", "rows are pairs for loss.name=dpo: prompt, chosen, rejected; with --chat lists of messages")
+    cli.option(
         "chat-template",
         f"writes conversations: {', '.join(NAMED)}, or a Jinja template (default: the tokenizer's own)",
         "NAME|FILE",
     )
-    p.option(
+    cli.option(
         "loss",
         "tokens of a conversation that count in the loss: of the assistant's turns (default), all, of its last turn",
         "|".join(LOSSES),
         choices=LOSSES,
     )
-    p.option(
+    cli.option(
         "format",
         "auto: .jsonl .ndjson a document a line, .parquet a document a row, others a document each; .gz .bz2 .xz .zst "
         "are unpacked",
         "|".join(FORMATS),
         choices=FORMATS,
     )
-    p.option("validation", "put this fraction of the documents into NAME.val.tok (default 0)", "F", type=float, example="0.01")
-    p.option("skip-bad-lines", "leave out lines that cannot be read, and count them")
-    p.option("force", "replace an existing output")
-    p.option(
+    cli.option(
+        "validation", "put this fraction of the documents into NAME.val.tok (default 0)", "F", type=float, example="0.01"
+    )
+    cli.option("skip-bad-lines", "leave out lines that cannot be read, and count them")
+    cli.option("force", "replace an existing output")
+    cli.option(
         "processes",
         "number of processes that tokenize (default: one a core); the file does not depend on it",
         "N",
         type=int,
         example="8",
     )
-    p.option(
+    cli.option(
         "shard-mb",
         f"input of a part; an interrupted run repeats unfinished parts (default {SHARD_MB})",
         "MB",
         type=float,
         example=str(SHARD_MB),
     )
-    p = top.command("verify", "Read token files completely and check them.")
-    p.argument("files", "a token file", "FILE", several=True, type=path)
-    p = top.command("show", "figures and the first documents of a token file")
-    p.argument("file", "a token file", "FILE", type=path)
-    p.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=whole(0))
-    p.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=whole(0))
-    p.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=whole(0))
-    p = top.command(
+    cli = top.command("verify", "Read token files completely and check them.")
+    cli.argument("files", "a token file", "FILE", several=True, type=path)
+    cli = top.command("show", "figures and the first documents of a token file")
+    cli.argument("file", "a token file", "FILE", type=path)
+    cli.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=whole(0))
+    cli.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=whole(0))
+    cli.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=whole(0))
+    cli = top.command(
         "seen",
         "Which documents a run reads at a step, when it reads a document, and which held-out documents are in its data. Give "
         "one of --step, --document, --text and --validation. Nothing is trained or written.",
     )
-    p.option("workdir", "a run's folder", "DIR", type=path, required=True, example="runs/tiny")
-    p.option(
+    cli.option("workdir", "a run's folder", "DIR", type=path, required=True, example="runs/tiny")
+    cli.option(
         "step",
         "the documents of step N; with --validation: compare with steps 1 to N (default: all until now)",
         "N",
         type=whole(1),
         example="100",
     )
-    p.option("document", "when document N, from 0, of a token file is read", "FILE:N")
-    p.option("text", "when the places of a text are read, found by its tokens", "TEXT")
-    p.option("validation", "how many documents of a held-out token file were read, exactly and by n-grams", "FILE", type=path)
-    p.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=whole(2))
-    p.option("show-text", "with --step: also print the tokens as text")
+    cli.option("document", "when document N, from 0, of a token file is read", "FILE:N")
+    cli.option("text", "when the places of a text are read, found by its tokens", "TEXT")
+    cli.option("validation", "how many documents of a held-out token file were read, exactly and by n-grams", "FILE", type=path)
+    cli.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=whole(2))
+    cli.option("show-text", "with --step: also print the tokens as text")
     return top
 
 
 def run_prepare(args: Args) -> int:
-    given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in args.given - {"input", "output"}}
+    options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in args.given - {"input", "output"}}
     for key in ("text_key", "separator"):
-        if key in given and ("chat" in given or "preference" in given):
-            kind, option = ("--chat" if "chat" in given else "--preference"), f"--{key.replace('_', '-')}"
-            raise PrepareError(f"{option} = {given[key]!r}: {kind} does not use it. Fix: leave {option} out")
-    headers = prepare(args.input, args.output, **{"processes": 0, **given})
+        if key in options and ("chat" in options or "preference" in options):
+            kind, option = ("--chat" if "chat" in options else "--preference"), f"--{key.replace('_', '-')}"
+            raise PrepareError(f"{option} = {options[key]!r}: {kind} does not use it. Fix: leave {option} out")
+    headers = prepare(args.input, args.output, **{"processes": 0, **options})
     for file, header in zip((args.output, validation_path(args.output)), headers, strict=False):
         print(describe(file, header))
         if header["loss"]:
@@ -153,18 +155,18 @@ def run_verify(args: Args) -> int:
 
 def run_seen(args: Args) -> int:
     """Print what is asked of a run's data. --step asks for a step alone, and ends the steps of --validation."""
-    asked = [name for name in ("document", "text", "validation") if name in args.given]
-    asked += ["step"] * ("step" in args.given and asked != ["validation"])
-    if len(asked) != 1:
+    questions = [name for name in ("document", "text", "validation") if name in args.given]
+    questions += ["step"] * ("step" in args.given and questions != ["validation"])
+    if len(questions) != 1:
         raise SeenError("give one of --step=N, --document=FILE:N, --text=TEXT and --validation=FILE")
-    for option, of in (("ngram", "validation"), ("show-text", "step")):
-        if option in args.given and asked != [of]:
-            raise SeenError(f"--{option}: belongs to --{of}. Fix: leave --{option} out")
+    for option, needed in (("ngram", "validation"), ("show-text", "step")):
+        if option in args.given and questions != [needed]:
+            raise SeenError(f"--{option}: belongs to --{needed}. Fix: leave --{option} out")
     from jaxtrain.report import data_seen  # these import jax, which takes seconds
     from jaxtrain.train.history import open_history
 
     history = open_history(args.workdir)
-    match asked[0]:
+    match questions[0]:
         case "step":
             data_seen.print_step(history, args.step, args.show_text)
         case "document":

@@ -34,8 +34,8 @@ def size(text: str) -> str:
 
 def setting(text: str) -> tuple[str, Any]:
     """Return (key, value) of a setting of config.json such as rope_theta=10000.0. A value that is not JSON is text."""
-    key, given, value = text.partition("=")
-    if not given:
+    key, equals, value = text.partition("=")
+    if not equals:
         raise Invalid("must be KEY=VALUE")
     try:
         return key, json.loads(value)
@@ -63,60 +63,60 @@ def parser() -> Parser:
     dtypes, base = ("auto", "f32", "bf16"), "for a run with adapters: the folder of its base, if it was moved"
     average = "the average of the weights (train.ema_decay), not the weights of the last step"
 
-    p = top.command("import", "a Hugging Face folder to a checkpoint that training and sampling start from")
-    p.argument("folder", folder, "DIR")
-    p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
+    cli = top.command("import", "a Hugging Face folder to a checkpoint that training and sampling start from")
+    cli.argument("folder", folder, "DIR")
+    cli.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
     text = "auto: the smaller type that stores all tensors without rounding; fp8, nf4, mxfp4: matrices as lora.base stores them"
-    p.option("dtype", text, "DTYPE", "auto", choices=(*dtypes, *LOW_BITS))
-    p.option(
+    cli.option("dtype", text, "DTYPE", "auto", choices=(*dtypes, *LOW_BITS))
+    cli.option(
         "set", "a key of config.json to add or replace", "KEY=VALUE", type=setting, repeat=True, example="rope_theta=10000.0"
     )
 
-    p = top.command("config", "lines for a config file: the model of a Hugging Face folder")
-    p.argument("folder", folder, "DIR")
+    cli = top.command("config", "lines for a config file: the model of a Hugging Face folder")
+    cli.argument("folder", folder, "DIR")
 
-    p = top.command("export", "a checkpoint to a Hugging Face folder, for transformers and vLLM")
-    p.argument("checkpoint", run, "CKPT")
-    p.option("out", "the folder to write", "DIR", type=path, required=True)
-    p.option("dtype", "auto: the dtype of the stored matrices; bf16 rounds float32 weights", "DTYPE", "auto", choices=dtypes)
-    p.option("shard-size", "largest size of a safetensors file (default 5GB)", "SIZE", "5GB", type=size)
-    p.option("raw", "jaxtrain's own names and settings, for a model of any family")
-    p.option("tokenizer", "the tokenizer's folder, if it was moved", "DIR")
-    p.option("base", base, "DIR")
-    p.option("ema", average)
-    p.option("force", "replace an existing folder")
+    cli = top.command("export", "a checkpoint to a Hugging Face folder, for transformers and vLLM")
+    cli.argument("checkpoint", run, "CKPT")
+    cli.option("out", "the folder to write", "DIR", type=path, required=True)
+    cli.option("dtype", "auto: the dtype of the stored matrices; bf16 rounds float32 weights", "DTYPE", "auto", choices=dtypes)
+    cli.option("shard-size", "largest size of a safetensors file (default 5GB)", "SIZE", "5GB", type=size)
+    cli.option("raw", "jaxtrain's own names and settings, for a model of any family")
+    cli.option("tokenizer", "the tokenizer's folder, if it was moved", "DIR")
+    cli.option("base", base, "DIR")
+    cli.option("ema", average)
+    cli.option("force", "replace an existing folder")
 
-    p = top.command("export-adapter", "the adapters of a LoRA run in PEFT's format")
-    p.argument("checkpoint", run, "CKPT")
-    p.option("out", "the folder to write; it must hold no adapter yet", "DIR", type=path, required=True)
-    p.option("base", "the base's name for PEFT (default: the model that the base was imported from)", "NAME")
-    p.option("ema", average)
+    cli = top.command("export-adapter", "the adapters of a LoRA run in PEFT's format")
+    cli.argument("checkpoint", run, "CKPT")
+    cli.option("out", "the folder to write; it must hold no adapter yet", "DIR", type=path, required=True)
+    cli.option("base", "the base's name for PEFT (default: the model that the base was imported from)", "NAME")
+    cli.option("ema", average)
 
-    p = top.command("import-adapter", "PEFT's adapters to a checkpoint that samples, evaluates and exports")
-    p.argument("folder", "a folder with adapter_config.json and adapter_model.safetensors", "DIR")
-    p.option("base", "the model of the adapters", "CKPT_OR_DIR", required=True)
-    p.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
+    cli = top.command("import-adapter", "PEFT's adapters to a checkpoint that samples, evaluates and exports")
+    cli.argument("folder", "a folder with adapter_config.json and adapter_model.safetensors", "DIR")
+    cli.option("base", "the model of the adapters", "CKPT_OR_DIR", required=True)
+    cli.option("out", "the folder to write, as a run's folder", "CKPT", type=path, required=True)
 
-    p = top.command("check", "the first layer that differs from transformers, in activations or gradients")
-    p.argument("checkpoint", f"what jaxtrain computes: {any_model}", "CKPT_OR_DIR")
-    p.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
-    p.option("base", base, "DIR")
-    p.option("ema", average)
-    p.option("tokens", "ids [B, T]; default: two rows of random ones", "T.npy", type=path)
+    cli = top.command("check", "the first layer that differs from transformers, in activations or gradients")
+    cli.argument("checkpoint", f"what jaxtrain computes: {any_model}", "CKPT_OR_DIR")
+    cli.argument("folder", "what transformers computes: a Hugging Face folder", "DIR")
+    cli.option("base", base, "DIR")
+    cli.option("ema", average)
+    cli.option("tokens", "ids [B, T]; default: two rows of random ones", "T.npy", type=path)
     text = "exit code 1 above this relative difference of a part, or ten times it of all logits (default 1e-4)"
-    p.option("tolerance", text, "X", 1e-4, type=float)
-    p.option("json", "all differences, for programs", "FILE", type=output_file)
-    p.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
+    cli.option("tolerance", text, "X", 1e-4, type=float)
+    cli.option("json", "all differences, for programs", "FILE", type=output_file)
+    cli.option("python", f"an interpreter that has transformers and torch (or set {PYTHON})", "PYTHON")
 
-    p = top.command("logits", "logits of given tokens, in float32")
-    p.argument("checkpoint", any_model, "CKPT_OR_DIR")
-    p.option("base", base, "DIR")
-    p.option("ema", average)
-    p.option("tokens", "ids, integers [B, T] or [T]", "T.npy", type=path, required=True)
+    cli = top.command("logits", "logits of given tokens, in float32")
+    cli.argument("checkpoint", any_model, "CKPT_OR_DIR")
+    cli.option("base", base, "DIR")
+    cli.option("ema", average)
+    cli.option("tokens", "ids, integers [B, T] or [T]", "T.npy", type=path, required=True)
     text = "the document of each token, from 1, in the shape of the tokens; 0: padding. Default: one document a row"
-    p.option("segments", text, "S.npy", type=path)
-    p.option("out", "f32 [B, T, V]", "L.npy", type=path, required=True)
-    p.option("precision", "precision of the arithmetic (default f32)", "PRECISION", "f32", choices=("f32", "bf16"))
+    cli.option("segments", text, "S.npy", type=path)
+    cli.option("out", "f32 [B, T, V]", "L.npy", type=path, required=True)
+    cli.option("precision", "precision of the arithmetic (default f32)", "PRECISION", "f32", choices=("f32", "bf16"))
 
     top.command("presets", "the published sizes that a config file can start from")
     return top
@@ -151,8 +151,8 @@ def run_export(args: Args) -> int:
     """Export a checkpoint as a Hugging Face folder. Return the exit code."""
     from jaxtrain.hf.exporting import export
 
-    how = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "ema", "force", "raw")}
-    export(args.checkpoint, args.out, **how, say=say)
+    options = {name: getattr(args, name) for name in ("dtype", "shard_size", "tokenizer", "base", "ema", "force", "raw")}
+    export(args.checkpoint, args.out, **options, say=say)
     return 0
 
 
@@ -203,24 +203,24 @@ def run_check(args: Args) -> int:
     from jaxtrain.hf.check import compare
 
     python = args.python or os.environ.get(PYTHON, "") or sys.executable
-    found = compare(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
-    first = found.first(args.tolerance)
+    comparison = compare(args.checkpoint, args.folder, python, args.tokens or None, args.base, args.ema, say)
+    first = comparison.first(args.tolerance)
     if args.json:
-        text = json.dumps({"first": first, **dataclasses.asdict(found)})
+        text = json.dumps({"first": first, **dataclasses.asdict(comparison)})
         finite = json.loads(text, parse_constant=lambda _: None)  # JSON has no NaN
         write_output(args.json, json.dumps(finite, indent=1) + "\n")
-    if found.parts:
+    if comparison.parts:
         say("part                  activations  gradients  gradient of a weight (the most different)")
-        for p in found.parts:
-            say(f"{p.part:20}  {p.activations:11.1e}  {p.gradients:9.1e}  {p.weights:.1e} {p.worst}")
+        for part in comparison.parts:
+            say(f"{part.part:20}  {part.activations:11.1e}  {part.gradients:9.1e}  {part.weights:.1e} {part.worst}")
     else:
-        say(f"logits alone are compared, not parts: {found.alone}")
+        say(f"logits alone are compared, not parts: {comparison.alone}")
     say(
-        f"logits of the whole model: {found.logits:.1e}; largest difference {found.absolute:.3g} of logits up to "
-        f"{found.range:.3g}; the likeliest token is the same at {found.likeliest:.1%} of the positions"
+        f"logits of the whole model: {comparison.logits:.1e}; largest difference {comparison.absolute:.3g} of logits up to "
+        f"{comparison.range:.3g}; the likeliest token is the same at {comparison.likeliest:.1%} of the positions"
     )
-    if found.unused:
-        say(f"not compared, because these tokens or transformers do not use it: {'; '.join(found.unused)}")
+    if comparison.unused:
+        say(f"not compared, because these tokens or transformers do not use it: {'; '.join(comparison.unused)}")
     say(f"{f'first difference: {first}' if first else 'the same'} (--tolerance={args.tolerance:g})")
     return 1 if first else 0
 
@@ -255,8 +255,8 @@ def main(argv: Sequence[str]) -> int:
     def act(args: Args) -> int:
         if "folder" in args:
             locate(args.folder)
-        if "checkpoint" in args and (missing := stores.missing(args.checkpoint)):
-            raise HuggingFaceError(f"{args.checkpoint}: {missing}")
+        if "checkpoint" in args and (problem := stores.missing(args.checkpoint)):
+            raise HuggingFaceError(f"{args.checkpoint}: {problem}")
         if args.command not in ("config", "presets"):
             start_jax(hardware.probe())
         return ACTS[args.command](args)

@@ -40,7 +40,7 @@ def harness_model() -> type:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
-    class Model(TemplateLM):
+    class HarnessModel(TemplateLM):
         def __init__(
             self,
             workdir: str,
@@ -59,8 +59,8 @@ def harness_model() -> type:
 
             super().__init__()
             if unknown := sorted(kwargs.keys() - {"device", "max_batch_size"}):  # the harness always sets these two
-                known = "workdir, tokenizer, base, ema, max_length, batch_size"
-                raise TaskError(f"model argument {unknown[0]!r}: known are {known}")
+                known_args = "workdir, tokenizer, base, ema, max_length, batch_size"
+                raise TaskError(f"model argument {unknown[0]!r}: known are {known_args}")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
             run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base, ema)
@@ -71,7 +71,7 @@ def harness_model() -> type:
             self._vocab, self._stops = run.model.vocab_size, text.stops
             if not text.stops:
                 raise TaskError(f"tokenizer {ids.name!r}: no token is known to end a text")
-            self._known([*ids.bos, self.eot_token_id])
+            self._check_ids([*ids.bos, self.eot_token_id])
             self.scorer = Scorer(run, sampler, params, rows=int(batch_size), max_length=int(max_length))
 
         @property
@@ -89,9 +89,9 @@ def harness_model() -> type:
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             # As at the beginning of a document, unless the harness prepends a token itself.
-            return self._known([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
+            return self._check_ids([*(self.ids.bos if add_special_tokens is not False else ()), *self.ids.encode(string)])
 
-        def _known(self, ids: list[int]) -> list[int]:
+        def _check_ids(self, ids: list[int]) -> list[int]:
             # A tokenizer may have more ids than the model, for images or as padding: only the requested ids are checked.
             if ids and max(ids) >= self._vocab:
                 raise TaskError(f"tokenizer {self.ids.name!r} gives the id {max(ids)}, and the model has {self._vocab}")
@@ -100,16 +100,18 @@ def harness_model() -> type:
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
             from jaxtrain.train.scoring import Scored
 
-            scores = self.scorer.score([Scored([*before, *after], len(after)) for _, before, after in requests])
+            scores = self.scorer.score(
+                [Scored([*context, *continuation], len(continuation)) for _, context, continuation in requests]
+            )
             for (texts, _, _), score in zip(requests, scores, strict=True):
                 self.cache_hook.add_partial("loglikelihood", texts, score)
             return scores
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             texts = [self.tok_encode(r.args[0], add_special_tokens=False) for r in requests]
-            parts = [list(self.scorer.windows(text, self.prefix_token_id)) for text in texts]
-            scores = iter(self.scorer.score([part for several in parts for part in several]))
-            totals = [sum(next(scores)[0] for _ in several) for several in parts]
+            windows = [list(self.scorer.windows(text, self.prefix_token_id)) for text in texts]
+            scores = iter(self.scorer.score([window for text_windows in windows for window in text_windows]))
+            totals = [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
             for request, total in zip(requests, totals, strict=True):
                 self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
             return totals
@@ -118,36 +120,39 @@ def harness_model() -> type:
             asks = [how_to_write(r.args[1], min(MAX_TOKENS, self.max_length // 2)) for r in requests]
             prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
 
-            def done(i: int, made: list[int]) -> bool:
-                return made[-1] in self._stops or any(stop in self.ids.decode(made) for stop in asks[i][0])
+            def is_done(i: int, ids: list[int]) -> bool:
+                return ids[-1] in self._stops or any(stop in self.ids.decode(ids) for stop in asks[i][0])
 
-            made = self.scorer.likeliest(prompts, [most for _, most in asks], done)
+            outputs = self.scorer.likeliest(prompts, [most for _, most in asks], is_done)
             texts = [
-                before(self.ids.decode([t for t in m if t not in self._stops]), a[0]) for m, a in zip(made, asks, strict=True)
+                before(self.ids.decode([t for t in ids if t not in self._stops]), settings[0])
+                for ids, settings in zip(outputs, asks, strict=True)
             ]
             for request, text in zip(requests, texts, strict=True):
                 self.cache_hook.add_partial("generate_until", request.args, text)
             return texts
 
-    register_model("jaxtrain")(Model)
-    return Model
+    register_model("jaxtrain")(HarnessModel)
+    return HarnessModel
 
 
-def how_to_write(asked: dict[str, Any], most: int) -> tuple[list[str], int]:
+def how_to_write(settings: dict[str, Any], default_length: int) -> tuple[list[str], int]:
     """Return (strings to stop at, largest number of tokens) from a task's generation arguments.
 
-    most: the largest number of tokens if the task names none. Raises TaskError for sampling and for unknown arguments.
+    default_length: the largest number if the task names none. Raises TaskError for sampling and for unknown arguments.
     """
-    rest = dict(asked)
-    until = rest.pop("until", None) or []
-    lengths = [rest.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
-    if rest.pop("do_sample", False) or rest.pop("temperature", 0):
-        raise TaskError(f"generation arguments {asked}: only the likeliest token at a time; pass --gen_kwargs do_sample=False")
-    drawing = {"temperature", "top_p", "top_k", "min_p"}  # without an effect in greedy decoding
-    if unknown := sorted(rest.keys() - drawing):
+    remaining = dict(settings)
+    until = remaining.pop("until", None) or []
+    lengths = [remaining.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    if remaining.pop("do_sample", False) or remaining.pop("temperature", 0):
+        raise TaskError(
+            f"generation arguments {settings}: only the likeliest token at a time; pass --gen_kwargs do_sample=False"
+        )
+    sampling_keys = {"temperature", "top_p", "top_k", "min_p"}  # without an effect in greedy decoding
+    if unknown := sorted(remaining.keys() - sampling_keys):
         raise TaskError(f"generation argument {unknown[0]!r} is not supported")
     stops = [until] if isinstance(until, str) else list(until)
-    return [stop for stop in stops if stop], int(next((n for n in lengths if n is not None), most))
+    return [stop for stop in stops if stop], int(next((n for n in lengths if n is not None), default_length))
 
 
 def before(text: str, stops: Sequence[str]) -> str:
@@ -159,20 +164,20 @@ def before(text: str, stops: Sequence[str]) -> str:
 
 def parser() -> Parser:
     """Return the parser of this command's own options. All other options go to the harness."""
-    p = Parser(
+    cli = Parser(
         "lm_eval",
         "Evaluate a trained model with EleutherAI's lm-evaluation-harness.",
         notes="All other options go to the harness: --tasks=NAME,NAME --num_fewshot=N --limit=N --output_path=FILE "
         "--include_path=FOLDER --gen_kwargs NAME=VALUE ...",
         passes_on=True,
     )
-    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
-    p.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
-    p.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
-    p.option("ema", "use the average of the weights (train.ema_decay)")
-    p.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))
-    p.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=whole(1))
-    return p
+    cli.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
+    cli.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
+    cli.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
+    cli.option("ema", "use the average of the weights (train.ema_decay)")
+    cli.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))
+    cli.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=whole(1))
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -202,9 +207,9 @@ def evaluate(args: Args) -> int:
 
     harness_model()
     model = {name: getattr(args, name) for name in ("workdir", "tokenizer", "base", "ema", "max_length")}
-    own = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
-    before_this = sys.argv
-    sys.argv = ["lm_eval", *own, *args.rest]  # the harness reads its options only there
+    argv = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
+    saved_argv = sys.argv
+    sys.argv = ["lm_eval", *argv, *args.rest]  # the harness reads its options only there
     setup_logging()
     try:
         harness = HarnessCLI()
@@ -215,5 +220,5 @@ def evaluate(args: Args) -> int:
         names = str(error).partition(":")[2].strip()
         raise TaskError(f"--tasks: the harness has no task {names}. List its tasks with: lm_eval ls tasks") from error
     finally:
-        sys.argv = before_this
+        sys.argv = saved_argv
     return 0

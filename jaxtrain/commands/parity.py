@@ -8,15 +8,15 @@ from jaxtrain.commands.command import run_command
 from jaxtrain.config.command_line import FAILED, Args, Parser, make_console, output_file, whole
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.files import write_output
-from jaxtrain.train import parity_layouts as named
+from jaxtrain.train import parity_layouts
 from jaxtrain.train.parity_runs import FirstLayoutFailed, Runs, compare_layouts, start_devices
 
-DTYPES = {"": (), "f32": named.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
+DTYPES = {"": (), "f32": parity_layouts.FLOAT32, "bf16": ("precision=bf16", "fp8.exclude="), "fp8": ("precision=fp8",)}
 
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "parity",
         "Train the same few steps on several layouts, from the same seed and data, and compare them.",
         config=True,
@@ -40,24 +40,24 @@ def parser() -> Parser:
         "Exit codes: 0 all layouts agree; 1 a layout does not agree, or could not be run; 2 the command or config is wrong, "
         "nothing was started; 130 Ctrl-C.",
     )
-    p.option(
+    cli.option(
         "meshes",
         "axes with their sizes joined by x, and further keys, each after a slash: fsdp8, fsdp4xtensor2, data2xfsdp2xseq2, "
         "fsdp8/sharding.zero=1, seq8/parallel.context=ulysses. `one` is a single device. Every layout is compared with the "
-        f"first. Keys: {', '.join(named.KEYS)}. Default, without those that the config excludes: "
-        f"{named.DEFAULT}; with several microbatches also {named.STAGES}; with experts {named.EXPERTS}; with both "
-        f"{named.BOTH}",
+        f"first. Keys: {', '.join(parity_layouts.KEYS)}. Default, without those that the config excludes: "
+        f"{parity_layouts.DEFAULT}; with several microbatches also {parity_layouts.STAGES}; with experts "
+        f"{parity_layouts.EXPERTS}; with both {parity_layouts.BOTH}",
         "LAYOUT,...",
     )
-    p.option("steps", "steps to train; default 3", "N", 3, type=whole(1))
-    p.option(
+    cli.option("steps", "steps to train; default 3", "N", 3, type=whole(1))
+    cli.option(
         "dtype",
         "f32: every type float32; bf16, fp8: that precision. Default: as the config says",
         "DTYPE",
         choices=(*filter(None, DTYPES),),
     )
-    p.option("json", "all results, for programs", "FILE", type=output_file)
-    return p
+    cli.option("json", "all results, for programs", "FILE", type=output_file)
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,25 +65,25 @@ def main(argv: Sequence[str]) -> int:
     runs: Runs = []
     left_out: list[str] = []
 
-    def check(args: Args) -> list[Problem]:
-        layouts, wrong = named.parse(meshes_of(args))
-        more, argv = DTYPES.get(args.dtype, ()), args.loaded.launch.config_argv
-        runs[:], left_out[:], problems = named.load_all(layouts, argv, more, leave_out=not args.meshes)
-        known = {str(p) for p in args.problems}  # problems of the config, which each layout has too
-        return [*find_problems(args), *wrong, *(p for p in problems if str(p) not in known)]
+    def find_all_problems(args: Args) -> list[Problem]:
+        layouts, mesh_problems = parity_layouts.parse(meshes_of(args))
+        extra_args, argv = DTYPES.get(args.dtype, ()), args.loaded.launch.config_argv
+        runs[:], left_out[:], problems = parity_layouts.load_all(layouts, argv, extra_args, leave_out=not args.meshes)
+        config_problems = {str(p) for p in args.problems}  # problems of the config, which each layout has too
+        return [*find_problems(args), *mesh_problems, *(p for p in problems if str(p) not in config_problems)]
 
-    return run_command(parser(), argv, lambda args: run(args, runs, left_out), check=check)
+    return run_command(parser(), argv, lambda args: run(args, runs, left_out), check=find_all_problems)
 
 
 def meshes_of(args: Args) -> str:
     """Return the layouts to compare: --meshes if given, else the defaults."""
-    return args.meshes or named.default(args.loaded.run.train, args.loaded.run.model)
+    return args.meshes or parity_layouts.default(args.loaded.run.train, args.loaded.run.model)
 
 
 def find_problems(args: Args) -> list[Problem]:
     """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
-    layouts, wrong = named.parse(meshes_of(args))
-    if "meshes" in args.given and not wrong and len(set(layouts)) == 1:
+    layouts, mesh_problems = parity_layouts.parse(meshes_of(args))
+    if "meshes" in args.given and not mesh_problems and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
         return [Problem("--meshes", args.meshes, rule, "For example --meshes=one,fsdp2.")]
     keys = [key for key, _ in args.loaded.launch.overrides if key.startswith("mesh.")]

@@ -19,7 +19,7 @@ from jaxtrain.runtime.startup import start_jax
 from jaxtrain.step.validate_places import writable
 
 
-def _load(text: str) -> float:
+def _load_factor(text: str) -> float:
     """Return the number of --experts-load."""
     try:
         if 1 <= float(text) < math.inf:
@@ -29,13 +29,13 @@ def _load(text: str) -> float:
     raise Invalid("must be a number from 1, which is an even load")
 
 
-def _positive(text: str) -> float:
+def _positive_number(text: str) -> float:
     if not 0 < (value := float(text)) < math.inf:
         raise Invalid("must be above 0")
     return value
 
 
-def _tokens(text: str) -> int:
+def _token_count(text: str) -> int:
     try:
         return read_count(text)
     except ValueError as error:
@@ -48,7 +48,7 @@ OF_TOKENS = ("price-per-gpu-hour", "failures-per-1000-gpu-days", "storage-gb-s")
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "plan",
         "Plan memory, step time and communication: compile the train step of a config for a machine that need "
         "not be present. Nothing is run, and no GPU, driver or CUDA library is needed, except by --calibrate.",
@@ -66,7 +66,7 @@ def parser() -> Parser:
         "read, or a file not written; 130 Ctrl-C, after the results so far. Of diff: 0 nothing changed; 1 something changed; 2 "
         "the command, a plan or a config is wrong, or no step could be compiled or read.",
     )
-    p.option(
+    cli.option(
         "topology",
         "the machine: h200:8 is one node of 8 H200s, h100:8x16 are 16 nodes of 8; default the GPUs of this machine. Chips: "
         + ", ".join(sorted(p.stem for p in (Path(__file__).parents[1] / "plan" / "specs").glob("*.txtpb"))),
@@ -74,36 +74,38 @@ def parser() -> Parser:
         example="h200:8",
         modes=("", "shardings", "search"),
     )
-    p.option(
+    cli.option(
         "tokens",
         "also the whole run of so many tokens: days, GPU hours, failures, and the interval of saves that loses least",
         "N",
-        type=_tokens,
+        type=_token_count,
         example="15T",
         modes=ONE,
     )
-    p.option("price-per-gpu-hour", "in any currency: the money of --tokens", "X", type=_positive, example="2.5", modes=ONE)
-    p.option(
+    cli.option(
+        "price-per-gpu-hour", "in any currency: the money of --tokens", "X", type=_positive_number, example="2.5", modes=ONE
+    )
+    cli.option(
         "failures-per-1000-gpu-days",
         "unexpected ends of the run of --tokens; default 0.47, by Llama 3's report",
         "X",
-        type=_positive,
+        type=_positive_number,
         example="0.47",
         modes=ONE,
     )
-    p.option(
+    cli.option(
         "storage-gb-s",
         "GB/s of all nodes together at which a save of --tokens reaches its storage, as the log of a run prints it; default 1 "
         "for each node",
         "X",
-        type=_positive,
+        type=_positive_number,
         example="8",
         modes=ONE,
     )
-    p.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
-    p.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
-    p.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=ONE)
-    p.option(
+    cli.option("json", "all results of the plan, as JSON", "FILE", type=output_file, modes=("", "search"))
+    cli.option("html", "the plan as one page", "FILE", type=output_file, modes=ONE)
+    cli.option("hlo", "the scheduled program behind all figures", "FILE", type=output_file, modes=ONE)
+    cli.option(
         "cudnn",
         "source of the workspace of cuDNN's attention: formula, or cuDNN's library, if the extra plan-cudnn is installed; "
         "auto prefers the library",
@@ -113,26 +115,26 @@ def parser() -> Parser:
         example="formula",
         modes=ONE,
     )
-    p.option(
+    cli.option(
         "experts-load",
         "load of the busiest expert of each layer over an even load; default 1.0",
         "L",
         1.0,
-        type=_load,
+        type=_load_factor,
         example="1.5",
         modes=ONE,
     )
-    p.option(
+    cli.option(
         "shardings",
         "instead: the sharding of every array, without compiling; --shardings=mlp and --shardings=kind=parameter filter",
         "FILTER",
         const="all",
     )
-    p.option(
+    cli.option(
         "search",
         "instead: find the fastest layout that fits: a few are compiled, the most promising first",
     )
-    p.option(
+    cli.option(
         "budget",
         "seconds of --search; 0: no limit",
         "SECONDS",
@@ -141,7 +143,7 @@ def parser() -> Parser:
         example="100",
         modes=("search",),
     )
-    p.option(
+    cli.option(
         "most",
         f"plans of a --search, with those in its cache; default {MOST}",
         "N",
@@ -149,8 +151,10 @@ def parser() -> Parser:
         type=whole(1),
         modes=("search",),
     )
-    p.option("jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("search",))
-    p.option(
+    cli.option(
+        "jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("search",)
+    )
+    cli.option(
         "cache",
         f"folder of earlier plans; default {FOLDER}; '' keeps none",
         "DIR",
@@ -159,21 +163,21 @@ def parser() -> Parser:
         may_be_empty=True,
         modes=("search",),
     )
-    p.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
-    diff = p.command("diff", "what changed between two plans: step time, memory, collectives, kernels, arrays and settings")
+    cli.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
+    diff = cli.command("diff", "what changed between two plans: step time, memory, collectives, kernels, arrays and settings")
     diff.argument("a", "a file of plan --json, or a config", "A", type=place)
     diff.argument("b", "the plan to compare it with", "B", type=place)
     diff.option("topology", "the machine that configs are compiled for", "CHIP:GPUS[xNODES]", example="h200:8")
     diff.option("json", "the differences, as JSON", "FILE", type=output_file)
-    return p
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
-    return run_command(parser(), argv, _act, check=_check)
+    return run_command(parser(), argv, _act, check=_find_problems)
 
 
-def _check_diff(args: Args) -> list[Problem]:
+def _find_diff_problems(args: Args) -> list[Problem]:
     """Return the problems of the configs of a diff, which are loaded, and of its topology."""
     args.configs, problems = {}, []
     for name in ("A", "B"):
@@ -189,17 +193,17 @@ def _check_diff(args: Args) -> list[Problem]:
     return problems
 
 
-def _check(args: Args) -> list[Problem]:
+def _find_problems(args: Args) -> list[Problem]:
     """Return the problems of the command line that can be found before JAX is imported."""
     if args.command:
-        return _check_diff(args)
+        return _find_diff_problems(args)
     problems = []
-    here, found = not args.topology, hardware.probe()
+    is_local, host = not args.topology, hardware.probe()
     if args.mode == "calibrate":
-        given = ["--config"] * (args.line.file is not None) + [f"--config.{key}" for key, _ in args.line.overrides]
-        if given:
-            problems.append(Problem(given[0], None, "--calibrate does not use it", "Leave it out."))
-        return [*problems, *([found.problem] if found.problem else [])]
+        unused_args = ["--config"] * (args.line.file is not None) + [f"--config.{key}" for key, _ in args.line.overrides]
+        if unused_args:
+            problems.append(Problem(unused_args[0], None, "--calibrate does not use it", "Leave it out."))
+        return [*problems, *([host.problem] if host.problem else [])]
     if not args.mode and "tokens" not in args.given:
         unused = [f"--{name}" for name in OF_TOKENS if name in args.given]
         problems += [Problem(key, None, "only --tokens uses it", "Add --tokens=1e12, or leave it out.") for key in unused]
@@ -208,31 +212,31 @@ def _check(args: Args) -> list[Problem]:
     written: dict[Path, str] = {}
     for name in ("json", "html", "hlo"):
         file = getattr(args, name)
-        if file and (other := written.setdefault(Path(file).expanduser().absolute(), name)) != name:
-            problems.append(Problem(f"--{name}", file, f"--{other} writes this file", "Name another file."))
-    m, load = args.loaded.run.model, args.experts_load
+        if file and (other_option := written.setdefault(Path(file).expanduser().absolute(), name)) != name:
+            problems.append(Problem(f"--{name}", file, f"--{other_option} writes this file", "Name another file."))
+    model, load = args.loaded.run.model, args.experts_load
     if args.loaded.file_read and load > 1:
-        if not m.num_experts:
+        if not model.num_experts:
             problems.append(Problem("--experts-load", load, "the model has no experts", "Leave it out."))
-        elif load > (most := m.num_experts / m.experts_per_token):
-            rule = f"an expert that every token chooses has {most:g} times an even load, the maximum"
-            problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, most):g}."))
-    if here and found.kind != "gpu" and "topology" not in args.given and not args.strays:
+        elif load > (max_load := model.num_experts / model.experts_per_token):
+            rule = f"an expert that every token chooses has {max_load:g} times an even load, the maximum"
+            problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, max_load):g}."))
+    if is_local and host.kind != "gpu" and "topology" not in args.given and not args.strays:
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
-    elif here and found.problem:
-        problems.append(found.problem)
+    elif is_local and host.problem:
+        problems.append(host.problem)
     return problems
 
 
 def _act(args: Args) -> int:
     """Start JAX, run the parsed command, and return its exit code."""
-    here = not args.topology and not args.command
+    is_local = not args.topology and not args.command
     cudnn = None
     if not args.mode and args.topology:  # before JAX starts: XLA searches for its libraries only once
         cudnn = _load_cudnn("auto" if args.command else args.cudnn)
     # A described machine needs only the compiler, and must not allocate memory of a present GPU that may be busy.
-    if not here:
+    if not is_local:
         os.environ["JAX_PLATFORMS"] = "cpu"
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPUs may be busy, and little runs on them
@@ -250,7 +254,7 @@ def _act(args: Args) -> int:
             return 0
         with own_parts.refusing():
             if not args.command:
-                return _run(args, cudnn)
+                return _run_mode(args, cudnn)
             from jaxtrain.report import planning
 
             return planning.compare(args, machines.parse(args.topology) if args.topology else None, cudnn)
@@ -268,7 +272,7 @@ def _act(args: Args) -> int:
         return _fail(args, f"the train step could not be compiled: {type(error).__name__}: {error}")
 
 
-def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
+def _run_mode(args: Args, cudnn: cudnn_library.Library | None) -> int:
     """Run the selected mode (any mode except --calibrate), and return the exit code."""
     from jaxtrain.plan import topology as machines
     from jaxtrain.plan.fit import training_check
@@ -276,12 +280,12 @@ def _run(args: Args, cudnn: cudnn_library.Library | None) -> int:
     from jaxtrain.report import planning
     from jaxtrain.report.shardings import of_run
 
-    run, given = args.loaded.run, args.loaded.launch
+    run, launched = args.loaded.run, args.loaded.launch
     topology = machines.parse(args.topology) if args.topology else machines.here()
     notes = [
-        given.other_size(topology.total),
+        launched.other_size(topology.total),
         run.ramp.note,
-        *(note for note in given.notes if note.startswith("train.epochs")),
+        *(note for note in launched.notes if note.startswith("train.epochs")),
     ]
     for note in filter(None, notes):
         print(note, file=sys.stderr)

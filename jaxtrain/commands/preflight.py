@@ -26,7 +26,7 @@ def json_file(text: str) -> str:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "preflight",
         "Check this node, and with several processes the other nodes of the run. It takes a minute at most, "
         "and changes nothing.",
@@ -40,36 +40,36 @@ def parser() -> Parser:
         "the run did "
         "not connect, or was lost: try again; 2 the command or config is wrong.",
     )
-    p.option("workdir", "the run's folder, as of jaxtrain.main", "DIR", type=place)
-    p.option(
+    cli.option("workdir", "the run's folder, as of jaxtrain.main", "DIR", type=place)
+    cli.option(
         "json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", const="-", type=json_file
     )
-    p.option(
+    cli.option(
         "allow",
         "checks whose fault is only a note, as 'NUMA balancing' if the kernel is not yours; default: those of the variable "
         f"{ALLOW}. The verdict names them",
         "NAME,...",
     )
-    p.option("no-measure", "read only: no matmul, no collective, no file is written")
-    p.option(
+    cli.option("no-measure", "read only: no matmul, no collective, no file is written")
+    cli.option(
         "limit",
         "seconds for everything, default 60; a check that does not fit is 'not measured'",
         "S",
         default=60,
         type=whole(1),
     )
-    p.option("meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=whole(1))
-    p.option(
+    cli.option("meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=whole(1))
+    cli.option(
         "record",
         "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",
         "DIR",
         type=place,
     )
-    p.option("recorded", "check such a folder instead of this node", "DIR", type=place)
-    add_process_options(p)
-    p.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
-    p.option("explain", "accepted, as jaxtrain.main has it; without effect")
-    return p
+    cli.option("recorded", "check such a folder instead of this node", "DIR", type=place)
+    add_process_options(cli)
+    cli.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
+    cli.option("explain", "accepted, as jaxtrain.main has it; without effect")
+    return cli
 
 
 def main(argv: Sequence[str], own_process: bool = False) -> int:
@@ -86,9 +86,9 @@ def check_options(args: Args) -> list[Problem]:
     """Return problems that command_line does not check: process options, names of checks, and the folder of --record."""
     _, problems = distributed.detect(process_options(args), os.environ)
     problems += unknown_checks(*allowed(args))
-    for name, usual in (("limit", 60), ("meet", 300)):
+    for name, default in (("limit", 60), ("meet", 300)):
         if (seconds := getattr(args, name)) > DAY_S:
-            problems.append(Problem(f"--{name}", seconds, "is more than a day", f"Leave it out: it is then {usual}."))
+            problems.append(Problem(f"--{name}", seconds, "is more than a day", f"Leave it out: it is then {default}."))
     if args.record and args.recorded:
         problems.append(Problem("--record", args.record, "does not apply to --recorded", "Leave one of them out."))
     elif args.record:
@@ -102,9 +102,9 @@ def check_options(args: Args) -> list[Problem]:
 
 def allowed(args: Args) -> tuple[str, list[str]]:
     """Return (option or variable that lists checks whose faults become notes, names of these checks)."""
-    given = args.allow
-    names = (given or os.environ.get(ALLOW, "")).split(",")
-    return "--allow" if given else ALLOW, [name.strip() for name in names if name.strip()]
+    allow = args.allow
+    names = (allow or os.environ.get(ALLOW, "")).split(",")
+    return "--allow" if allow else ALLOW, [name.strip() for name in names if name.strip()]
 
 
 def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:

@@ -14,7 +14,7 @@ WIDTH = 128
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "profile",
         "Show what makes a step slow, and its time by kind, part of the model and operation, from a trace. "
         "--config.profile.start=STEP of a run takes a trace, or SIGUSR2 to a running one (kill -USR2 PID). To see a trace as a "
@@ -28,13 +28,13 @@ def parser() -> Parser:
         "written, or xprof "
         "failed; 130 Ctrl-C.",
     )
-    p.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=place)
-    p.option("list", "list the traces, and stop")
-    p.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
-    p.option("json", "write the profile as JSON", "FILE", type=output_file, modes=("",))
-    p.option("html", "write the report as a page", "FILE", type=output_file, modes=("",))
-    p.option("xprof", "open the trace in xprof instead")
-    return p
+    cli.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=place)
+    cli.option("list", "list the traces, and stop")
+    cli.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
+    cli.option("json", "write the profile as JSON", "FILE", type=output_file, modes=("",))
+    cli.option("html", "write the report as a page", "FILE", type=output_file, modes=("",))
+    cli.option("xprof", "open the trace in xprof instead")
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,9 +66,9 @@ def act(args: Args) -> int:
     if args.mode == "xprof":
         return profile_trace.open_xprof(path)
     folder = profile_trace.run_folder(target)
-    found = profile.profile(path, read(folder) if folder else None)
+    step_profile = profile.profile(path, read(folder) if folder else None)
     for file, make in ((args.json, profile.to_json), (args.html, profile.make_html)):
         if file:
-            write_output(file, make(found))
-    profile.print_profile(found, make_console(WIDTH))
+            write_output(file, make(step_profile))
+    profile.print_profile(step_profile, make_console(WIDTH))
     return 0

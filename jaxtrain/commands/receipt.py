@@ -11,20 +11,20 @@ from jaxtrain.report.receipt import compare, find_runs, show, show_diff, show_li
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "receipt",
         "Show what ran, or the differences between two runs that can explain other results or another speed. RUN is a run's "
         "folder (--workdir of training) or a receipt file. Reads files only.",
         examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
         notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
     )
-    p.command("show", "the receipt of a run").argument("run", "a run", "RUN", type=place)
-    p.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True, type=place)
-    diff = p.command("diff", "the differences between two runs")
+    cli.command("show", "the receipt of a run").argument("run", "a run", "RUN", type=place)
+    cli.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True, type=place)
+    diff = cli.command("diff", "the differences between two runs")
     diff.argument("a", "a run", "A", type=place)
     diff.argument("b", "the run to compare it with", "B", type=place)
     diff.option("json", "as JSON, for programs")
-    return p
+    return cli
 
 
 def act(args: Args) -> int:

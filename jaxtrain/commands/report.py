@@ -11,7 +11,7 @@ from jaxtrain.metrics.receipt import ReceiptError
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "report",
         "Write one HTML page about a run that trains or has ended, or one with the curves of several runs in the same charts. "
         "It needs no GPU and changes no file of a run.",
@@ -19,11 +19,11 @@ def parser() -> Parser:
         notes="Exit codes: 0 the page is written; 1 it cannot be written; 2 the command is wrong, a folder is no run, or a "
         "file is damaged.",
     )
-    p.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=place)
-    p.option(
+    cli.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=place)
+    cli.option(
         "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", type=output_file
     )
-    return p
+    return cli
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from jaxtrain.train.generation import Loaded
 
 
-def _in_range(of: Key) -> Callable[[str], float]:
+def _in_range(key: Key) -> Callable[[str], float]:
     """Return a type of options: numbers in a declared range."""
 
-    def number(text: str) -> float:
+    def parse_number(text: str) -> float:
         value = float(text)
-        if wrong := of.out_of_range(value):
-            raise Invalid(wrong[0])
+        if problem := key.out_of_range(value):
+            raise Invalid(problem[0])
         return value
 
-    return number
+    return parse_number
 
 
 OWN = "default: as in the run's config"
@@ -39,7 +39,7 @@ OWN = "default: as in the run's config"
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    p = Parser(
+    cli = Parser(
         "sample",
         "Continue a text with a trained model; with --chat, answer conversations.",
         modes=("chat",),
@@ -50,28 +50,28 @@ def parser() -> Parser:
         ),
         notes="Exit codes: 0 done; 2 the command is wrong, or there is no checkpoint that can be read.",
     )
-    p.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
-    p.option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT")
-    p.option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end")
-    p.option("system", "with --chat: the system message", "TEXT", modes=("chat",))
-    p.option("input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",))
-    p.option(
+    cli.option("workdir", "a run's folder, or one of its checkpoints/<step>", "DIR", example="runs/tiny", required=True)
+    cli.option("prompt", f"the text to continue; several are separated by || ({OWN})", "TEXT")
+    cli.option("chat", "answer the prompt, or the lines of a terminal, by the model's chat template; stop at the turn's end")
+    cli.option("system", "with --chat: the system message", "TEXT", modes=("chat",))
+    cli.option("input", "with --chat: answer the conversations of a file, beside its own last answers", "FILE", modes=("chat",))
+    cli.option(
         "chat-template",
         f"with --chat: {', '.join(NAMED)}, or a Jinja template (default: the model's own)",
         "NAME|FILE",
         modes=("chat",),
     )
-    p.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=whole(1))
-    p.option(
+    cli.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=whole(1))
+    cli.option(
         "temperature", f"0: the most likely token ({OWN})", "T", type=_in_range(declared()["sample.temperature"]), example="0.8"
     )
     mass = Key("", above=0, at_most=1)
-    p.option("top-p", f"probability mass to draw from (default: {Ask.top_p})", "P", type=_in_range(mass), example="0.9")
-    p.option("seed", f"seed of the draws (default: {Ask.seed})", "N", type=whole(0))
-    p.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
-    p.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
-    p.option("ema", "use the average of the weights (train.ema_decay)")
-    return p
+    cli.option("top-p", f"probability mass to draw from (default: {Ask.top_p})", "P", type=_in_range(mass), example="0.9")
+    cli.option("seed", f"seed of the draws (default: {Ask.seed})", "N", type=whole(0))
+    cli.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
+    cli.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
+    cli.option("ema", "use the average of the weights (train.ema_decay)")
+    return cli
 
 
 OF_ASK = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options that are attributes of Ask
@@ -80,10 +80,10 @@ OF_ASK = ("prompt", "max_tokens", "temperature", "top_p", "seed")  # options tha
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     # ValueError is raised for a layout that is impossible on these devices.
-    return run_command(parser(), argv, _act, check=_check, errors=(CheckpointError, PrepareError, ValueError))
+    return run_command(parser(), argv, _act, check=_find_problems, errors=(CheckpointError, PrepareError, ValueError))
 
 
-def _check(args: Args) -> list[Problem]:
+def _find_problems(args: Args) -> list[Problem]:
     rule, _, remedy = stores.missing(args.workdir).partition(". ") if args.workdir else ("", "", "")
     problems = [Problem("--workdir", args.workdir, rule, remedy)] if rule else []
     if args.input and args.prompt:
@@ -92,7 +92,7 @@ def _check(args: Args) -> list[Problem]:
 
 
 def _act(args: Args) -> int:
-    given = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.given}
+    options = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.given}
     questions = read_all(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
@@ -105,21 +105,21 @@ def _act(args: Args) -> int:
     source = open_origin(args.workdir)
     spec = args.tokenizer or source.run().data.tokenizer
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
-    known = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
+    tokenizer_and_format = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     model = load(args.workdir, jax.local_devices(), args.base, args.ema)
-    of_run = model.run.sample  # a run that writes no samples has max_tokens = 0
-    ask = Ask(of_run.prompt, of_run.max_tokens or schema.Sample().max_tokens, of_run.temperature)
-    ask = dataclasses.replace(ask, **given)
+    defaults = model.run.sample  # a run that writes no samples has max_tokens = 0
+    ask = Ask(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
+    ask = dataclasses.replace(ask, **options)
     print(f"[{args.workdir.rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
-        return continue_prompts(model, *known, ask)
-    said: set[str] = set()
+        return continue_prompts(model, *tokenizer_and_format, ask)
+    printed: set[str] = set()
 
     def answer(conversation: Conversation) -> str:
         for message in conversation.messages:
             note = text_format.control_in(message["content"], chat.tokenizer, text_format.MESSAGE)
-            if note and note not in said:
-                said.add(note)
+            if note and note not in printed:
+                printed.add(note)
                 print(f"note: {note}", file=sys.stderr)
         return chat.answer(model, conversation, ask)
 
@@ -145,17 +145,17 @@ def read_all(args: Args) -> list[tuple[Conversation, str]]:
     """Return (conversation to answer, reference answer or "") of the options; [] to read questions from standard input."""
     system = [{"role": "system", "content": args.system}] if args.system else []
     if not args.input:
-        asked = prompts(args.prompt) if args.prompt else []
-        return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in asked]
-    found = []
+        texts = prompts(args.prompt) if args.prompt else []
+        return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in texts]
+    conversations = []
     for _, conversation, reference in read_questions(Path(args.input).expanduser()):
         messages = conversation.messages
         if system and messages[0]["role"] != "system":
             conversation = dataclasses.replace(conversation, messages=[*system, *messages])
-        found.append((conversation, reference))
-    if not found:
+        conversations.append((conversation, reference))
+    if not conversations:
         raise PrepareError(f"--input = {args.input}: has no conversation")
-    return found
+    return conversations
 
 
 def answer_all(answer_to: Callable[[Conversation], str], questions: Sequence[tuple[Conversation, str]]) -> None:
@@ -177,8 +177,8 @@ def talk(answer_to: Callable[[Conversation], str], system: str) -> None:
         print("Each line is a message. Ctrl-D ends the conversation.", file=sys.stderr)
     for line in lines():
         messages.append({"role": "user", "content": line})
-        asked, _ = question({"messages": messages})
-        answer = answer_to(asked)
+        conversation, _ = question({"messages": messages})
+        answer = answer_to(conversation)
         print(answer, flush=True)
         if answer.strip():
             messages.append({"role": "assistant", "content": answer})

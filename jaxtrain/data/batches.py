@@ -93,23 +93,23 @@ class Batches:
         self._densities = densities
         self.bytes_per_token = self._bytes_per_token(weights)
         self.masked_fraction = masked_fraction
-        cut = [s for s in sources if isinstance(s, PackedRows)]
-        held = sum(s.file.header["tokens"] for s in cut)
-        self.truncated = sum(s.truncated for s in cut), sum(s.truncated_tokens for s in cut), held
-        self.sparse = {s.name: s.filled for s in cut if s.capped and s.filled < FULL}
+        packed = [s for s in sources if isinstance(s, PackedRows)]
+        packed_tokens = sum(s.file.header["tokens"] for s in packed)
+        self.truncated = sum(s.truncated for s in packed), sum(s.truncated_tokens for s in packed), packed_tokens
+        self.sparse = {s.name: s.filled for s in packed if s.capped and s.filled < FULL}
         self.pairs = all(isinstance(s, PairRows) for s in sources)
-        self.answers = bool(cut) and len(cut) == len(sources) and all(s.file.loss_bits is not None for s in cut)
+        self.answers = bool(packed) and len(packed) == len(sources) and all(s.file.loss_bits is not None for s in packed)
         self.left_out = sum(s.left_out for s in sources if isinstance(s, PairRows))
         self.references: dict[str, np.ndarray] = {}
         self.synthetic = synthetic
         self.tokens_per_epoch = sum(s.windows for s in sources) * seq_len
         files = fingerprint.get("files") or [{"name": s.name, "content_sha256": ""} for s in sources]
-        named = [
+        source_records = [
             {"name": f["name"], "path": str(identity(s.name)), "content_sha256": f["content_sha256"]}
             for s, f in zip(sources, files, strict=True)
         ]
         self._opened = list(sources)
-        self.mixture = Mixture(named, weights, seq_len)
+        self.mixture = Mixture(source_records, weights, seq_len)
         self.start_mixture(None, 0, 0)
 
     def start_mixture(self, stored: Mapping[str, Any] | None, step: int, begin: int) -> bool:
@@ -123,9 +123,9 @@ class Batches:
           Whether the weights differ from those of the checkpoint.
         """
         stored = stored or {}
-        before, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
-        numbers = self.mixture.start(before, tokens, step, begin)
-        sources: list[Any] = [_Removed(source["name"]) for source in self.mixture.sources]
+        stored_mixture, tokens = stored.get("mixture"), stored.get("tokens", 0)  # a user's own source stores no mixture
+        numbers = self.mixture.start(stored_mixture, tokens, step, begin)
+        sources: list[Any] = [_RemovedSource(source["name"]) for source in self.mixture.sources]
         for number, source in zip(numbers, self._opened, strict=True):
             sources[number] = source
         self.sources = sources
@@ -148,7 +148,7 @@ class Batches:
         tokens, weights = self.mixture.tokens_read(row), self.mixture.phase_of(row - 1).weights
         lines = []
         for label, source, read, weight in zip(self.labels(), self.sources, tokens, weights, strict=True):
-            epoch = None if isinstance(source, _Removed) else read / (source.windows * self.seq_len)
+            epoch = None if isinstance(source, _RemovedSource) else read / (source.windows * self.seq_len)
             lines.append({"source": label, "tokens": read, "epoch": epoch, "weight": weight})
         return lines
 
@@ -193,15 +193,15 @@ class Batches:
         row_R = np.arange(self.global_batch, dtype=np.int64)[slice(None) if rows is None else rows]
         index_R = step * self.global_batch + row_R
         source_R, within_R = self.mixture.sources_of(index_R)
-        met = np.unique(source_R).tolist() if len(self.sources) > 1 else [0]
-        if len(met) == 1:
-            return self._rows_of(met[0], within_R)
+        numbers = np.unique(source_R).tolist() if len(self.sources) > 1 else [0]
+        if len(numbers) == 1:
+            return self._rows_of(numbers[0], within_R)
         keys = BATCH_KEYS | (PAIR_KEYS if self.pairs else {})
         out = {k: np.empty((len(row_R), self.seq_len), dtype) for k, dtype in keys.items()}
-        for k in met:
-            mine = source_R == k
-            for name, part in self._rows_of(k, within_R[mine]).items():
-                out[name][mine] = part
+        for k in numbers:
+            in_source = source_R == k
+            for name, values in self._rows_of(k, within_R[in_source]).items():
+                out[name][in_source] = values
         return out
 
     def _rows_of(self, source: int, index_R: np.ndarray) -> dict[str, np.ndarray]:
@@ -243,7 +243,7 @@ def _epoch_seed(seed: int, source: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, source, epoch]).generate_state(1)[0])
 
 
-class _Removed:
+class _RemovedSource:
     """A source that the run read before, and that its config no longer names. Later phases read no row of this source."""
 
     def __init__(self, name: str):
@@ -253,17 +253,17 @@ class _Removed:
 class OwnSource:
     """A source from outside the package. Its batches are checked, and all other attributes are its own."""
 
-    def __init__(self, key: str, value: str, made: Any, needed: Sequence[str], rows: int, seq_len: int, vocab_size: int):
-        self._named, self._made, self._rows, self._seq_len = (key, value), made, rows, seq_len
+    def __init__(self, key: str, value: str, source: Any, required: Sequence[str], rows: int, seq_len: int, vocab_size: int):
+        self._key_value, self._source, self._rows, self._seq_len = (key, value), source, rows, seq_len
         self._limits = {"tokens": vocab_size, "targets": vocab_size} if vocab_size else {}
-        if missing := [name for name in needed if not hasattr(made, name)]:
-            rule = f"returns {type(made).__name__} without {', '.join(missing)}"
+        if missing := [name for name in required if not hasattr(source, name)]:
+            rule = f"returns {type(source).__name__} without {', '.join(missing)}"
             raise own_parts.WrongPart(key, value, rule, "Return an object with the interface of jaxtrain.data.batches.Batches.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # asked for by copy and pickle
             raise AttributeError(name)
-        return getattr(self._made, name)
+        return getattr(self._source, name)
 
     def batch(self, step: int, *rows: Any) -> dict[str, np.ndarray]:
         """Return batch `step` of the source, or these rows of it. Raises WrongPart if it is no batch."""
@@ -272,41 +272,44 @@ class OwnSource:
 
         def refuse(rule: str) -> NoReturn:
             rule = f"its batch({step}) {rule}"
-            raise own_parts.WrongPart(*self._named, rule, f"Return arrays {list(shape)}: {', '.join(BATCH_KEYS)}.")
+            raise own_parts.WrongPart(*self._key_value, rule, f"Return arrays {list(shape)}: {', '.join(BATCH_KEYS)}.")
 
         try:
-            with own_parts.calling(*self._named, "batch(step, rows)"):
-                found = self._made.batch(step, *rows)
+            with own_parts.calling(*self._key_value, "batch(step, rows)"):
+                arrays = self._source.batch(step, *rows)
         except StopIteration:
             refuse("ends the data: it raises StopIteration")
-        if not isinstance(found, Mapping):
-            refuse(f"returns {type(found).__name__}, and no dict of arrays")
+        if not isinstance(arrays, Mapping):
+            refuse(f"returns {type(arrays).__name__}, and no dict of arrays")
         for name, dtype in BATCH_KEYS.items():
-            if name not in found:
+            if name not in arrays:
                 refuse(f"has no {name!r}")
-            array = np.asarray(found[name])
+            array = np.asarray(arrays[name])
             if array.shape != shape or (np.dtype(dtype).kind == "f") != (array.dtype.kind == "f"):
                 refuse(f"has {name!r} as {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}")
             if np.dtype(dtype).kind != "f" and array.size:
                 low, high, limit = int(array.min()), int(array.max()), self._limits.get(name, declaration.MOST + 1)
                 if low < 0 or high >= limit:
                     refuse(f"has {low if low < 0 else high:,} in {name!r}, which must be from 0 to {limit - 1:,}")
-        return dict(found)
+        return dict(arrays)
 
 
-def with_documents(run: schema.RunConfig, *opened: Any) -> schema.RunConfig:
+def with_documents(run: schema.RunConfig, *sources: Any) -> schema.RunConfig:
     """Return the run with `data.max_segments` = 0 replaced by the largest number of documents in a row of any source.
 
-    opened: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
+    sources: every source of the run, from `open_source`. A user's own source without `max_segments` counts as
     config.MOST_DOCUMENTS. Raises config.ConfigError if a source has more documents in a row than config.MOST_DOCUMENTS.
     """
     if run.data.max_segments:
         return run
-    most = max(getattr(each, "max_segments", schema.MOST_DOCUMENTS) for each in opened)
-    if most > schema.MOST_DOCUMENTS:
-        rule = f"a data source has {most} documents in a sequence, and up to {schema.MOST_DOCUMENTS} are taken by themselves"
-        raise schema.ConfigError([schema.Problem("data.max_segments", 0, rule, f"Set it to {most}.")])
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, max_segments=most))
+    max_documents = max(getattr(source, "max_segments", schema.MOST_DOCUMENTS) for source in sources)
+    if max_documents > schema.MOST_DOCUMENTS:
+        rule = (
+            f"a data source has {max_documents} documents in a sequence, and up to {schema.MOST_DOCUMENTS} "
+            "are taken by themselves"
+        )
+        raise schema.ConfigError([schema.Problem("data.max_segments", 0, rule, f"Set it to {max_documents}.")])
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, max_segments=max_documents))
 
 
 def open_source(
@@ -318,7 +321,7 @@ def open_source(
     data_dir: Path | str,
     seed: int | None = None,
     seq_len: int | None = None,
-    own: schema.Own = schema.NO_SETTINGS,
+    user_settings: schema.Own = schema.NO_SETTINGS,
     vocab_size: int = 0,
 ) -> Batches:
     """Return the batches of one split of a source. The token files of stdlib are made if they do not exist.
@@ -331,7 +334,7 @@ def open_source(
       split: train | validation.
       data_dir: the folder of stdlib's token files.
       seed, seq_len: replace the values in `data`; None: those values.
-      own: the settings of the config's section `own`, for a user's own source.
+      user_settings: the settings of the config's section `own`, for a user's own source.
       vocab_size: of the model, which the token ids of a user's own source must be below; 0: any.
 
     Raises:
@@ -346,12 +349,12 @@ def open_source(
             raise schema.ConfigError([schema.Problem(key, "", "files have no split of their own", "Name a held-out file.")])
     seed = data.seed if seed is None else seed
     seq_len = data.seq_len if seq_len is None else seq_len
-    asked, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
+    max_segments, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
         function = own_parts.load(key, source)
         with own_parts.calling(key, source, "name(data, split, global_batch, own)"):
-            made = function(data, split, global_batch, own)
-        wrapped: Any = OwnSource(key, source, made, NEEDED[split], global_batch, seq_len, vocab_size)
+            user_source = function(data, split, global_batch, user_settings)
+        wrapped: Any = OwnSource(key, source, user_source, NEEDED[split], global_batch, seq_len, vocab_size)
         return wrapped
     common: dict[str, Any] = {
         "global_batch": global_batch,
@@ -363,18 +366,18 @@ def open_source(
     fingerprint: dict[str, Any] = {"source": source, "split": split, **common}
     if source == "synthetic":
         rows = synthetic.Synthetic(seed, split, seq_len, data.max_segments)
-        common["max_segments"] = asked or rows.documents
+        common["max_segments"] = max_segments or rows.documents
         vocab, eot = synthetic.VOCAB, synthetic.EOT
         info = {"name": "synthetic", "sha256": "", "vocab_size": vocab, "eot": eot}
-        how = {"tokenizer": info, "text": TextFormat(eot=eot), "fingerprint": fingerprint, "synthetic": True}
-        return Batches([rows], [1.0], **how, **common)
+        fields = {"tokenizer": info, "text": TextFormat(eot=eot), "fingerprint": fingerprint, "synthetic": True}
+        return Batches([rows], [1.0], **fields, **common)
     if source == "stdlib":
         source = str(stdlib.stdlib_files(data_dir)[split == "validation"])
     files, weights = open_mixture(data, source, key, seq_len)
     sources: list[Windows] = []
     masked_by_source = []
     densities = []
-    most = 1
+    max_documents = 1
     for file in files:
         header = file.header
         loss = header["loss"] or {"tokens": header["tokens"], "bytes": header["source_bytes"], "first": header["documents"]}
@@ -383,21 +386,21 @@ def open_source(
         if not data.masks_documents:
             pass
         elif isinstance(windows, PackedRows):
-            most = max(most, windows.documents)
+            max_documents = max(max_documents, windows.documents)
         else:
-            found, count = windows.borders(data.max_segments)
-            most = max(most, min(found, data.max_segments))
-            masked = count / (windows.windows * seq_len)
+            documents, masked_tokens = windows.borders(data.max_segments)
+            max_documents = max(max_documents, min(documents, data.max_segments))
+            masked = masked_tokens / (windows.windows * seq_len)
         sources.append(windows)
         masked_by_source.append(masked)
         # The sums are per token read from the mixture: bytes and number of the predictions that count. Rows of conversations
         # contain padding, but no truncated tokens.
-        held = header["tokens"]
+        tokens = header["tokens"]
         if isinstance(windows, PackedRows):
-            held *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
+            tokens *= windows.windows * seq_len / (header["tokens"] - windows.truncated_tokens)
         predicted = loss["tokens"] - (loss["first"] if data.masks_documents else 0)
-        densities.append((loss["bytes"] / held, predicted / held))
-    common["max_segments"] = asked or most
+        densities.append((loss["bytes"] / tokens, predicted / tokens))
+    common["max_segments"] = max_segments or max_documents
     fingerprint["tokenizer"] = files[0].header["tokenizer"]
     fingerprint["files"] = [
         {"name": f.path.name, "weight": w, **{k: f.header[k] for k in ("content_sha256", "tokens", "documents")}}

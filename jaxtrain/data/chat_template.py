@@ -33,7 +33,7 @@ from jaxtrain.data.tokenizer import (
     special_tokens,
 )
 
-# Noncharacters: never part of a text. TRACE encloses the number of a place in the data.
+# Noncharacters: never part of a text. TRACE encloses the number of a position in the data.
 MARK, OPEN, CLOSE, ANSWER, TRACE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning of a message; templates read one of them
 TEXTS = ("content", *THOUGHTS)  # of a message: free text with any content
@@ -91,78 +91,79 @@ TAG = re.compile(
 )
 
 
-def _traced(talk: Conversation, chosen: Container[int]) -> tuple[Conversation, list[tuple[int, str]]]:
-    """Return the conversation with marks at the places whose numbers are chosen, and all places: (message or -1, what it is).
+def _insert_marks(chat: Conversation, chosen: Container[int]) -> tuple[Conversation, list[tuple[int, str]]]:
+    """Return the conversation with marks at the chosen positions (their numbers), and all positions: (message or -1, kind).
 
-    Places are the beginning and the end of every text, also between tags; the names, keys and arguments of tool calls; and in
-    `tools` the name and description of each function, and the descriptions of its parameters.
+    Positions are the beginning and the end of every text, also between tags; the names, keys and arguments of tool calls; and
+    in `tools` the name and description of each function, and the descriptions of its parameters.
     """
-    places: list[tuple[int, str]] = []
+    positions: list[tuple[int, str]] = []
 
-    def put(text: str, message: int, what: str) -> str:
-        pieces = TAG.split(text) if what == CONTENT else [text]
+    def put_marks(text: str, message: int, kind: str) -> str:
+        pieces = TAG.split(text) if kind == CONTENT else [text]
         if not any(piece.strip() for piece in pieces[::2]):  # nothing but tags
             pieces = [text]
         for i in range(0, len(pieces), 2):
             if core := pieces[i].strip():
-                begin, end = (f"{TRACE}{n}{TRACE}" if n in chosen else "" for n in (len(places), len(places) + 1))
-                places.extend([(message, what)] * 2)
+                begin, end = (f"{TRACE}{n}{TRACE}" if n in chosen else "" for n in (len(positions), len(positions) + 1))
+                positions.extend([(message, kind)] * 2)
                 pieces[i] = f"{begin}{core}{end}".join(pieces[i].split(core, 1))
         return "".join(pieces)
 
-    def every(value: Any, message: int) -> Any:
+    def mark_values(value: Any, message: int) -> Any:
         if isinstance(value, str):
-            return put(value, message, CALLS)
+            return put_marks(value, message, CALLS)
         if isinstance(value, Mapping):
-            return {put(key, message, CALLS): every(x, message) for key, x in value.items()}
-        return [every(x, message) for x in value] if isinstance(value, list | tuple) else value
+            return {put_marks(key, message, CALLS): mark_values(x, message) for key, x in value.items()}
+        return [mark_values(x, message) for x in value] if isinstance(value, list | tuple) else value
 
-    def described(value: Any, what: str) -> Any:
+    def mark_descriptions(value: Any, kind: str) -> Any:
         if isinstance(value, list | tuple):
-            return [described(x, what) for x in value]
-        if what == TOOLS and isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
-            return {**value, "function": described(value["function"], TOOLS)}
-        made = dict(value) if isinstance(value, Mapping) else {}
-        for key, x in made.items():
-            if isinstance(x, str) and key in ("description", "name")[: 2 if what == TOOLS else 1]:
-                made[key] = put(x, -1, what)
+            return [mark_descriptions(x, kind) for x in value]
+        if kind == TOOLS and isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
+            return {**value, "function": mark_descriptions(value["function"], TOOLS)}
+        marked = dict(value) if isinstance(value, Mapping) else {}
+        for key, x in marked.items():
+            if isinstance(x, str) and key in ("description", "name")[: 2 if kind == TOOLS else 1]:
+                marked[key] = put_marks(x, -1, kind)
             elif key not in ("default", "enum", "const", "examples"):
-                made[key] = described(x, DETAIL)
-        return made if isinstance(value, Mapping) else value
+                marked[key] = mark_descriptions(x, DETAIL)
+        return marked if isinstance(value, Mapping) else value
 
     messages = []
-    for i, message in enumerate(talk.messages):
-        made = message | {"content": put(message["content"], i, CONTENT)}
+    for i, message in enumerate(chat.messages):
+        marked_message = message | {"content": put_marks(message["content"], i, CONTENT)}
         if THOUGHTS[0] in message:
-            made |= dict.fromkeys(THOUGHTS[:2], put(message[THOUGHTS[0]], i, THOUGHT))
+            marked_message |= dict.fromkeys(THOUGHTS[:2], put_marks(message[THOUGHTS[0]], i, THOUGHT))
         if calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
-            traced = [x | {"name": put(x["name"], i, CALLS), "arguments": every(x["arguments"], i)} for x in functions]
-            made["tool_calls"] = [call | {"function": x} for call, x in zip(calls, traced, strict=True)]
-        messages.append(made)
-    return replace(talk, messages=messages, tools=described(talk.tools, TOOLS)), places
+            marked_functions = [
+                x | {"name": put_marks(x["name"], i, CALLS), "arguments": mark_values(x["arguments"], i)} for x in functions
+            ]
+            marked_message["tool_calls"] = [call | {"function": x} for call, x in zip(calls, marked_functions, strict=True)]
+        messages.append(marked_message)
+    return replace(chat, messages=messages, tools=mark_descriptions(chat.tools, TOOLS)), positions
 
 
-def _without_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a function without its parameters."""
+def _remove_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
-    made = {**tool, "function": _without_parameters(function)} if isinstance(function, Mapping) else dict(tool)
-    return made | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
+    description = {**tool, "function": _remove_parameters(function)} if isinstance(function, Mapping) else dict(tool)
+    return description | ({"parameters": {"type": "object", "properties": {}}} if tool.get("parameters") else {})
 
 
-def _without(talk: Conversation, where: str, keys: Container[str]) -> Conversation:
+def _remove_keys(chat: Conversation, level: str, keys: Container[str]) -> Conversation:
     """Return the conversation with keys removed from its messages, or from its tool calls and their functions."""
 
-    def kept(value: Mapping[str, Any]) -> dict[str, Any]:
+    def drop_keys(value: Mapping[str, Any]) -> dict[str, Any]:
         return {key: x for key, x in value.items() if key not in keys}
 
-    if where == "messages":
-        return replace(talk, messages=[kept(message) for message in talk.messages])
-    messages = [dict(message) for message in talk.messages]
+    if level == "messages":
+        return replace(chat, messages=[drop_keys(message) for message in chat.messages])
+    messages = [dict(message) for message in chat.messages]
     for message in messages:
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [kept(call) | {"function": kept(call["function"])} for call in calls]
-    return replace(talk, messages=messages)
+            message["tool_calls"] = [drop_keys(call) | {"function": drop_keys(call["function"])} for call in calls]
+    return replace(chat, messages=messages)
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Part:
     turn: str = ""  # of a control token in an assistant's turn: end (nothing but white space follows in the turn) | inside
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """The tags `{% generation %} ... {% endgeneration %}`: the text between the tags is an assistant's turn."""
 
     tags = {"generation"}
@@ -227,10 +228,10 @@ class ChatTemplate:
         self.tokens = tokens
         self.control = control
         self.dated = "strftime_now" in source
-        described = [source, sorted(tokens.items()), date if self.dated else ""]
-        self.sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        definition = [source, sorted(tokens.items()), date if self.dated else ""]
+        self.sha256 = hashlib.sha256(json.dumps(definition).encode()).hexdigest()
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         day = datetime.datetime.combine(datetime.date.fromisoformat(date), datetime.time())
@@ -240,14 +241,18 @@ class ChatTemplate:
             used = self.used = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerError(f"chat template {name}: line {e.lineno}: {e.message}") from e
-        known = {token.text for token in control}
-        self.unnamed = [name for name in ("bos_token", "eos_token") if name in used and tokens.get(name) not in {"", *known}]
+        control_texts = {token.text for token in control}
+        self.unnamed = [
+            name for name in ("bos_token", "eos_token") if name in used and tokens.get(name) not in {"", *control_texts}
+        ]
         self.marks_turns = re.search(r"\{%[-+]?\s*generation\b", source) is not None
-        self._control = _pattern(control)
+        self._control = _control_pattern(control)
         texts = [token.text for token in control]
-        first = re.escape("".join(sorted({text[0] for text in texts})))  # a quick test, for tokenizers of many control tokens
-        first = re.escape("".join(sorted({text[0] for text in texts})))  # tested before all tokens, of which there may be many
-        self._starts = re.compile(f"(?s)(?=[{first}])(?={'|'.join(map(re.escape, texts))})." if texts else r"(?!)")
+        # A quick test, for tokenizers of many control tokens
+        first_chars = re.escape("".join(sorted({text[0] for text in texts})))
+        # Tested before all tokens, of which there may be many
+        first_chars = re.escape("".join(sorted({text[0] for text in texts})))
+        self._starts = re.compile(f"(?s)(?=[{first_chars}])(?={'|'.join(map(re.escape, texts))})." if texts else r"(?!)")
         self._beginnings = tuple({text[:n] for text in texts for n in range(1, len(text))})
         self._endings = tuple({text[n:] for text in texts for n in range(1, len(text))})
         self._insides = {text[i:j] for text in texts for i in range(1, len(text)) for j in range(i + 1, len(text))}
@@ -268,8 +273,10 @@ class ChatTemplate:
         """
         if any(mark in text for mark in (MARK, OPEN, CLOSE, ANSWER, TRACE)):
             raise RowError("a message holds one of the noncharacters U+FDD0 to U+FDD4, which are used as marks here")
-        if found := [token.text for token in self.control if len(token.text) == 1 and token.text in text]:
-            raise RowError(f"a message holds {found[0]!r}, a control token of one character, which cannot be told from text")
+        if single_chars := [token.text for token in self.control if len(token.text) == 1 and token.text in text]:
+            raise RowError(
+                f"a message holds {single_chars[0]!r}, a control token of one character, which cannot be told from text"
+            )
         core, guarded = text.strip(), self._starts.sub(rf"\g<0>{MARK}", text)
         if joins and core and (core in self._insides or core.endswith(self._beginnings) or core.startswith(self._endings)):
             inner = guarded.strip()
@@ -291,115 +298,116 @@ class ChatTemplate:
             }
         return [self._guard_all(item, joins) for item in value] if isinstance(value, list | tuple) else value
 
-    def _guarded(self, talk: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
+    def _guard_conversation(self, chat: Conversation, prompt: bool = False) -> tuple[Conversation, str]:
         """Return (the conversation with marks, its text by the template, with marks). prompt: as for `render`."""
         for joins in (True, False):
-            found = replace(
-                talk,
-                messages=self._guard_all(talk.messages, joins),
-                tools=self._guard_all(talk.tools, joins),
-                variables=self._guard_all(talk.variables, joins),
+            guarded = replace(
+                chat,
+                messages=self._guard_all(chat.messages, joins),
+                tools=self._guard_all(chat.tools, joins),
+                variables=self._guard_all(chat.variables, joins),
             )
-            whole = self.render(found, prompt)
-            same = (found.messages, found.tools, found.variables) == (talk.messages, talk.tools, talk.variables)
-            if same or _unmarked(whole) == _unmarked(self.render(talk, prompt)):
-                return found, whole
+            text = self.render(guarded, prompt)
+            unchanged = (guarded.messages, guarded.tools, guarded.variables) == (chat.messages, chat.tools, chat.variables)
+            if unchanged or _strip_marks(text) == _strip_marks(self.render(chat, prompt)):
+                return guarded, text
         raise RowError("a message holds the text of a control token, and the chat template does not write it as it stands")
 
-    def render(self, talk: Conversation, prompt: bool = False) -> str:
+    def render(self, chat: Conversation, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt` also the beginning of an assistant's turn. Raises RowError."""
-        variables = {"tools": talk.tools, "documents": None, **self.tokens, **talk.variables}
+        variables = {"tools": chat.tools, "documents": None, **self.tokens, **chat.variables}
         try:
-            text = self._template.render(variables, messages=talk.messages, add_generation_prompt=prompt)
+            text = self._template.render(variables, messages=chat.messages, add_generation_prompt=prompt)
             text.encode()  # half a surrogate pair is no text
             return text
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
-            raise RowError(f"the chat template cannot write its first {len(talk.messages)} messages: {e}") from e
+            raise RowError(f"the chat template cannot write its first {len(chat.messages)} messages: {e}") from e
 
-    def check(self, talk: Conversation) -> tuple[str, ...]:
+    def check(self, chat: Conversation) -> tuple[str, ...]:
         """Return notes on what the template does not write and the model does not need.
 
-        The conversation is rendered with a mark at every place of its data (`_traced`). A place whose mark is missing is
-        confirmed by a mark there alone: it is lost if the text stays the same. Many templates leave out thoughts of earlier
-        turns, so thoughts must be written only in the conversation that ends with their message.
+        The conversation is rendered with a mark at every position of its data (`_insert_marks`). A position whose mark is
+        missing is confirmed by a mark there alone: it is lost if the text stays the same. Many templates leave out thoughts of
+        earlier turns, so thoughts must be written only in the conversation that ends with their message.
 
         Raises RowError if another text of the conversation leaves no trace.
         """
-        plain = self.render(talk)
-        places = _traced(talk, ())[1]
-        missing = self._missing(talk, range(len(places)))
+        plain = self.render(chat)
+        positions = _insert_marks(chat, ())[1]
+        missing_numbers = self._find_missing(chat, range(len(positions)))
         notes: list[str] = []
-        for message, numbers in itertools.groupby(missing, lambda number: places[number][0]):
+        for message, numbers in itertools.groupby(missing_numbers, lambda number: positions[number][0]):
             group = [*numbers]
-            if 0 <= message < len(talk.messages) - 1 and talk.messages[message]["role"] == "assistant":
-                written = (message, CONTENT) in [place for n, place in enumerate(places) if n not in missing]
-                thoughts = [n for n in group if places[n][1] == THOUGHT or (places[n][1] == CONTENT and written)]
-                left = self._missing(talk.first(message + 1), thoughts) if thoughts else []
-                if len(left) < len(thoughts):
+            if 0 <= message < len(chat.messages) - 1 and chat.messages[message]["role"] == "assistant":
+                is_written = (message, CONTENT) in [
+                    position for n, position in enumerate(positions) if n not in missing_numbers
+                ]
+                thoughts = [n for n in group if positions[n][1] == THOUGHT or (positions[n][1] == CONTENT and is_written)]
+                still_missing = self._find_missing(chat.first(message + 1), thoughts) if thoughts else []
+                if len(still_missing) < len(thoughts):
                     notes.append("thoughts of earlier turns, which the chat template leaves out")
-                    group = [n for n in group if n not in thoughts or n in left]
+                    group = [n for n in group if n not in thoughts or n in still_missing]
             for number in group:
-                what = places[number][1]
-                if not self._same(_traced(talk, [number])[0], plain):  # it compares its data with texts
+                kind = positions[number][1]
+                if not self._renders_as(_insert_marks(chat, [number])[0], plain):  # it compares its data with texts
                     continue
-                if what != DETAIL:
-                    role = talk.messages[message]["role"]
-                    raise self._lost(what if message < 0 else f"{what} of message {message + 1} ({role})")
+                if kind != DETAIL:
+                    role = chat.messages[message]["role"]
+                    raise self._lost_error(kind if message < 0 else f"{kind} of message {message + 1} ({role})")
                 notes.append("not written by the chat template, in tools: descriptions of parameters")
-        if talk.tools:
-            for tools in ([], [_without_parameters(tool) for tool in talk.tools]):
-                if tools != talk.tools and self._same(replace(talk, tools=tools or None), plain):
-                    raise self._lost(TOOLS)
-        unread = [name for name in talk.variables if name not in self.used or name in RESERVED]
+        if chat.tools:
+            for tools in ([], [_remove_parameters(tool) for tool in chat.tools]):
+                if tools != chat.tools and self._renders_as(replace(chat, tools=tools or None), plain):
+                    raise self._lost_error(TOOLS)
+        unread = [name for name in chat.variables if name not in self.used or name in RESERVED]
         notes += [f"not read by the chat template, in 'chat_template_kwargs': {name!r}" for name in unread]
-        calls = [call for message in talk.messages for call in message.get("tool_calls", ())]
-        for where, known, values in (
-            ("messages", READ, talk.messages),
+        calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
+        for level, read_keys, values in (
+            ("messages", READ, chat.messages),
             ("tool calls", READ_IN_CALLS, [*calls, *(call["function"] for call in calls)]),
         ):
-            found = {key for value in values for key, x in value.items() if x not in ([], {}, "") or where != "messages"}
-            keys = sorted(found - {*known})
-            if keys and not self._same(_without(talk, where, keys), plain):
-                keys = [key for key in keys if self._same(_without(talk, where, [key]), plain)]
-            notes += [f"not written by the chat template, in {where}: {key!r}" for key in keys]
+            used_keys = {key for value in values for key, x in value.items() if x not in ([], {}, "") or level != "messages"}
+            keys = sorted(used_keys - {*read_keys})
+            if keys and not self._renders_as(_remove_keys(chat, level, keys), plain):
+                keys = [key for key in keys if self._renders_as(_remove_keys(chat, level, [key]), plain)]
+            notes += [f"not written by the chat template, in {level}: {key!r}" for key in keys]
         return tuple(dict.fromkeys(notes))
 
-    def _lost(self, what: str) -> RowError:
+    def _lost_error(self, item: str) -> RowError:
         fix = "Fix: give --chat-template=FILE with one that does, or leave it out of the rows"
-        return RowError(f"the chat template {self.name} does not write {what}. {fix}")
+        return RowError(f"the chat template {self.name} does not write {item}. {fix}")
 
-    def _missing(self, talk: Conversation, numbers: Sequence[int]) -> list[int]:
-        """Return those of the places whose marks are not in the text. numbers: of the places that have one."""
+    def _find_missing(self, chat: Conversation, numbers: Sequence[int]) -> list[int]:
+        """Return those of the positions whose marks are not in the text. numbers: of the positions that have one."""
         try:
-            text = self.render(_traced(talk, numbers)[0])
-        except RowError:  # it compares its data with texts: each place is tried by itself
+            text = self.render(_insert_marks(chat, numbers)[0])
+        except RowError:  # it compares its data with texts: each position is tried by itself
             text = ""
-        found = {int(number) for number in re.findall(f"{TRACE}(\\d+){TRACE}", text)}
-        return [number for number in numbers if number not in found]
+        present = {int(number) for number in re.findall(f"{TRACE}(\\d+){TRACE}", text)}
+        return [number for number in numbers if number not in present]
 
-    def _same(self, talk: Conversation, plain: str) -> bool:
-        """Return whether the text of a conversation is `plain`."""
+    def _renders_as(self, chat: Conversation, plain: str) -> bool:
         try:
-            return self.render(talk) == plain
+            return self.render(chat) == plain
         except RowError:  # the template needs what is missing, or compares it with other texts
             return False
 
     def turn_ends(self) -> set[int]:
         """Return the control tokens that end an answer to a single question; empty if the template cannot write one."""
-        asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
         try:
-            _, parts = self.parts(Conversation(asked), "assistant")
+            _, chunks = self.parts(Conversation(messages), "assistant")
         except RowError:
             return set()
-        return {part.control for part in parts if part.turn == "end"}
+        return {chunk.control for chunk in chunks if chunk.turn == "end"}
 
-    def prompt(self, talk: Conversation) -> list[Part]:
+    def prompt(self, chat: Conversation) -> list[Part]:
         """Return the parts of a conversation with the beginning of the assistant's answer. Raises RowError."""
-        self.check(talk)
-        _, whole = self._guarded(talk, prompt=True)
-        return self._cut(whole.replace(OPEN, "").replace(CLOSE, ""), [])
+        self.check(chat)
+        _, text = self._guard_conversation(chat, prompt=True)
+        return self._split_text(text.replace(OPEN, "").replace(CLOSE, ""), [])
 
-    def parts(self, talk: Conversation, loss: str) -> tuple[str, list[Part]]:
+    def parts(self, chat: Conversation, loss: str) -> tuple[str, list[Part]]:
         """Return the conversation as text, and its parts: cut at control tokens and where the loss begins and ends.
 
         No token spans a cut: the text before a turn is encoded like the prompt of a generation.
@@ -418,51 +426,51 @@ class ChatTemplate:
         Raises:
           RowError: the template cannot write the conversation, or the turns cannot be found.
         """
-        guarded, whole = self._guarded(talk)
-        plain = _unmarked(whole)
-        skipped = [not message.get("train", True) for message in talk.messages if message["role"] == "assistant"]
+        guarded, text = self._guard_conversation(chat)
+        plain = _strip_marks(text)
+        skipped = [not message.get("train", True) for message in chat.messages if message["role"] == "assistant"]
         try:
-            spans = self._turns(guarded, whole)
+            spans = self._turns(guarded, text)
         except RowError:
             if loss != "all" or any(skipped):
                 raise
             spans = []  # they are sought only for the tokens that end them
-        whole = whole.replace(OPEN, "").replace(CLOSE, "")
+        text = text.replace(OPEN, "").replace(CLOSE, "")
         if any(skipped) and len(spans) != len(skipped):
             raise RowError(
                 f"the chat template marks {len(spans)} turns for {len(skipped)} messages of the assistant, so those with "
                 "`train` false or `weight` 0 cannot be told from others. Fix: give --chat-template=FILE with one "
                 "{% generation %} block for each"
             )
-        without = [span for span, skip in zip(spans, skipped, strict=True) if skip] if any(skipped) else []
+        skipped_spans = [span for span, skip in zip(spans, skipped, strict=True) if skip] if any(skipped) else []
         if loss == "all":
-            borders = [0, *(border for span in without for border in span), len(whole)]
-            return plain, self._cut(whole, list(zip(borders[::2], borders[1::2], strict=True)), spans)
-        counted = spans[self._turns_of_prompt(guarded) :]
-        if not counted:
+            borders = [0, *(border for span in skipped_spans for border in span), len(text)]
+            return plain, self._split_text(text, list(zip(borders[::2], borders[1::2], strict=True)), spans)
+        loss_spans = spans[self._turns_of_prompt(guarded) :]
+        if not loss_spans:
             raise RowError("no assistant's turn, so nothing counts in the loss (--loss=all counts all of it)")
-        counted = [span for span in (counted[-1:] if loss == "last" else counted) if span not in without]
-        if not counted:
+        loss_spans = [span for span in (loss_spans[-1:] if loss == "last" else loss_spans) if span not in skipped_spans]
+        if not loss_spans:
             raise RowError("no turn counts in the loss: `train` is false, or `weight` 0. Fix: leave the row out")
-        return plain, self._cut(whole, counted, spans)
+        return plain, self._split_text(text, loss_spans, spans)
 
-    def _turns_of_prompt(self, talk: Conversation) -> int:
+    def _turns_of_prompt(self, chat: Conversation) -> int:
         """Return the number of assistant turns in the prompt. Raises RowError."""
         if self.marks_turns:
-            return len(_marked_spans(self.render(talk.first(talk.prompt)))) if talk.prompt else 0
-        return sum(message["role"] == "assistant" for message in talk.messages[: talk.prompt])
+            return len(_marked_spans(self.render(chat.first(chat.prompt)))) if chat.prompt else 0
+        return sum(message["role"] == "assistant" for message in chat.messages[: chat.prompt])
 
-    def _turns(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
+    def _turns(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
         """Return (begin, end) of each assistant turn in the text. Raises RowError if the turns are not found."""
         if self.marks_turns:
-            return _marked_spans(whole)
+            return _marked_spans(text)
         spans = []
-        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         for i in turns:
-            before = self.render(talk.first(i), prompt=True)
-            after = self.render(talk.first(i + 1))
-            if not (after.startswith(before) and whole.startswith(after)):
-                spans = self._headed_spans(talk, whole)
+            prompt_text = self.render(chat.first(i), prompt=True)
+            turn_text = self.render(chat.first(i + 1))
+            if not (turn_text.startswith(prompt_text) and text.startswith(turn_text)):
+                spans = self._headed_spans(chat, text)
                 if not spans:
                     rule = f"writes message {i + 1} otherwise after its generation prompt, or when more messages follow"
                     raise RowError(
@@ -471,77 +479,78 @@ class ChatTemplate:
                         "templates for many models), or use --loss=all"
                     )
                 break
-            begin, end = len(before), len(after)
-            for token in self._control.finditer(whole, begin, end):
-                if not whole[token.end() : end].strip():
+            begin, end = len(prompt_text), len(turn_text)
+            for token in self._control.finditer(text, begin, end):
+                if not text[token.end() : end].strip():
                     end = token.end()
             spans.append((begin, end))
         return spans
 
-    def _headed_spans(self, talk: Conversation, whole: str) -> list[tuple[int, int]]:
+    def _headed_spans(self, chat: Conversation, text: str) -> list[tuple[int, int]]:
         """Return (begin, end) of each assistant turn in the text: from a generation prompt to the token that ends the answer.
 
         Return [] if the turns are not certain. Turns are certain under two conditions: the text has the generation prompt
         exactly once for each assistant message, and not before the first assistant message. In both, a prefix of the
         generation prompt that includes its first control token may replace the whole prompt.
         """
-        turns = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
-        asked = talk.first(turns[0])
-        if not asked.messages:
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        question = chat.first(turns[0])
+        if not question.messages:
             return []
-        before, after = self.render(asked), self.render(asked, prompt=True)
+        without_prompt, with_prompt = self.render(question), self.render(question, prompt=True)
         answer = {"role": "assistant", "content": ANSWER}
-        answered = self.render(replace(asked, messages=[*asked.messages, answer]))
-        shared = len(os.path.commonprefix([before, after]))  # not all of `before`: some templates end a text with a token
-        token = next((found for found in self._control.finditer(after) if found.end() > shared), None)
-        ending = self._control.search(answered, answered.find(ANSWER) + 1)
-        if token is None or ending is None or ANSWER not in answered:
+        with_answer = self.render(replace(question, messages=[*question.messages, answer]))
+        # Not all of `without_prompt`: some templates end a text with a token
+        shared = len(os.path.commonprefix([without_prompt, with_prompt]))
+        token = next((match for match in self._control.finditer(with_prompt) if match.end() > shared), None)
+        ending = self._control.search(with_answer, with_answer.find(ANSWER) + 1)
+        if token is None or ending is None or ANSWER not in with_answer:
             return []
-        header = after[token.start() :]
+        header = with_prompt[token.start() :]
         sizes = range(len(header), len(token[0]) - 1, -1)
-        size = next((n for n in sizes if whole.count(header[:n]) == len(turns)), 0)
-        if not size or header[:size] in before:
+        size = next((n for n in sizes if text.count(header[:n]) == len(turns)), 0)
+        if not size or header[:size] in without_prompt:
             return []
-        begins = [found.end() for found in re.finditer(re.escape(header[:size]), whole)]
+        begins = [match.end() for match in re.finditer(re.escape(header[:size]), text)]
         spans = []
-        for begin, limit in zip(begins, [*begins[1:], len(whole)], strict=True):
-            ends = (found.end() for found in self._control.finditer(whole, begin, limit) if found[0] == ending[0])
+        for begin, limit in zip(begins, [*begins[1:], len(text)], strict=True):
+            ends = (match.end() for match in self._control.finditer(text, begin, limit) if match[0] == ending[0])
             spans.append((begin, next(ends, -1)))
         if any(end < 0 for _, end in spans):
             return []
         begin, end = spans[-1]
-        if not self._control.sub("", whole[end:]).strip():  # only tokens that end the text
-            spans[-1] = begin, max([end, *(found.end() for found in self._control.finditer(whole, end))])
+        if not self._control.sub("", text[end:]).strip():  # only tokens that end the text
+            spans[-1] = begin, max([end, *(match.end() for match in self._control.finditer(text, end))])
         return spans
 
-    def _cut(self, whole: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Part]:
+    def _split_text(self, text: str, spans: list[tuple[int, int]], turns: Sequence[tuple[int, int]] = ()) -> list[Part]:
         """Return the parts of a text. spans: (begin, end) of what counts in the loss. turns: those of the assistant's turns."""
-        parts: list[Part] = []
+        chunks: list[Part] = []
 
         def counts(at: int) -> bool:
             return any(begin <= at < end for begin, end in spans)
 
         borders = sorted({border for span in spans for border in span})
         done = 0
-        for token in [*self._control.finditer(whole), None]:
-            stop = token.start() if token else len(whole)
+        for token in [*self._control.finditer(text), None]:
+            stop = token.start() if token else len(text)
             for begin, end in itertools.pairwise([done, *(b for b in borders if done < b < stop), stop]):
-                if piece := whole[begin:end].replace(MARK, ""):
-                    place = "start" if not parts else "after" if parts[-1].control >= 0 else "inner"
-                    parts.append(Part(piece, loss=counts(begin), place=place))
+                if piece := text[begin:end].replace(MARK, ""):
+                    position = "start" if not chunks else "after" if chunks[-1].control >= 0 else "inner"
+                    chunks.append(Part(piece, loss=counts(begin), place=position))
             if token:
                 group = token.lastindex or 1
                 control, at, after = self.control[group - 1], token.start(group), token.end(group)
                 if any(at < border < after for border in borders):
                     raise RowError(f"an assistant's turn begins or ends within the control token {control.text!r}")
-                rest = next((whole[after:end] for begin, end in turns if begin <= at < end), None)
-                turn = "" if rest is None else "inside" if rest.replace(MARK, "").strip() else "end"
-                parts.append(Part(control.text, control.id, counts(at), turn=turn))
+                remainder = next((text[after:end] for begin, end in turns if begin <= at < end), None)
+                turn = "" if remainder is None else "inside" if remainder.replace(MARK, "").strip() else "end"
+                chunks.append(Part(control.text, control.id, counts(at), turn=turn))
                 done = token.end()
-        return parts
+        return chunks
 
 
-def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
+def _control_pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
     """Return a regular expression for control tokens. Group i + 1 is token i; the match also has the spaces that it absorbs."""
     groups = [
         rf"{r'\s*' if token.lstrip else ''}({re.escape(token.text)}){r'\s*' if token.rstrip else ''}" for token in control
@@ -549,7 +558,7 @@ def _pattern(control: Sequence[ControlToken]) -> re.Pattern[str]:
     return re.compile("|".join(groups) or r"(?!)")
 
 
-def _unmarked(text: str) -> str:
+def _strip_marks(text: str) -> str:
     return text.replace(MARK, "").replace(OPEN, "").replace(CLOSE, "")
 
 
@@ -581,29 +590,29 @@ def load_template(spec: str, tokenizer: Tokenizer, choice: str, date: str) -> Ch
       TokenizerError: there is no template, it cannot be read, or the tokenizer lacks a token that it needs.
     """
     control, tokens, name = tokenizer.control_tokens(), special_tokens(spec), choice
-    known, fit = {token.text for token in control}, fitting(control)
+    control_texts, fitting_names = {token.text for token in control}, fitting(control)
     if choice in NAMED:
-        if missing := [text for text in NAMED[choice] if text not in known]:
+        if missing := [text for text in NAMED[choice] if text not in control_texts]:
             rule = f"needs the control token {missing[0]}, which tokenizer {spec!r} does not have"
-            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fit[0]}")
+            raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: --chat-template={fitting_names[0]}")
         bos = tokenizer.text_of(tokenizer.bos[-1]) if tokenizer.bos else ""
         eos = "" if tokenizer.eot is None else tokenizer.text_of(tokenizer.eot)
-        tokens = {"bos_token": bos, "eos_token": eos} | {key: text for key, text in tokens.items() if text in known}
+        tokens = {"bos_token": bos, "eos_token": eos} | {key: text for key, text in tokens.items() if text in control_texts}
         source = (Path(__file__).parent / "templates" / f"{choice}.jinja").read_text(encoding="utf-8")
     elif choice:
         try:
             source = Path(choice).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             rule = f"is none of {', '.join(NAMED)}, and cannot be read as a file ({e})"
-            fix = f"give one of {', '.join(fit)}, or the path of a file"
+            fix = f"give one of {', '.join(fitting_names)}, or the path of a file"
             raise TokenizerError(f"--chat-template = {choice}: {rule}. Fix: {fix}") from e
     else:
         name, source = own_template(spec)
     if not source:
-        more = f" (or {', '.join([*fit[1:], 'a file of your own'])})"
+        alternatives = f" (or {', '.join([*fitting_names[1:], 'a file of your own'])})"
         raise TokenizerError(
             f"tokenizer {spec!r}: has no chat template (neither chat_template.jinja nor a `chat_template` in "
-            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={fit[0]}{more}"
+            f"tokenizer_config.json beside its tokenizer.json). Fix: --chat-template={fitting_names[0]}{alternatives}"
         )
     return ChatTemplate(name, source, tokens, control, date)
 

@@ -66,15 +66,15 @@ class Report:
         """Count a bad line. line: its number in the part."""
         self.bad += 1
         if len(self.lines) < SHOWN:
-            place = f"{cut.path} part {cut.begin + 1}" if cut.kind == "dataset" else cut.path
-            before = lines_before(cut.path, cut.begin) if cut.kind == "jsonl" else 0
-            self.lines.append((place, before + line, reason(error)))
+            location = f"{cut.path} part {cut.begin + 1}" if cut.kind == "dataset" else cut.path
+            lines_above = lines_before(cut.path, cut.begin) if cut.kind == "jsonl" else 0
+            self.lines.append((location, lines_above + line, reason(error)))
 
     def note(self, *notes: str) -> None:
         """Count what is not used of a row."""
         for note in notes:
-            known = note in self.notes or len(self.notes) < MOST_NOTES
-            self.notes[note if known else "further keys that are not read"] += 1
+            is_listed = note in self.notes or len(self.notes) < MOST_NOTES
+            self.notes[note if is_listed else "further keys that are not read"] += 1
 
 
 @functools.lru_cache(maxsize=1)
@@ -88,16 +88,16 @@ def lines_before(path: str, end: int) -> int:
     return count
 
 
-def reason(e: Exception) -> str:
+def reason(error: Exception) -> str:
     """Return why a row or a file cannot be read, in one line."""
-    match e:
+    match error:
         case RowError():
-            return str(e)
+            return str(error)
         case UnicodeDecodeError():
-            return f"not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x})"
+            return f"not UTF-8 ({error.reason}, byte {error.object[error.start]:#04x})"
         case UnicodeEncodeError():
             return "half a surrogate pair"
-    return f"cannot be read ({type(e).__name__}: {next(iter(str(e).splitlines()), '')})"
+    return f"cannot be read ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
 
 def read(cut: Cut, rows: Rows, report: Report) -> Iterator[Piece]:
@@ -220,13 +220,13 @@ def read_jsonl(cut: Cut, _: Columns) -> Iterator[Found]:
             f.seek(at)
         for number, line in enumerate(f, 1):
             if line.strip():
-                yield number, _row(line), ()
+                yield number, _parse_row(line), ()
             at += len(line)
             if 0 <= cut.end <= at:
                 return
 
 
-def _row(line: bytes) -> dict[str, Any] | Exception:
+def _parse_row(line: bytes) -> dict[str, Any] | Exception:
     try:
         record = load_json(line.decode("utf-8-sig"))  # files that were joined may have several byte order marks
     except UnicodeDecodeError as e:
@@ -242,15 +242,15 @@ def table_row(cells: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """
     dropped: set[str] = set()
 
-    def without(value: Any, within: str) -> Any:
+    def drop_nulls(value: Any, within: str) -> Any:
         if isinstance(value, dict):
-            kept = {key: without(x, key if key == "arguments" else within) for key, x in value.items() if x is not None}
-            if within in ("arguments", "tools") and len(kept) < len(value):
+            values = {key: drop_nulls(x, key if key == "arguments" else within) for key, x in value.items() if x is not None}
+            if within in ("arguments", "tools") and len(values) < len(value):
                 dropped.add(within)
-            return kept
-        return [without(x, within) for x in value] if isinstance(value, list) else value
+            return values
+        return [drop_nulls(x, within) for x in value] if isinstance(value, list) else value
 
-    row = {name: without(cell, name) for name, cell in cells.items()}
+    row = {name: drop_nulls(cell, name) for name, cell in cells.items()}
     return row, tuple(f"nulls of {name}, which tables add to rows, read as absent" for name in sorted(dropped))
 
 
@@ -260,50 +260,52 @@ def read_parquet(cut: Cut, columns: Columns) -> Iterator[Found]:
 
     with pyarrow.parquet.ParquetFile(cut.path) as file:
         names = file.schema_arrow.names
-        chosen = columns(names)
-        others = {name: UNREAD for name in names if name not in chosen}
+        read_columns = columns(names)
+        unread_columns = {name: UNREAD for name in names if name not in read_columns}
         sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
         groups = range(len(sizes))[cut.begin : len(sizes) if cut.end < 0 else cut.end]
         number = sum(sizes[: cut.begin])
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=chosen, use_threads=False):
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=list(groups), columns=read_columns, use_threads=False):
             for i in range(batch.num_rows):
                 number += 1
                 try:
-                    row, notes = table_row({name: batch.column(name)[i].as_py(maps_as_pydicts="strict") for name in chosen})
+                    row, notes = table_row(
+                        {name: batch.column(name)[i].as_py(maps_as_pydicts="strict") for name in read_columns}
+                    )
                 except Exception as e:  # such as a date that Python cannot represent
                     yield number, e, ()
                 else:
-                    yield number, row | others, notes
+                    yield number, row | unread_columns, notes
 
 
-def cut_file(path: Path, kind: str, part_bytes: int) -> list[Cut]:
-    """Return the parts of a file, in order, each of about `part_bytes` or less. Processes can read them at the same time.
+def cut_file(path: Path, kind: str, shard_bytes: int) -> list[Cut]:
+    """Return the parts of a file, in order, each of about `shard_bytes` or less. Processes can read them at the same time.
 
     A text file is one part, because it is one document. A compressed file is one part, because it can only be read from its
     beginning.
     """
     size = path.stat().st_size
-    if size <= part_bytes or kind == "text" or path.suffix.lower() in COMPRESSED:
+    if size <= shard_bytes or kind == "text" or path.suffix.lower() in COMPRESSED:
         return [Cut(str(path), kind, size)]
     if kind == "jsonl":
-        return [Cut(str(path), kind, b - a, a, b) for a, b in itertools.pairwise(line_borders(path, size, part_bytes))]
+        return [Cut(str(path), kind, b - a, a, b) for a, b in itertools.pairwise(line_borders(path, size, shard_bytes))]
     import pyarrow.parquet
 
     try:
         groups = pyarrow.parquet.read_metadata(path).num_row_groups
     except (pyarrow.ArrowException, OSError) as e:
         raise PrepareError(f"{path}: not readable as Parquet ({e})") from e
-    parts = max(1, min(groups, -(-size // part_bytes)))
-    borders = [groups * i // parts for i in range(parts + 1)]
+    count = max(1, min(groups, -(-size // shard_bytes)))
+    borders = [groups * i // count for i in range(count + 1)]
     return [Cut(str(path), kind, size * (b - a) // max(1, groups), a, b) for a, b in itertools.pairwise(borders)]
 
 
-def line_borders(path: Path, size: int, part_bytes: int) -> list[int]:
-    """Return 0, ends of lines about `part_bytes` apart, and the file's size."""
+def line_borders(path: Path, size: int, shard_bytes: int) -> list[int]:
+    """Return 0, ends of lines about `shard_bytes` apart, and the file's size."""
     borders = [0]
     with path.open("rb") as f:
-        while borders[-1] + part_bytes < size:
-            f.seek(borders[-1] + part_bytes - 1)
+        while borders[-1] + shard_bytes < size:
+            f.seek(borders[-1] + shard_bytes - 1)
             f.readline()
             borders.append(f.tell())
     return borders if borders[-1] == size else [*borders, size]
@@ -315,10 +317,10 @@ def line_borders(path: Path, size: int, part_bytes: int) -> list[int]:
 def dataset_name(spec: str) -> tuple[str, str | None, str]:
     """Return (name or folder, config, split) of hf:DATASET[:CONFIG][:SPLIT]. Raises PrepareError for another form."""
     folder = spec.removeprefix(DATASET)
-    name, *rest = [folder] if os.path.isdir(os.path.expanduser(folder)) else folder.split(":")
-    if not name or len(rest) > 2:
+    name, *suffixes = [folder] if os.path.isdir(os.path.expanduser(folder)) else folder.split(":")
+    if not name or len(suffixes) > 2:
         raise PrepareError(f"--input={spec}: is written {DATASET_FORM}")
-    config, split = [*rest, "", ""][:2]
+    config, split = [*suffixes, "", ""][:2]
     return name, config or None, split or "train"
 
 
@@ -353,10 +355,10 @@ def cut_dataset(spec: str) -> tuple[int, str]:
 
 def read_dataset(cut: Cut, columns: Columns) -> Iterator[Found]:
     """Yield each row of a file of a data set, with its number in the file."""
-    data, others = open_dataset(cut.path), {}
+    data, unread_columns = open_dataset(cut.path), {}
     if (names := data.column_names) is not None:
-        chosen = columns(names)
-        data, others = data.select_columns(chosen), {name: UNREAD for name in names if name not in chosen}
+        read_columns = columns(names)
+        data, unread_columns = data.select_columns(read_columns), {name: UNREAD for name in names if name not in read_columns}
     for number, cells in enumerate(data.shard(data.num_shards, cut.begin), 1):
         row, notes = table_row(cells)
-        yield number, row | others, notes
+        yield number, row | unread_columns, notes

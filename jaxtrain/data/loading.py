@@ -45,26 +45,26 @@ def load_line(line: launch.Line) -> Loaded:
                 f"train.epochs: {run.train.epochs:g} (file) -> 0, because of train.steps = {run.train.steps} (command line)"
             )
             run = dataclasses.replace(run, train=dataclasses.replace(run.train, epochs=0.0))
-    run, wrong, known = resolve_epochs(run)
-    problems += wrong
-    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not known else {}
-    run, fitted = fit_schedule(run, authors, loaded.file)
-    asked = loaded.asked
+    run, epoch_problems, epoch_notes = resolve_epochs(run)
+    problems += epoch_problems
+    authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not epoch_notes else {}
+    run, schedule_notes = fit_schedule(run, authors, loaded.file)
+    requested = loaded.asked
     origins = {
-        key: "derived" if key in asked and asked[key] != value else authors.get(key, "default")
+        key: "derived" if key in requested and requested[key] != value else authors.get(key, "default")
         for key, value in run.flat.items()
     }
     problems = launch.with_own_settings(problems, run)
-    given = dataclasses.replace(loaded.launch, notes=(*notes, *known, *fitted))
-    return dataclasses.replace(loaded, run=run, problems=problems, origins=origins, launch=given)
+    launched = dataclasses.replace(loaded.launch, notes=(*notes, *epoch_notes, *schedule_notes))
+    return dataclasses.replace(loaded, run=run, problems=problems, origins=origins, launch=launched)
 
 
-def length(o: Optimizer, steps: int) -> int:
+def length(opt: Optimizer, steps: int) -> int:
     """Return the number of steps that the warm-up and the decay of a schedule need, in a run of `steps` steps."""
-    if o.schedule == "constant":
-        return o.warmup_steps
-    decay = o.decay_steps or (steps // 5 if o.schedule == "wsd" else 0)
-    return max(1, o.warmup_steps) + decay  # the first step has the peak without a warm-up
+    if opt.schedule == "constant":
+        return opt.warmup_steps
+    decay = opt.decay_steps or (steps // 5 if opt.schedule == "wsd" else 0)
+    return max(1, opt.warmup_steps) + decay  # the first step has the peak without a warm-up
 
 
 def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]:
@@ -75,10 +75,10 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     the data.
     """
     epochs, data, steps = run.train.epochs, run.data, run.train.steps
-    wrong = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
+    ramp_problems = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
     sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
-    if not epochs > 0 or wrong or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+    if not epochs > 0 or ramp_problems or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
     from jaxtrain.data import opening  # imports numpy, which --help must not wait for
 
@@ -88,9 +88,13 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     try:
         tokens = opening.tokens_per_epoch(data, run.paths.data)
     except ConfigError as error:
-        gone = [str(p.value) for p in error.problems if p.rule == opening.GONE]
-        why = f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} not here" if gone else str(error.problems[0])
-        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({why}); train.steps={steps} counts instead"]
+        missing_files = [str(p.value) for p in error.problems if p.rule == opening.GONE]
+        reason = (
+            f"{', '.join(missing_files)} {'is' if len(missing_files) == 1 else 'are'} not here"
+            if missing_files
+            else str(error.problems[0])
+        )
+        return run, [], [f"train.epochs={epochs:g}: its steps are not known ({reason}); train.steps={steps} counts instead"]
     # A fraction, because 0.1 x 1000 rows must not need a step more than 100 rows do.
     needed = max(1, run.ramp.steps_for(fractions.Fraction(str(epochs)) * tokens / data.seq_len))
     return dataclasses.replace(run, train=dataclasses.replace(run.train, steps=needed)), [], []
@@ -100,19 +104,19 @@ def resolve_with_epochs(
     config: ml_collections.ConfigDict | Mapping[str, Any],
 ) -> tuple[RunConfig, list[Problem], list[str]]:
     """Return (run, problems, notes) of a config without a command line: `launch.resolved`, with the steps of train.epochs."""
-    asked, problems = launch.resolved(config)
-    run, wrong, notes = resolve_epochs(asked)
-    if run.train.steps != asked.train.steps:
-        run, notes = fit_schedule(run, launch.origins_of(config) | {"train.steps": BY_EPOCHS}, asked)
-    return run, launch.with_own_settings(problems + wrong, run), notes
+    requested, problems = launch.resolved(config)
+    run, epoch_problems, notes = resolve_epochs(requested)
+    if run.train.steps != requested.train.steps:
+        run, notes = fit_schedule(run, launch.origins_of(config) | {"train.steps": BY_EPOCHS}, requested)
+    return run, launch.with_own_settings(problems + epoch_problems, run), notes
 
 
 def _steps_of_file(file: RunConfig) -> tuple[int, str]:
     """Return (steps, their origin) of the run that a config file describes: its train.steps, else those of its epochs."""
     if file.train.steps != RunConfig().train.steps:
         return file.train.steps, "file"
-    of_epochs, wrong, unknown = resolve_epochs(file)
-    return (file.train.steps, "default") if not file.train.epochs or wrong or unknown else (of_epochs.train.steps, BY_EPOCHS)
+    resolved, problems, notes = resolve_epochs(file)
+    return (file.train.steps, "default") if not file.train.epochs or problems or notes else (resolved.train.steps, BY_EPOCHS)
 
 
 def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -134,49 +138,49 @@ def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) ->
         the config, and one line for each value that changed.
     """
 
-    def below(key: str, other: str) -> bool:
-        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other])
+    def ranks_below(key: str, other_key: str) -> bool:
+        return AUTHORS.index(authors[key]) < AUTHORS.index(authors[other_key])
 
-    o, steps = run.optimizer, run.train.steps
+    opt, steps = run.optimizer, run.train.steps
     changes: dict[str, Any] = {}
     notes: list[str] = []
-    decays = o.schedule != "constant"
-    lengths = {"warmup_steps": o.warmup_steps, "decay_steps": o.decay_steps if decays else 0}
-    movable = {n: v for n, v in lengths.items() if v > 0 and below(f"optimizer.{n}", "train.steps")}
-    usual, steps_of_file = RunConfig(), _steps_of_file(file)
+    decays = opt.schedule != "constant"
+    lengths = {"warmup_steps": opt.warmup_steps, "decay_steps": opt.decay_steps if decays else 0}
+    movable = {n: v for n, v in lengths.items() if v > 0 and ranks_below(f"optimizer.{n}", "train.steps")}
+    default_run, steps_of_file = RunConfig(), _steps_of_file(file)
 
-    def whole(name: str) -> tuple[int, str]:
+    def base_steps(name: str) -> tuple[int, str]:
         """Return (steps, their origin) of the run of which a length is a fraction."""
         if authors[f"optimizer.{name}"] == "default":
-            return usual.train.steps, "default"
+            return default_run.train.steps, "default"
         # Steps of epochs may be too few for the length, and give no fraction.
         return steps_of_file if movable[name] <= steps_of_file[0] else (file.train.steps, "default")
 
-    before = {n: whole(n) for n in movable}
-    if length(o, steps) <= steps:
-        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < before[n][0]}
+    bases = {n: base_steps(n) for n in movable}
+    if length(opt, steps) <= steps:
+        movable = {n: v for n, v in movable.items() if decays and authors["train.steps"] != "file" and steps < bases[n][0]}
     if steps > 0 and movable:
-        fitted = {n: max(1, v * steps // max(steps, before[n][0])) for n, v in movable.items()}
-        room = steps - (length(o, steps) - sum(movable.values()))
+        fitted = {n: max(1, v * steps // max(steps, bases[n][0])) for n, v in movable.items()}
+        room = steps - (length(opt, steps) - sum(movable.values()))
         if sum(fitted.values()) > room:
             fitted = {n: v * max(0, room) // sum(movable.values()) for n, v in movable.items()}
         changes |= fitted
         for n, v in fitted.items():
-            author, (of, counted_by) = authors[f"optimizer.{n}"], before[n]
-            was = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {of} steps ({counted_by})"
-            notes.append(f"optimizer.{n}: {was} -> {v} of train.steps = {steps} ({authors['train.steps']})")
-    valid = not declared()["optimizer.lr"].out_of_range(o.lr)
-    if o.schedule != "constant" and o.lr_min > o.lr and valid and below("optimizer.lr_min", "optimizer.lr"):
+            author, (base, counted_by) = authors[f"optimizer.{n}"], bases[n]
+            previous = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {base} steps ({counted_by})"
+            notes.append(f"optimizer.{n}: {previous} -> {v} of train.steps = {steps} ({authors['train.steps']})")
+    valid = not declared()["optimizer.lr"].out_of_range(opt.lr)
+    if opt.schedule != "constant" and opt.lr_min > opt.lr and valid and ranks_below("optimizer.lr_min", "optimizer.lr"):
         author = authors["optimizer.lr_min"]
-        peak = (usual if author == "default" else file).optimizer.lr
-        lowest = float(f"{o.lr_min * o.lr / max(o.lr, peak):.6g}")
-        changes["lr_min"] = min(o.lr, lowest) if lowest >= SMALLEST else 0.0
-        was = f"{o.lr_min:g} of a peak of {peak:g} ({author})"
-        notes.append(f"optimizer.lr_min: {was} -> {changes['lr_min']:g} of {o.lr:g} ({authors['optimizer.lr']})")
+        peak = (default_run if author == "default" else file).optimizer.lr
+        lowest = float(f"{opt.lr_min * opt.lr / max(opt.lr, peak):.6g}")
+        changes["lr_min"] = min(opt.lr, lowest) if lowest >= SMALLEST else 0.0
+        previous = f"{opt.lr_min:g} of a peak of {peak:g} ({author})"
+        notes.append(f"optimizer.lr_min: {previous} -> {changes['lr_min']:g} of {opt.lr:g} ({authors['optimizer.lr']})")
     sample = run.sample
-    if sample.every_steps and not sample.max_tokens and below("sample.every_steps", "sample.max_tokens"):
+    if sample.every_steps and not sample.max_tokens and ranks_below("sample.every_steps", "sample.max_tokens"):
         notes.append(
             f"sample.every_steps: {sample.every_steps} ({authors['sample.every_steps']}) -> 0 of sample.max_tokens = 0"
         )
         sample = dataclasses.replace(sample, every_steps=0)
-    return dataclasses.replace(run, optimizer=dataclasses.replace(o, **changes), sample=sample), notes
+    return dataclasses.replace(run, optimizer=dataclasses.replace(opt, **changes), sample=sample), notes

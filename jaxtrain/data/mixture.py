@@ -39,8 +39,8 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
             fix = f"Write {','.join(re.split(r'[\s;]+', item))}."
             problems.append(Problem(key, item, "names several files, which a comma separates", fix))
             continue
-        path, given, text = item.rpartition("=")
-        if not given or item.endswith(".tok") or "/" in text or is_file(item):
+        path, equals, text = item.rpartition("=")
+        if not equals or item.endswith(".tok") or "/" in text or is_file(item):
             files.append(Named(item, None))
             continue
         try:
@@ -62,9 +62,9 @@ def parse_files(source: str, key: str = "data.source") -> tuple[list[Named], lis
         problems.append(Problem(key, without, rule, f"Write {without}=0.5, for example, or leave out all weights."))
     seen: set[Path] = set()
     for file in files:
-        if (place := identity(file.path)) in seen:
+        if (resolved := identity(file.path)) in seen:
             problems.append(Problem(key, file.path, "is named twice", "Name it once, with the sum of its weights."))
-        seen.add(place)
+        seen.add(resolved)
     return files, problems
 
 
@@ -157,26 +157,28 @@ class Mixture:
         Returns:
           The number in `self.sources` of each source that was passed to the constructor.
         """
-        before = stored or {"sources": [], "phases": []}
-        self.sources = [{k: value for k, value in source.items() if k != "tokens"} for source in before["sources"]]
-        left, numbers = list(range(len(self.sources))), []
+        stored_state = stored or {"sources": [], "phases": []}
+        self.sources = [{k: value for k, value in source.items() if k != "tokens"} for source in stored_state["sources"]]
+        unmatched, numbers = list(range(len(self.sources))), []
         for source in self._opened:
             key = "content_sha256" if source["content_sha256"] else "name"
-            number = next((k for k in left if self.sources[k][key] == source[key]), len(self.sources))
+            number = next((k for k in unmatched if self.sources[k][key] == source[key]), len(self.sources))
             if number < len(self.sources):
-                left.remove(number)
+                unmatched.remove(number)
             self.sources[number : number + 1] = [source]
             numbers.append(number)
 
-        def padded(values: Sequence[Any]) -> tuple[Any, ...]:
+        def pad(values: Sequence[Any]) -> tuple[Any, ...]:
             return (*values, *[0] * (len(self.sources) - len(values)))  # 0 for sources that were added later
 
-        self.phases = [Phase(p["step"], p["tokens"], padded(p["weights"]), padded(p["read"])) for p in before["phases"]]
+        self.phases = [
+            Phase(phase["step"], phase["tokens"], pad(phase["weights"]), pad(phase["read"])) for phase in stored_state["phases"]
+        ]
         by_number = dict(zip(numbers, self._weights, strict=True))
         weights = tuple(by_number.get(k, 0.0) for k in range(len(self.sources)))
         self.changed = bool(self.phases) and not np.allclose(self.phases[-1].weights, weights, rtol=1e-9, atol=0)
         if not self.phases or self.changed or begin * self.seq_len != tokens:
-            read = padded([source["tokens"] for source in before["sources"]])
+            read = pad([source["tokens"] for source in stored_state["sources"]])
             self.phases.append(Phase(step, begin * self.seq_len, weights, read))
         return numbers
 
@@ -187,8 +189,8 @@ class Mixture:
         phase_R = np.searchsorted([phase.row(self.seq_len) for phase in self.phases[1:]], row_R, "right")
         number_R, within_R = np.empty_like(row_R), np.empty_like(row_R)
         for k in np.unique(phase_R).tolist():
-            own = phase_R == k
-            number_R[own], within_R[own] = self.phases[k].sources_of(row_R[own], self.seq_len)
+            in_phase = phase_R == k
+            number_R[in_phase], within_R[in_phase] = self.phases[k].sources_of(row_R[in_phase], self.seq_len)
         return number_R, within_R
 
     def phase_of(self, row: int) -> Phase:
@@ -203,8 +205,8 @@ class Mixture:
         """Return the row with index `within` of a source. first, last: rows first..last-1 are searched, and have it."""
         while last - first > 1:
             middle = (first + last) // 2
-            before = self.phase_of(middle).read_before(middle, self.seq_len)[source]
-            first, last = (middle, last) if before <= within * self.seq_len else (first, middle)
+            tokens_before = self.phase_of(middle).read_before(middle, self.seq_len)[source]
+            first, last = (middle, last) if tokens_before <= within * self.seq_len else (first, middle)
         return first
 
     def state(self, row: int) -> dict[str, Any]:
@@ -230,13 +232,13 @@ def interleave(index_R: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarra
     """
     source_R = np.zeros(len(index_R), np.int64)
     within_R = np.asarray(index_R, np.int64).copy()
-    rest = np.ones(len(index_R), bool)  # not yet given to an earlier source
+    unassigned = np.ones(len(index_R), bool)  # not yet given to an earlier source
     for k, share in enumerate(_binary_shares(weights)):
         taken_R = (within_R * share) >> WEIGHT_BITS  # share of k in the first `within` remaining indices
-        mine = rest & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
-        rest &= ~mine
-        source_R[rest] = k + 1
-        within_R = np.where(mine, taken_R, np.where(rest, within_R - taken_R, within_R))
+        in_source = unassigned & (((within_R + 1) * share) >> WEIGHT_BITS > taken_R)
+        unassigned &= ~in_source
+        source_R[unassigned] = k + 1
+        within_R = np.where(in_source, taken_R, np.where(unassigned, within_R - taken_R, within_R))
     return source_R, within_R
 
 

@@ -38,7 +38,7 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
     sets: dict[str, str] = {}
     items = split_paths(text, ";", lambda item: all_exist(item) or all_exist(item.partition("=")[2]))
     for item in items:
-        name, _, source = (part.strip() for part in item.partition("="))
+        name, _, source = (field.strip() for field in item.partition("="))
         begins_with_file = any(is_file(each.path) for each in parse_files(item)[0][:1])
         begins_with_file |= os.path.isdir(os.path.expanduser(os.path.dirname(item)))  # of a file that is missing in it
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not source or is_number(source) or begins_with_file:
@@ -57,7 +57,7 @@ def parse_sets(text: str) -> tuple[dict[str, str], list[schema.Problem]]:
 
 def _with_name(item: str) -> str:
     """Return NAME=SOURCE of a held-out set, with a valid name made of what stands there."""
-    name, _, source = (part.strip() for part in item.partition("="))
+    name, _, source = (field.strip() for field in item.partition("="))
     if not source or is_number(source):  # FILE, or FILE=WEIGHT
         name, source = Path(name).name.partition(".")[0], item
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}={source}"
@@ -82,15 +82,15 @@ def near_files(path: str) -> list[str]:
     """
     if close := difflib.get_close_matches(path, ("stdlib", "synthetic"), 1, 0.75):
         return close
-    asked = Path(path).expanduser()
-    held_out = ".val." in asked.name
-    there = {
+    wanted = Path(path).expanduser()
+    held_out = ".val." in wanted.name
+    names_by_stem = {
         p.stem.removesuffix(".val"): p.name
-        for p in sorted(asked.parent.glob("*"))
+        for p in sorted(wanted.parent.glob("*"))
         if p.suffix == ".tok" and (".val." in p.name) == held_out
     }
-    close = difflib.get_close_matches(asked.stem.removesuffix(".val"), there, MOST, 0.7)
-    return [str(Path(path).parent / there[stem]) for stem in close]
+    close = difflib.get_close_matches(wanted.stem.removesuffix(".val"), names_by_stem, MOST, 0.7)
+    return [str(Path(path).parent / names_by_stem[stem]) for stem in close]
 
 
 def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> schema.Problem:
@@ -101,11 +101,11 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> sch
     Args:
       form: the form of the data that the run needs, a key of FORMS.
     """
-    if near := near_files(path):
-        return schema.Problem(key, path, GONE, did_you_mean(near))
+    if similar := near_files(path):
+        return schema.Problem(key, path, GONE, did_you_mean(similar))
     held_out = path.endswith(".val.tok")
     output = path.removesuffix(".val.tok") + ".tok" if held_out else str(token_file_of(path))
-    if held_out and (options := _made_with(output)):
+    if held_out and (options := _prepare_options(output)):
         command = f"{options} --force --output={shlex.quote(output)}"
         without = ", or set data.eval_source='' and eval.every_steps=0" if key == "data.eval_source" else ""
         remedy = f"This command makes both again{without}:\n    python -m jaxtrain data prepare {command}"
@@ -120,15 +120,15 @@ def missing_file(key: str, path: str, tokenizer: str, form: str = "text") -> sch
             f"    python -m jaxtrain data prepare --input='corpus/**/*.parquet' {ending}"
         )
     else:
-        what = "pairs" if form == "pairs" else "conversations"
+        kind = "pairs" if form == "pairs" else "conversations"
         remedy = (
-            f"This command makes it of {what} in JSON lines (plain texts: without --chat):\n"
+            f"This command makes it of {kind} in JSON lines (plain texts: without --chat):\n"
             f"    python -m jaxtrain data prepare {FORMS[form]}--input=YOUR.jsonl {ending}"
         )
     return schema.Problem(key, path, GONE, remedy)
 
 
-def _made_with(path: str) -> str:
+def _prepare_options(path: str) -> str:
     """Return the options of `prepare` that made a token file, with --validation; "" if they are not known."""
     try:
         header = TokenFile.open(path).header
@@ -145,14 +145,14 @@ def _made_with(path: str) -> str:
     return " ".join([*words, f"--validation={next((x for x in (0.001, 0.02) if x * documents > 20), 0.2)}"])
 
 
-def open_files(data: schema.Data, named: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
+def open_files(data: schema.Data, named_files: Sequence[Named], key: str, seq_len: int, form: str = "text") -> list[TokenFile]:
     """Open the token files that config key `key` names. Raises ConfigError with the problems of all files.
 
     form: the form of the data that the run needs, a key of FORMS, for the commands that the problems name.
     """
     files: list[TokenFile] = []
     problems = []
-    for path in (each.path for each in named):
+    for path in (each.path for each in named_files):
         try:
             files.append(TokenFile.open(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -170,16 +170,20 @@ def open_files(data: schema.Data, named: Sequence[Named], key: str, seq_len: int
             continue
         header = files[-1].header
         if reason := tokenizers.differs(data.tokenizer, header["tokenizer"]):
-            its = header["tokenizer"]["name"]
-            again = f"prepare the text again with --tokenizer={shlex.quote(data.tokenizer)}"
+            former = header["tokenizer"]["name"]
+            redo = f"prepare the text again with --tokenizer={shlex.quote(data.tokenizer)}"
             # The tokenizer at the file's own path may be gone, or be another one now.
-            gone = tokenizers.differs(its, header["tokenizer"])
-            back = f"Set data.tokenizer to a folder with the former {its}" if gone else f"Set data.tokenizer={shlex.quote(its)}"
-            fix = f"{back} or {again}"  # no stop behind what is typed
+            changed = tokenizers.differs(former, header["tokenizer"])
+            restore = (
+                f"Set data.tokenizer to a folder with the former {former}"
+                if changed
+                else f"Set data.tokenizer={shlex.quote(former)}"
+            )
+            fix = f"{restore} or {redo}"  # no stop behind what is typed
             if data.tokenizer == "byte" or tokenizers.is_bare(data.tokenizer):  # the default, or it can prepare no text
-                fix = back
-            elif its == "byte":  # the config is for another model, and --tokenizer was forgotten
-                fix = f"{again[0].upper()}{again[1:]}"
+                fix = restore
+            elif former == "byte":  # the config is for another model, and --tokenizer was forgotten
+                fix = f"{redo[0].upper()}{redo[1:]}"
             problems.append(schema.Problem("data.tokenizer", data.tokenizer, f"is not the tokenizer of {path}: {reason}", fix))
         packed = files[-1].loss_bits is not None or data.packing == "best_fit"
         windows = header["documents"] if packed else count_windows(header["tokens"], seq_len)
@@ -199,14 +203,14 @@ def open_mixture(
 
     Raises ConfigError, with all problems, if a file or the text of `source` is wrong.
     """
-    named, problems = parse_files(source, key)
+    named_files, problems = parse_files(source, key)
     try:
-        files = open_files(data, named, key, seq_len, form)
+        files = open_files(data, named_files, key, seq_len, form)
     except schema.ConfigError as e:
         raise schema.ConfigError([*problems, *e.problems]) from e
     if problems:
         raise schema.ConfigError(problems)
-    return files, shares(named, [file.header["tokens"] for file in files])
+    return files, shares(named_files, [file.header["tokens"] for file in files])
 
 
 def check(
@@ -228,14 +232,14 @@ def check(
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
     if data.eval_source:
-        sets, wrong = parse_sets(data.eval_source)
-        problems += wrong
-        sources += [("data.eval_source", source) for source in sets.values() if not wrong]
+        sets, set_problems = parse_sets(data.eval_source)
+        problems += set_problems
+        sources += [("data.eval_source", source) for source in sets.values() if not set_problems]
     elif need_eval and not builtin and not is_custom(data.source):
         paths = [each.path for each in parse_files(data.source)[0] if each.path.endswith(".tok")]
         guess = ",".join(path.removesuffix(".tok") + ".val.tok" for path in paths)
-        made = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
-        remedy = f"Set it to held-out text ({made}), or eval.every_steps=0."
+        command = f"prepare --validation={VALIDATION[form]} makes {guess or 'NAME.val.tok'}"
+        remedy = f"Set it to held-out text ({command}), or eval.every_steps=0."
         problems.append(schema.Problem("data.eval_source", "", "evaluation needs held-out data", remedy))
     for key, source in sources:
         vocab = 0
@@ -254,7 +258,7 @@ def check(
                 files, _ = open_mixture(data, source, key, data.seq_len, form)
                 # The largest id decides: Gemma 3's tokenizer has one more id, for images, than its text models.
                 vocab = max(f.header["largest_id"] for f in files) + 1
-                problems += [p for f in files if (p := _other_form(key, f, pairs, data.tokenizer))]
+                problems += [p for f in files if (p := _form_problem(key, f, pairs, data.tokenizer))]
             except schema.ConfigError as e:
                 problems += e.problems
         if pairs and (source in ("stdlib", "synthetic") or is_custom(source)):
@@ -267,7 +271,7 @@ def check(
             problems = [p for p in problems if p.key != "model.vocab_size"]
             rule = f"must be above {vocab - 1}, the largest id of {key}={source}"
             problems.append(schema.Problem("model.vocab_size", model_vocab, rule, f"Set {-(-vocab // 8) * 8} or more."))
-    return _one_of_each(problems, data.tokenizer)
+    return _deduplicate(problems, data.tokenizer)
 
 
 def prepare_command(tokenizer: str, text: str = "FILE.jsonl", options: str = "") -> str:
@@ -285,7 +289,7 @@ def token_file_of(text: str) -> Path:
     return (path.with_suffix("") if path.suffix in (".gz", ".bz2", ".xz", ".zst") else path).with_suffix(".tok")
 
 
-def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> schema.Problem | None:
+def _form_problem(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -> schema.Problem | None:
     """Return the problem of a file with pairs if `pairs` is False, or without pairs if `pairs` is True; None otherwise."""
     if file.pairs and pairs is False:
         rule = "holds pairs of a preferred and another completion, and loss.name does not compare them"
@@ -297,22 +301,27 @@ def _other_form(key: str, file: TokenFile, pairs: bool | None, tokenizer: str) -
     return None
 
 
-def _one_of_each(problems: list[schema.Problem], tokenizer: str) -> list[schema.Problem]:
+def _deduplicate(problems: list[schema.Problem], tokenizer: str) -> list[schema.Problem]:
     """Return the problems, each once: a wrong data.tokenizer or data.seq_len is a problem of every token file of the run."""
-    kept: dict[object, schema.Problem] = {}
+    unique: dict[object, schema.Problem] = {}
     for problem in problems:
-        own_file = problem.key in ("data.source", "data.eval_source")
-        mark = (problem.key, problem.value, problem.rule) if own_file else problem.key
-        if own_file and any(problem.remedy == other.remedy and "\n" in other.remedy for other in kept.values()):
-            several = problem.remedy.count("\n") > 1
-            same = "The same two commands make it." if several else "The same command makes it."
-            problem = dataclasses.replace(problem, remedy=same)
-        kept.setdefault(mark, problem)
-    wrong = kept.get("data.tokenizer")
-    if wrong and tokenizer != "byte" and not tokenizer.startswith("hf:") and not os.path.exists(Path(tokenizer).expanduser()):
+        is_source_key = problem.key in ("data.source", "data.eval_source")
+        mark = (problem.key, problem.value, problem.rule) if is_source_key else problem.key
+        if is_source_key and any(problem.remedy == earlier.remedy and "\n" in earlier.remedy for earlier in unique.values()):
+            is_plural = problem.remedy.count("\n") > 1
+            remedy_text = "The same two commands make it." if is_plural else "The same command makes it."
+            problem = dataclasses.replace(problem, remedy=remedy_text)
+        unique.setdefault(mark, problem)
+    tokenizer_problem = unique.get("data.tokenizer")
+    if (
+        tokenizer_problem
+        and tokenizer != "byte"
+        and not tokenizer.startswith("hf:")
+        and not os.path.exists(Path(tokenizer).expanduser())
+    ):
         remedy = "Name byte, the path of a tokenizer.json, or hf:NAME."
-        kept["data.tokenizer"] = schema.Problem("data.tokenizer", tokenizer, "no such file", remedy)
-    return list(kept.values())
+        unique["data.tokenizer"] = schema.Problem("data.tokenizer", tokenizer, "no such file", remedy)
+    return list(unique.values())
 
 
 def open_rows(file: TokenFile, data: schema.Data, key: str, seq_len: int, seed: int) -> FileWindows | PackedRows:
@@ -344,8 +353,8 @@ def tokens_per_epoch(data: schema.Data, data_dir: Path | str) -> int:
     with contextlib.ExitStack() as stack:
         source = data.source
         if source == "stdlib":
-            made = stdlib.paths(data_dir)[0].exists()
-            folder = data_dir if made else stack.enter_context(tempfile.TemporaryDirectory())
+            exists = stdlib.paths(data_dir)[0].exists()
+            folder = data_dir if exists else stack.enter_context(tempfile.TemporaryDirectory())
             source = str(stdlib.stdlib_files(folder)[0])
         windows = 0
         for file in open_mixture(data, source, "data.source", data.seq_len)[0]:

@@ -164,41 +164,41 @@ def prepare(
             raise PrepareError(f"--output={output}: {path} exists. Choose another name, or replace it with --force.")
     tok, rows = job.load()
     if lost := tokenizers.named_elsewhere(job.tokenizer):
-        some = ", ".join(lost[: documents.SHOWN]) + f" and {len(lost) - documents.SHOWN} more" * (len(lost) > documents.SHOWN)
-        say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {some}")
+        shown = ", ".join(lost[: documents.SHOWN]) + f" and {len(lost) - documents.SHOWN} more" * (len(lost) > documents.SHOWN)
+        say(f"tokenizer {job.tokenizer}: read as characters, since tokenizer.json lacks them: {shown}")
     template: ChatTemplate | None = getattr(rows, "template", None)
     if template:
         say(template.describe(job.loss))
         for name in template.unnamed:
             text = template.tokens.get(name, "")
             say(f"chat template {template.name}: {name} is {text!r}, which is no control token of the tokenizer")
-    part_bytes = max(1, int(shard_mb * 1e6))
-    cuts, state = cut_inputs(inputs, format, part_bytes, job)
-    parts = group(cuts, part_bytes)
+    shard_bytes = max(1, int(shard_mb * 1e6))
+    cuts, state = cut_inputs(inputs, format, shard_bytes, job)
+    shards = group(cuts, shard_bytes)
     sha256 = template.sha256 if template else ""
     dated = template is not None and template.dated
-    described = asdict(job) | {"chat_template": sha256, "date": dated and job.date, "tokenizer": tokenizers.info(tok)}
+    description = asdict(job) | {"chat_template": sha256, "date": dated and job.date, "tokenizer": tokenizers.info(tok)}
     output.parent.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Any] = {"options": job.options() | ({} if format == "auto" else {"format": format})}
+    recipe: dict[str, Any] = {"options": job.options() | ({} if format == "auto" else {"format": format})}
     if template:
-        written = {"name": template.name, "template": template.source, "tokens": template.tokens}
-        made["chat"] = {"loss": job.loss, "template_sha256": sha256, **written}
-    made |= {PAIRS: True} if job.preference else {}
+        template_fields = {"name": template.name, "template": template.source, "tokens": template.tokens}
+        recipe["chat"] = {"loss": job.loss, "template_sha256": sha256, **template_fields}
+    recipe |= {PAIRS: True} if job.preference else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming(output))
         folder = stack.enter_context(parts_folder(output))
-        digest = hashlib.sha256(json.dumps([described, state, part_bytes, format]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([description, state, shard_bytes, format]).encode()).hexdigest()
         tasks = []
-        for number, part in enumerate(parts):
+        for number, shard in enumerate(shards):
             files = [folder / f"{number:06}{ending}" for ending in (".tok", ".val.tok")[: len(outputs)]]
-            tasks.append(Task(job, files, [digest, number], part, skip_bad_lines))
+            tasks.append(Task(job, files, [digest, number], shard, skip_bad_lines))
         if bad := make_all(tasks, folder, processes or len(os.sched_getaffinity(0)), say):
             say(f"{count_lines(bad)} left out")
         if changed := [path for path, size, time_ns in state if os.path.isfile(path) and time_ns != os.stat(path).st_mtime_ns]:
             raise PrepareError(f"--input={changed[0]}: has changed while it was read. Fix: give the same command again")
         info = tokenizers.info(tok)
         writers = [
-            stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, made=made))
+            stack.enter_context(TokenWriter(path, info, suffix=".merging", sources=inputs, loss=job.flags, recipe=recipe))
             for path in outputs
         ]
         for task in tasks:
@@ -207,22 +207,22 @@ def prepare(
                     writer.append(TokenFile.open(path))
                 except TokenFileError as e:
                     path.unlink()
-                    again = "It is a part of this run's result: the same command makes that part again."
-                    raise TokenFileError(f"{e} {again}") from e
+                    hint = "It is a part of this run's result: the same command makes that part again."
+                    raise TokenFileError(f"{e} {hint}") from e
         for writer in writers:
-            why = ""
+            reason = ""
             if not writer.documents:
                 help = "Change --validation." if len(writers) > 1 else "Is there any text in the input?"
-                why = f"would hold no document; nothing was written. {help}"
+                reason = f"would hold no document; nothing was written. {help}"
             elif writer.loss is not None and not writer.loss["tokens"]:
-                why = "no token counts in the loss; nothing was written: its completions are empty."
+                reason = "no token counts in the loss; nothing was written: its completions are empty."
                 if template:
-                    why = f"no token counts in the loss; nothing was written: the chat template {template.name} marks no "
-                    why += "answers, or writes none. Fix: give another one with --chat-template=FILE."
-            if why:
+                    reason = f"no token counts in the loss; nothing was written: the chat template {template.name} marks no "
+                    reason += "answers, or writes none. Fix: give another one with --chat-template=FILE."
+            if reason:
                 for path in folder.glob("*.tok"):
                     path.unlink()
-                raise PrepareError(f"{writer.path}: {why}")
+                raise PrepareError(f"{writer.path}: {reason}")
         if job.flags and not writers[0].ends():
             say(
                 "no token that ends an answer counts in the loss, so the model does not learn to end. "
@@ -255,18 +255,18 @@ def validation_path(output: Path) -> Path:
 
 def find_inputs(patterns: list[str]) -> list[Path]:
     """Return the files that match the globs, sorted. Raises PrepareError for a pattern without a match."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for pattern in patterns:
         literal = Path(pattern).expanduser()  # its name may contain [ or *
         matches = [literal] if literal.is_file() else [Path(p) for p in sorted(glob.glob(str(literal), recursive=True))]
         files = [p for p in matches if p.is_file()]
         if not files:
-            why = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else "matches no file"
+            reason = f"is a folder; give --input='{pattern.rstrip('/')}/**/*'" if matches else "matches no file"
             if matches and not matches[0].is_dir():
-                why = "is a pipe, and its rows are read in parts. Fix: write them to a file first"
-            raise PrepareError(f"--input={pattern}: {why}")
-        found.update(dict.fromkeys(files))
-    return list(found)
+                reason = "is a pipe, and its rows are read in parts. Fix: write them to a file first"
+            raise PrepareError(f"--input={pattern}: {reason}")
+        paths.update(dict.fromkeys(files))
+    return list(paths)
 
 
 def find_kinds(pattern: str, format: str) -> dict[Path, str]:
@@ -274,17 +274,17 @@ def find_kinds(pattern: str, format: str) -> dict[Path, str]:
 
     Raises PrepareError, also for a glob that matches rows together with other files than .txt, as the README of a data set.
     """
-    found = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
-    rows = [path for path, kind in found.items() if kind != "text"]
-    others = [path for path, kind in found.items() if kind == "text" and not ending(path).lower().startswith(".txt")]
-    if rows and others:
+    kinds = {path: documents.detect_format(path) if format == "auto" else format for path in find_inputs([pattern])}
+    rows = [path for path, kind in kinds.items() if kind != "text"]
+    text_files = [path for path, kind in kinds.items() if kind == "text" and not ending(path).lower().startswith(".txt")]
+    if rows and text_files:
         globs = list(dict.fromkeys(f"{glob.escape(str(path.parent))}/*{ending(path)}" for path in rows))
         matched = {Path(path) for each in globs for path in glob.glob(each)}  # no name that begins with a dot
         names = globs if matched == {*rows} else rows
         fix = " ".join(f"--input='{name}'" for name in names)
-        rule = f"{others[0].name} would be a document beside the rows of {rows[0].name}"
+        rule = f"{text_files[0].name} would be a document beside the rows of {rows[0].name}"
         raise PrepareError(f"--input={pattern}: {rule}. Fix: {fix}")
-    return found
+    return kinds
 
 
 def ending(path: Path) -> str:
@@ -292,7 +292,7 @@ def ending(path: Path) -> str:
     return "".join(path.suffixes[-2:] if path.suffix.lower() in documents.COMPRESSED else path.suffixes[-1:])
 
 
-def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
+def cut_inputs(patterns: list[str], format: str, shard_bytes: int, job: Job) -> tuple[list[Cut], list[list[Any]]]:
     """Return the parts of all inputs, and the state of each input. Raises PrepareError.
 
     The state of a file is [path, bytes, modification time in ns]. For a data set: [name, number of parts, description of the
@@ -307,9 +307,9 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job) -> t
             option = "--preference" if job.preference else "--chat"
             rule = f"{option} reads rows of JSON lines, Parquet or a data set, and this is a text file"
             raise PrepareError(f"--input={path}: {rule}. Fix: leave {option} out, or give --format=jsonl")
-        found = path.stat()
-        state.append([str(path), found.st_size, found.st_mtime_ns])
-        cuts += documents.cut_file(path, kind, part_bytes)
+        stat = path.stat()
+        state.append([str(path), stat.st_size, stat.st_mtime_ns])
+        cuts += documents.cut_file(path, kind, shard_bytes)
     for name in by_name:
         count, content = documents.cut_dataset(name)
         state.append([name, count, content])
@@ -317,17 +317,17 @@ def cut_inputs(patterns: list[str], format: str, part_bytes: int, job: Job) -> t
     return cuts, state
 
 
-def group(cuts: list[Cut], part_bytes: int) -> list[Part]:
-    """Return the cuts in parts, small cuts joined up to `part_bytes`. Each file of a data set is a part by itself."""
-    parts: list[list[Cut]] = []
+def group(cuts: list[Cut], shard_bytes: int) -> list[Part]:
+    """Return the cuts in parts, small cuts joined up to `shard_bytes`. Each file of a data set is a part by itself."""
+    shards: list[list[Cut]] = []
     size = 0
     for cut in cuts:
-        if not parts or size + cut.size > part_bytes or cut.kind == "dataset":
-            parts.append([])
+        if not shards or size + cut.size > shard_bytes or cut.kind == "dataset":
+            shards.append([])
             size = 0
-        parts[-1].append(cut)
+        shards[-1].append(cut)
         size += cut.size
-    return [tuple(part) for part in parts]
+    return [tuple(shard) for shard in shards]
 
 
 # ---- Finished parts
@@ -375,14 +375,14 @@ class Task(NamedTuple):
         """Return what an earlier run has found in the part; None: it is missing or changed."""
         try:
             files = [TokenFile.open(path) for path in self.files]
-            made = [file.header["made"] for file in files]
+            recipes = [file.header["made"] for file in files]
             for file in files:
                 file.check()
         except (OSError, TokenFileError):
             return None
-        if any(each.get("part") != self.identity for each in made):
+        if any(recipe.get("part") != self.identity for recipe in recipes):
             return None
-        return Report(made[0]["bad"], made[0]["lines"], collections.Counter(made[0]["notes"]))
+        return Report(recipes[0]["bad"], recipes[0]["lines"], collections.Counter(recipes[0]["notes"]))
 
 
 # ---- One part
@@ -416,14 +416,14 @@ def encode(tok: tokenizers.Tokenizer, batch: list[Piece]) -> Iterator[tuple[np.n
     if batch[0].parts is None:
         yield from ((ids, None, 0) for ids in tok.encode_batch([piece.text for piece in batch]))
         return
-    texts = [part for piece in batch for part in piece.parts or () if part.control < 0]
-    encoded = iter(tok.encode_batch([part.text for part in texts], [part.place for part in texts]))
+    texts = [chunk for piece in batch for chunk in piece.parts or () if chunk.control < 0]
+    encoded = iter(tok.encode_batch([chunk.text for chunk in texts], [chunk.place for chunk in texts]))
     for piece in batch:
-        parts = piece.parts or ()
-        ids = [np.asarray([part.control]) if part.control >= 0 else next(encoded) for part in parts]
-        flags = [np.full(len(i), part.loss) for i, part in zip(ids, parts, strict=True)]
-        counted = sum(len(part.text.encode()) for part in parts if part.loss and part.control < 0)
-        yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), counted
+        chunks = piece.parts or ()
+        ids = [np.asarray([chunk.control]) if chunk.control >= 0 else next(encoded) for chunk in chunks]
+        flags = [np.full(len(i), chunk.loss) for i, chunk in zip(ids, chunks, strict=True)]
+        loss_bytes = sum(len(chunk.text.encode()) for chunk in chunks if chunk.loss and chunk.control < 0)
+        yield np.concatenate(ids or [np.empty(0, np.int64)]), np.concatenate(flags or [np.empty(0, bool)]), loss_bytes
 
 
 def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
@@ -435,51 +435,51 @@ def control_finder(tok: tokenizers.Tokenizer) -> Callable[[Piece], list[str]]:
     starts = {text[:2] for text in texts}
 
     def find(piece: Piece) -> list[str]:
-        plain = [piece.text] if piece.parts is None else [part.text for part in piece.parts if part.control < 0]
-        some = [text for text in plain if any(start in text for start in starts)]
-        return [text for text in texts if any(text in x for x in some)] if some else []
+        plain = [piece.text] if piece.parts is None else [chunk.text for chunk in piece.parts if chunk.control < 0]
+        candidates = [text for text in plain if any(start in text for start in starts)]
+        return [text for text in texts if any(text in x for x in candidates)] if candidates else []
 
     return find
 
 
-def make_part(task: Task, made: Any) -> Report:
+def make_part(task: Task, counters: Any) -> Report:
     """Write the token files of a part, with what was found in their headers. Return what was found.
 
-    If there are bad lines that are not to be skipped, no file is written. made: bytes read and tokens made so far, by all
+    If there are bad lines that are not to be skipped, no file is written. counters: bytes read and tokens made so far, by all
     parts; this part is added.
     """
     job = task.job
     tok, rows = job.load()
-    control = control_finder(tok)
+    find_control = control_finder(tok)
     report = Report()
     with contextlib.ExitStack() as stack:
-        own = f".{os.getpid()}"  # no other process writes under this name
+        suffix = f".{os.getpid()}"  # no other process writes under this name
         info = tokenizers.info(tok)
-        writers = [stack.enter_context(TokenWriter(path, info, suffix=own, loss=job.flags)) for path in task.files]
+        writers = [stack.enter_context(TokenWriter(path, info, suffix=suffix, loss=job.flags)) for path in task.files]
         for cut in task.part:
             writer = None  # of the document that is being written
             for batch in batches_of(documents.read(cut, rows, report)):
-                before = sum(w.tokens for w in writers)
-                for piece, (ids, flags, counted) in zip(batch, encode(tok, batch), strict=True):
-                    for text in control(piece):
+                tokens_before = sum(w.tokens for w in writers)
+                for piece, (ids, flags, loss_bytes) in zip(batch, encode(tok, batch), strict=True):
+                    for text in find_control(piece):
                         report.notes[f"text read as characters, not as a control token: {text}"] += 1
                     if writer is None:
                         writer = writers[1 if job.validation and in_validation(piece, job.validation) else 0]
                         if not job.flags:  # otherwise the parts of the document include these ids
                             writer.write(list(tok.bos), 0)
-                    writer.write(ids, piece.num_bytes, flags, counted)
-                    counts = [part for part in piece.parts or () if part.loss]
-                    writer.turn_ends |= {part.control for part in counts if part.turn == "end"}
-                    writer.in_turns |= {part.control for part in counts if part.turn == "inside"}
+                    writer.write(ids, piece.num_bytes, flags, loss_bytes)
+                    loss_chunks = [chunk for chunk in piece.parts or () if chunk.loss]
+                    writer.turn_ends |= {chunk.control for chunk in loss_chunks if chunk.turn == "end"}
+                    writer.in_turns |= {chunk.control for chunk in loss_chunks if chunk.turn == "inside"}
                     if piece.end:
                         # End-of-text counts if it ends a turn that no control token has ended. The template of a conversation
                         # may have written it already.
                         ended = piece.parts and piece.parts[-1].control >= 0 and job.loss != "all"
-                        counts_too = bool(piece.parts) and piece.parts[-1].loss and not ended
-                        writer.end_document(loss=counts_too, once=job.flags)
+                        eot_counts = bool(piece.parts) and piece.parts[-1].loss and not ended
+                        writer.end_document(loss=eot_counts, once=job.flags)
                         writer = None
-                add(made, 0, sum(w.tokens for w in writers) - before)
-            add(made, cut.size, 0)
+                add(counters, 0, sum(w.tokens for w in writers) - tokens_before)
+            add(counters, cut.size, 0)
         if report.bad and not task.skip_bad_lines:
             for writer in writers:
                 writer.abort()
@@ -493,36 +493,36 @@ def make_part(task: Task, made: Any) -> Report:
 # ---- All parts
 
 
-def add(made: Any, size: int, tokens: int) -> None:
-    with contextlib.nullcontext() if isinstance(made, list) else made.get_lock():
-        made[0] += size
-        made[1] += tokens
+def add(counters: Any, size: int, tokens: int) -> None:
+    with contextlib.nullcontext() if isinstance(counters, list) else counters.get_lock():
+        counters[0] += size
+        counters[1] += tokens
 
 
 @contextlib.contextmanager
-def progress(made: Any, total: int, before: int) -> Iterator[None]:
+def progress(counters: Any, total: int, bytes_before: int) -> Iterator[None]:
     """Print a line every LINE_SECONDS with bytes read and tokens made.
 
     Args:
-      made: bytes read and tokens made in this run, which change.
+      counters: bytes read and tokens made in this run, which change.
       total: bytes of the input, 0 if unknown.
-      before: bytes that an earlier run has read.
+      bytes_before: bytes that an earlier run has read.
     """
-    over, started = threading.Event(), time.monotonic()
+    ended, started = threading.Event(), time.monotonic()
 
-    def follow() -> None:
-        while not over.wait(LINE_SECONDS):
-            (done, tokens), seconds = made, time.monotonic() - started
-            of = f" of {total / 1e6:,.0f}" if total else ""
-            left = f", {duration((total - before - done) * seconds / done)} left" if total and done else ""
+    def print_progress() -> None:
+        while not ended.wait(LINE_SECONDS):
+            (done, tokens), seconds = counters, time.monotonic() - started
+            of_total = f" of {total / 1e6:,.0f}" if total else ""
+            time_left = f", {duration((total - bytes_before - done) * seconds / done)} left" if total and done else ""
             rate = f"{short_count(tokens)} tokens, {short_count(tokens / seconds)} tokens/s"
-            print(f"prepare: {(before + done) / 1e6:,.0f}{of} MB, {rate}{left}", file=sys.stderr, flush=True)
+            print(f"prepare: {(bytes_before + done) / 1e6:,.0f}{of_total} MB, {rate}{time_left}", file=sys.stderr, flush=True)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=print_progress, daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
 
 
 def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
@@ -532,26 +532,26 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
     with bad lines that are not to be skipped.
     """
     results = [task.finished() for task in tasks]
-    missing = [task for task, result in zip(tasks, results, strict=True) if result is None]
-    kept = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
-    others = [path for path in folder.iterdir() if path not in kept and path.name != "lock"]
-    for path in others:
+    unfinished = [task for task, result in zip(tasks, results, strict=True) if result is None]
+    finished_files = {path for task, result in zip(tasks, results, strict=True) if result for path in task.files}
+    stale_files = [path for path in folder.iterdir() if path not in finished_files and path.name != "lock"]
+    for path in stale_files:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if kept:
-        say(f"{folder}: {len(tasks) - len(missing)} of {len(tasks)} parts are finished; continuing")
-    elif any(path.suffix == ".tok" for path in others):
+    if finished_files:
+        say(f"{folder}: {len(tasks) - len(unfinished)} of {len(tasks)} parts are finished; continuing")
+    elif any(path.suffix == ".tok" for path in stale_files):
         say(f"{folder} has no intact part of these inputs and options; starting again")
-    processes = min(processes, len(missing))
-    made = SPAWN.Array("q", 2) if processes > 1 else [0, 0]
+    processes = min(processes, len(unfinished))
+    counters = SPAWN.Array("q", 2) if processes > 1 else [0, 0]
     total_size = sum(task.size for task in tasks)
     total = Report()
     try:
         with (
-            progress(made, total_size, total_size - sum(task.size for task in missing)),
-            contextlib.closing(make_parts(missing, processes, made)) as new,
+            progress(counters, total_size, total_size - sum(task.size for task in unfinished)),
+            contextlib.closing(make_parts(unfinished, processes, counters)) as new_results,
         ):
-            for before in results:
-                result = before or next(new)
+            for earlier in results:
+                result = earlier or next(new_results)
                 total.bad += result.bad
                 total.notes.update(result.notes)
                 shown = result.lines[: documents.SHOWN - len(total.lines)]
@@ -564,8 +564,8 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
                     raise PrepareError(f"{count_lines(total.bad)} in this part of the input{more}; nothing was written. {fix}")
     except BaseException:
         if count := sum(task.files[0].exists() for task in tasks):
-            where = f"{count} of {len(tasks)} parts are finished and kept in {folder}"
-            say(f"{where}; the same command goes on from there")
+            note = f"{count} of {len(tasks)} parts are finished and kept in {folder}"
+            say(f"{note}; the same command goes on from there")
         raise
     for line in described_notes(total.notes):
         say(line)
@@ -575,9 +575,9 @@ def make_all(tasks: list[Task], folder: Path, processes: int, say: Say) -> int:
 def described_lines(lines: Sequence[tuple[str, int, str]]) -> list[str]:
     """Return bad lines with their reasons. Lines of one place with the same reason are one entry."""
     numbers: dict[tuple[str, str], list[str]] = {}
-    for place, number, reason in lines:
-        numbers.setdefault((place, reason), []).append(str(number))
-    return [f"{place}:{', '.join(found)}: {reason}" for (place, reason), found in numbers.items()]
+    for path, number, reason in lines:
+        numbers.setdefault((path, reason), []).append(str(number))
+    return [f"{path}:{', '.join(line_numbers)}: {reason}" for (path, reason), line_numbers in numbers.items()]
 
 
 def described_notes(notes: collections.Counter[str]) -> list[str]:
@@ -594,22 +594,22 @@ def count_lines(bad: int) -> str:
 SPAWN = multiprocessing.get_context("spawn")  # the parent has threads of the tokenizers package
 
 
-def make_parts(tasks: list[Task], processes: int, made: Any) -> Generator[Report]:
+def make_parts(tasks: list[Task], processes: int, counters: Any) -> Generator[Report]:
     """Yield the results of `make_part` in the order of the tasks. Up to `processes` parts are made at a time.
 
     The processes end when the iterator ends or is closed. Raises the exceptions of `make_part`, and PrepareFailed.
     """
     if processes <= 1:
         for task in tasks:
-            yield make_part(task, made)
+            yield make_part(task, counters)
         return
     closed, open_end = SPAWN.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(processes, SPAWN, _begin_worker, (made, closed))
+    pool = ProcessPoolExecutor(processes, SPAWN, _begin_worker, (counters, closed))
     try:
         # Ctrl-C is for this process alone: workers inherit the mask, and end when the pipe is closed.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures = [pool.submit(_work, task) for task in tasks]
+            futures = [pool.submit(_run_task, task) for task in tasks]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for future in futures:
@@ -624,22 +624,22 @@ def make_parts(tasks: list[Task], processes: int, made: Any) -> Generator[Report
         pool.shutdown(cancel_futures=True)
 
 
-_made: Any = None  # in a worker: bytes read and tokens made by all processes, shared with the parent
+_counters: Any = None  # in a worker: bytes read and tokens made by all processes, shared with the parent
 
 
-def _begin_worker(made: Any, closed: Any) -> None:
-    """Set up a worker: it shares `made`, uses one core, and ends when its parent ends or closes the pipe."""
-    global _made
-    _made = made
+def _begin_worker(counters: Any, closed: Any) -> None:
+    """Set up a worker: it shares `counters`, uses one core, and ends when its parent ends or closes the pipe."""
+    global _counters
+    _counters = counters
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers use the cores
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         with contextlib.suppress(EOFError):
             closed.recv()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _work(task: Task) -> Report:
-    return make_part(task, _made)
+def _run_task(task: Task) -> Report:
+    return make_part(task, _counters)

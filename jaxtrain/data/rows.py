@@ -89,7 +89,7 @@ class TextRows:
             if key not in row:
                 hint = ". A conversation is read with --chat" if form(row) else ""
                 raise RowError(f"no key {key!r} (has: {shown_keys(row)}){hint}")
-            texts.append(_text(row[key], repr(key)))
+            texts.append(_check_text(row[key], repr(key)))
         text = self.separator.join(filter(None, texts))
         return [Piece(text, len(text.encode()), notes=unread(row, self.keys))] if text else []
 
@@ -107,10 +107,10 @@ class ChatRows:
         return [name for name in names if name in COLUMNS]
 
     def pieces(self, row: dict[str, Any]) -> list[Piece]:
-        talk = conversation(row)
-        notes = (*talk.notes, *self.template.check(talk))
-        text, parts = self.template.parts(talk, self.loss)
-        return [_of_parts(text, parts, notes)]
+        chat = conversation(row)
+        notes = (*chat.notes, *self.template.check(chat))
+        text, chunks = self.template.parts(chat, self.loss)
+        return [_make_piece(text, chunks, notes)]
 
 
 class PairRows:
@@ -138,43 +138,43 @@ class PairRows:
         if self.template is None:
             (chosen, rejected), notes = self._texts(row)
         else:
-            talks = pair(row)
-            notes = (*talks[0].notes, *(note for talk in talks for note in self.template.check(talk)))
-            chosen, rejected = (self.template.parts(talk, "assistant") for talk in talks)
+            chats = pair(row)
+            notes = (*chats[0].notes, *(note for chat in chats for note in self.template.check(chat)))
+            chosen, rejected = (self.template.parts(chat, "assistant") for chat in chats)
         if chosen[0] == rejected[0]:
             raise RowError("'chosen' and 'rejected' are the same")
         text = f"{chosen[0]}\0{rejected[0]}"
-        return [_of_parts(text, chosen[1], tuple(dict.fromkeys(notes))), _of_parts(text, rejected[1])]
+        return [_make_piece(text, chosen[1], tuple(dict.fromkeys(notes))), _make_piece(text, rejected[1])]
 
     def _texts(self, row: dict[str, Any]) -> tuple[list[tuple[str, list[Part]]], tuple[str, ...]]:
         """Return (text, parts) of both members of a pair of texts, and notes."""
-        left = fields(row)
-        lists = [name for name in ("prompt", *PAIR) if isinstance(left.get(name), list | dict)]
-        if found := [name for name in (*lists, *ASKING[1:], "history", *TEMPLATE_COLUMNS) if left.get(name)]:
-            raise RowError(f"the row has {found[0]!r}, which a chat template writes. Fix: give --chat too")
-        chosen, rejected = (_text(left.pop(name), repr(name)) for name in PAIR)
-        prompt = given = _text(left.pop("prompt", ""), "'prompt'")
-        _refuse_other_questions(left, [_say("user", given)] if given else [])
+        remaining = fields(row)
+        list_keys = [name for name in ("prompt", *PAIR) if isinstance(remaining.get(name), list | dict)]
+        if refused := [name for name in (*list_keys, *ASKING[1:], "history", *TEMPLATE_COLUMNS) if remaining.get(name)]:
+            raise RowError(f"the row has {refused[0]!r}, which a chat template writes. Fix: give --chat too")
+        chosen, rejected = (_check_text(remaining.pop(name), repr(name)) for name in PAIR)
+        prompt = prompt_text = _check_text(remaining.pop("prompt", ""), "'prompt'")
+        _refuse_other_questions(remaining, [_make_message("user", prompt_text)] if prompt_text else [])
         if not prompt:
             prompt = _shared_beginning(chosen, rejected)
         notes = ()
         if prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-            notes = ("the completions repeat the prompt, which is written once",) * bool(given)
-        elif given and (chosen.startswith(given) or rejected.startswith(given)):
+            notes = ("the completions repeat the prompt, which is written once",) * bool(prompt_text)
+        elif prompt_text and (chosen.startswith(prompt_text) or rejected.startswith(prompt_text)):
             notes = (REPEATED,)
         if not (prompt or self.bos):
             raise RowError("the prompt is empty, and the first token of a text has nothing that predicts it")
         if not chosen.strip():
             raise RowError("'chosen' has no completion, and the model would learn to answer nothing. Fix: leave the row out")
         begin = [*(Part("", control=token) for token in self.bos), Part(prompt)]
-        place = "inner" if prompt else "start"
-        members = [(prompt + text, [*begin, Part(text, loss=True, place=place)]) for text in (chosen, rejected)]
-        return members, (*notes, *_rest(left))
+        position = "inner" if prompt else "start"
+        members = [(prompt + text, [*begin, Part(text, loss=True, place=position)]) for text in (chosen, rejected)]
+        return members, (*notes, *_unread_notes(remaining))
 
 
-def _of_parts(text: str, parts: Sequence[Part], notes: tuple[str, ...] = ()) -> Piece:
-    return Piece(text, sum(len(part.text.encode()) for part in parts if part.control < 0), parts=tuple(parts), notes=notes)
+def _make_piece(text: str, chunks: Sequence[Part], notes: tuple[str, ...] = ()) -> Piece:
+    return Piece(text, sum(len(chunk.text.encode()) for chunk in chunks if chunk.control < 0), parts=tuple(chunks), notes=notes)
 
 
 Rows = TextRows | ChatRows | PairRows
@@ -226,9 +226,9 @@ def _shared_beginning(chosen: str, rejected: str) -> str:
 
 def form(names: Container[str]) -> str | None:
     """Return the key that decides how a row's conversation is read; None if the keys `names` have no form of FORMS."""
-    whole = [key for key in ("messages", "conversations") if key in names]
-    asked = [answer for answer, question in ANSWERS.items() if question in names and answer in names]
-    return next(iter([*whole, *asked]), None)
+    list_keys = [key for key in ("messages", "conversations") if key in names]
+    answer_keys = [answer for answer, question in ANSWERS.items() if question in names and answer in names]
+    return next(iter([*list_keys, *answer_keys]), None)
 
 
 def conversation(row: Mapping[str, Any]) -> Conversation:
@@ -236,97 +236,109 @@ def conversation(row: Mapping[str, Any]) -> Conversation:
 
     If prompt and completion are both lists of messages, only the completion counts in the loss.
     """
-    left, prompt, notes = fields(row), [], ()
-    kind = form(left)
+    remaining, prompt, notes = fields(row), [], ()
+    kind = form(remaining)
     if kind is None:
         raise RowError(f"not a conversation (has: {shown_keys(row)}). {FORMS}")
-    alone = kind in ANSWERS and isinstance(left.get("prompt"), list) and isinstance(left[kind], list)
+    both_lists = kind in ANSWERS and isinstance(remaining.get("prompt"), list) and isinstance(remaining[kind], list)
     if kind == "completion":  # with one answer, a number is a label too
-        left |= {key: bool(left[key]) for key in LABELS if left.get(key) in (0, 1)}
+        remaining |= {key: bool(remaining[key]) for key in LABELS if remaining.get(key) in (0, 1)}
     if kind in ANSWERS:
-        prompt, (completion,), notes = _answered(left, ANSWERS[kind], {kind: _turns(left.pop(kind), kind, "assistant")})
+        prompt, (completion,), notes = _split_answers(
+            remaining, ANSWERS[kind], {kind: _to_messages(remaining.pop(kind), kind, "assistant")}
+        )
     else:
-        completion = _messages(left.pop(kind), kind)
+        completion = _messages(remaining.pop(kind), kind)
     if not completion:
         raise RowError(f"{kind!r} is empty")
     _refuse_empty(prompt + completion, kind)
-    (talk,) = _conversations(left, prompt, [completion], notes)
-    return talk if alone else dataclasses.replace(talk, prompt=0)
+    (chat,) = _make_conversations(remaining, prompt, [completion], notes)
+    return chat if both_lists else dataclasses.replace(chat, prompt=0)
 
 
 def pair(row: Mapping[str, Any]) -> list[Conversation]:
     """Return the conversations of a row with `chosen` and `rejected`. Raises RowError."""
-    left = fields(row)
-    given, asking = left.get("prompt"), next((key for key in ASKING if key in left), None)
-    answers = {key: _turns(left.pop(key, None), key, "assistant") for key in PAIR}
-    if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(given, list):
+    remaining = fields(row)
+    value, question_key = remaining.get("prompt"), next((key for key in ASKING if key in remaining), None)
+    answers = {key: _to_messages(remaining.pop(key, None), key, "assistant") for key in PAIR}
+    if all(messages and messages[0]["role"] != "assistant" for messages in answers.values()) and not isinstance(value, list):
         prompt, *completions = _shared_messages(*answers.values())
-        if isinstance(given, str) and not any(message["content"].strip() == given.strip() for message in prompt):
+        if isinstance(value, str) and not any(message["content"].strip() == value.strip() for message in prompt):
             rule = "'prompt' is text, and none of the messages that 'chosen' and 'rejected' share has it"
             raise RowError(f"{rule}. Fix: give the text of the message, or leave 'prompt' out")
         if not prompt:
             raise RowError("'chosen' and 'rejected' share no message, so there is no prompt")
-        left.pop("prompt", None)
+        remaining.pop("prompt", None)
         notes = ()
-    elif asking:
-        prompt, completions, notes = _answered(left, asking, answers)
+    elif question_key:
+        prompt, completions, notes = _split_answers(remaining, question_key, answers)
     else:
-        _refuse_other_questions(left, [])
+        _refuse_other_questions(remaining, [])
         raise RowError(f"the pair has no prompt. {PAIRS}")
     _refuse_empty(completions[0], "chosen")
-    return _conversations(left, prompt, completions, notes)
+    return _make_conversations(remaining, prompt, completions, notes)
 
 
-def _conversations(
-    left: dict[str, Any], prompt: list[Message], completions: list[list[Message]], notes: tuple[str, ...]
+def _make_conversations(
+    remaining: dict[str, Any], prompt: list[Message], completions: list[list[Message]], notes: tuple[str, ...]
 ) -> list[Conversation]:
     """Return the prompt with each completion, the system's column, tools and variables, and notes on the rest of the row."""
-    texts = {key: text for key in SYSTEM if (text := _content(left.pop(key, ""), repr(key)))}
+    texts = {key: text for key in SYSTEM if (text := _content(remaining.pop(key, ""), repr(key)))}
     if len({*texts.values()}) > 1:
         raise RowError(f"{' and '.join(map(repr, texts))} are different texts. Fix: leave one of them out")
-    system = [_say("system", text) for text in texts.values()][:1]
+    system = [_make_message("system", text) for text in texts.values()][:1]
     if system and (prompt + completions[0])[:1] == system:
         system, notes = [], (*notes, "the system column repeats the first message, and is written once")
-    tools, variables, said = _template_columns(left)
-    talks = [[*system, *prompt, *completion] for completion in completions]
-    notes = (*notes, *said, *(note for talk in talks for note in _notes_on(talk)), *_rest(left))
-    return [Conversation(talk, tools, variables, len(system) + len(prompt), tuple(dict.fromkeys(notes))) for talk in talks]
+    tools, variables, column_notes = _template_columns(remaining)
+    message_lists = [[*system, *prompt, *completion] for completion in completions]
+    notes = (
+        *notes,
+        *column_notes,
+        *(note for messages in message_lists for note in _notes_on(messages)),
+        *_unread_notes(remaining),
+    )
+    return [
+        Conversation(messages, tools, variables, len(system) + len(prompt), tuple(dict.fromkeys(notes)))
+        for messages in message_lists
+    ]
 
 
-def _answered(
-    left: dict[str, Any], asking: str, answers: Mapping[str, list[Message]]
+def _split_answers(
+    remaining: dict[str, Any], question_key: str, answers: Mapping[str, list[Message]]
 ) -> tuple[list[Message], list[list[Message]], tuple[str, ...]]:
-    """Return (messages of the question under the key `asking`, those of each answer, notes). Raises RowError.
+    """Return (messages of the question under `question_key`, those of each answer, notes). Raises RowError.
 
     answers: key -> messages, which may repeat the question.
     """
-    if asking in ("messages", "conversations"):
-        prompt = _messages(left.pop(asking), asking)
+    if question_key in ("messages", "conversations"):
+        prompt = _messages(remaining.pop(question_key), question_key)
     else:
-        history, given = _history(left), left.pop(asking)
-        if asking == "instruction":
-            asked, more = _content(given, "'instruction'"), _content(left.pop("input", ""), "'input'")
-            given = f"{asked}\n\n{more}" if more else asked
-        prompt = history + _turns(given, asking, "user")
-    if len(answers) > 1 and asking != "prompt" and prompt and prompt[-1]["role"] == "assistant":
-        if all(_said(prompt[-1:]) != _said(completion) for completion in answers.values()):
+        history, value = _history(remaining), remaining.pop(question_key)
+        if question_key == "instruction":
+            question_text, input_text = _content(value, "'instruction'"), _content(remaining.pop("input", ""), "'input'")
+            value = f"{question_text}\n\n{input_text}" if input_text else question_text
+        prompt = history + _to_messages(value, question_key, "user")
+    if len(answers) > 1 and question_key != "prompt" and prompt and prompt[-1]["role"] == "assistant":
+        if all(_message_contents(prompt[-1:]) != _message_contents(completion) for completion in answers.values()):
             raise RowError(
-                f"{asking!r} ends with an answer, which is neither 'chosen' nor 'rejected'. Fix: leave the answer out"
+                f"{question_key!r} ends with an answer, which is neither 'chosen' nor 'rejected'. Fix: leave the answer out"
             )
         prompt = prompt[:-1]
-    _refuse_other_questions(left, prompt)
-    prompts, completions = zip(*(_after(prompt, completion, key) for key, completion in answers.items()), strict=True)
-    if _said(prompts[0]) != _said(prompts[-1]):
+    _refuse_other_questions(remaining, prompt)
+    prompts, completions = zip(*(_drop_repeated(prompt, completion, key) for key, completion in answers.items()), strict=True)
+    if _message_contents(prompts[0]) != _message_contents(prompts[-1]):
         raise RowError("'chosen' and 'rejected' begin with different messages before the prompt. Fix: give both the same")
-    asked = prompts[0][-1]["content"].strip() if prompts[0] else ""
-    echoes = [bool(asked and completion) and completion[0]["content"].startswith(asked) for completion in completions]
+    question_text = prompts[0][-1]["content"].strip() if prompts[0] else ""
+    echoes = [
+        bool(question_text and completion) and completion[0]["content"].startswith(question_text) for completion in completions
+    ]
     return prompts[-1], [*completions], (REPEATED,) * any(echoes)
 
 
-def _refuse_other_questions(left: Mapping[str, Any], messages: list[Message]) -> None:
+def _refuse_other_questions(remaining: Mapping[str, Any], messages: list[Message]) -> None:
     """Raise RowError for a text under QUESTIONS that is in none of the messages."""
     for key in QUESTIONS:
-        text = left.get(key)
+        text = remaining.get(key)
         if isinstance(text, str) and text.strip() and not any(text.strip() in message["content"] for message in messages):
             fix = "put it into 'prompt' or the messages" if messages else "rename it to 'prompt'"
             raise RowError(f"the row has {key!r}, which is not read. Fix: {fix}")
@@ -334,33 +346,33 @@ def _refuse_other_questions(left: Mapping[str, Any], messages: list[Message]) ->
 
 def _shared_messages(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return (common beginning, rest, rest) of two conversations. The rest of each has at least one message."""
-    if _said(chosen) == _said(rejected):
+    if _message_contents(chosen) == _message_contents(rejected):
         raise RowError("'chosen' and 'rejected' are the same conversation")
-    most = max(0, min(len(chosen), len(rejected)) - 1)
-    count = next((i for i in range(most) if _said(chosen[: i + 1]) != _said(rejected[: i + 1])), most)
+    limit = max(0, min(len(chosen), len(rejected)) - 1)
+    count = next((i for i in range(limit) if _message_contents(chosen[: i + 1]) != _message_contents(rejected[: i + 1])), limit)
     return chosen[:count], chosen[count:], rejected[count:]
 
 
-def _after(prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], list[Message]]:
+def _drop_repeated(prompt: list[Message], completion: list[Message], key: str) -> tuple[list[Message], list[Message]]:
     """Return (prompt, completion) without the messages that the completion repeats at its beginning.
 
     A completion may repeat the whole prompt or its end, and it may have a system message before the prompt. Raises RowError if
     it repeats the question otherwise.
     """
     heads = next((i for i, message in enumerate(completion) if message["role"] not in ("system", "developer")), 0)
-    if heads and _said(completion[heads : heads + len(prompt)]) == _said(prompt):
+    if heads and _message_contents(completion[heads : heads + len(prompt)]) == _message_contents(prompt):
         return completion[: heads + len(prompt)], completion[heads + len(prompt) :]
-    most = min(len(prompt), len(completion))
-    repeated = next((n for n in range(most, 0, -1) if _said(prompt[-n:]) == _said(completion[:n])), 0)
+    limit = min(len(prompt), len(completion))
+    repeated = next((n for n in range(limit, 0, -1) if _message_contents(prompt[-n:]) == _message_contents(completion[:n])), 0)
     if any(message["role"] != "assistant" for message in completion[:repeated]):
         return prompt, completion[repeated:]
     before = next((i for i, message in enumerate(completion) if message["role"] == "assistant"), len(completion))
-    if any(_said([message]) == _said(prompt[-1:]) for message in completion[:before]):
+    if any(_message_contents([message]) == _message_contents(prompt[-1:]) for message in completion[:before]):
         raise RowError(f"{key!r} repeats the question after other messages. Fix: give the answer alone")
     return prompt, completion
 
 
-def _said(messages: list[Message]) -> list[Any]:
+def _message_contents(messages: list[Message]) -> list[Any]:
     """Return what messages say, without their ids and other keys, so that equal messages are found."""
     calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
     return [[(m["role"], m["content"], m.get(THOUGHTS[0])) for m in messages], calls]
@@ -369,10 +381,10 @@ def _said(messages: list[Message]) -> list[Any]:
 def _refuse_empty(messages: list[Message], key: str) -> None:
     """Raise RowError for an empty answer. key: the row's key with the last answer."""
     for i, message in enumerate(messages, 1):
-        said = message["content"].strip() or "tool_calls" in message or message.get("train") is False
-        if message["role"] == "assistant" and not said:
-            what = f"{key!r}: the assistant's message, number {i} of {len(messages)},"
-            raise RowError(f"{what} is empty, and the model would learn to answer nothing. Fix: leave the row out")
+        has_text = message["content"].strip() or "tool_calls" in message or message.get("train") is False
+        if message["role"] == "assistant" and not has_text:
+            label = f"{key!r}: the assistant's message, number {i} of {len(messages)},"
+            raise RowError(f"{label} is empty, and the model would learn to answer nothing. Fix: leave the row out")
 
 
 def _notes_on(messages: list[Message]) -> tuple[str, ...]:
@@ -392,41 +404,41 @@ def question(row: Mapping[str, Any]) -> tuple[Conversation, str]:
     RowError.
     """
     if {*PAIR} <= row.keys():
-        talk = pair(row)[0]
+        chat = pair(row)[0]
     elif form(row) is None and row.get("prompt"):
-        talk = conversation({**row, "messages": _turns(row["prompt"], "prompt", "user")})
+        chat = conversation({**row, "messages": _to_messages(row["prompt"], "prompt", "user")})
     else:
-        talk = conversation(row)
-    last = talk.messages[-1]
+        chat = conversation(row)
+    last = chat.messages[-1]
     if last["role"] != "assistant":
-        return talk, ""
-    if len(talk.messages) == 1:
+        return chat, ""
+    if len(chat.messages) == 1:
         raise RowError("the row has only an answer, and asks nothing")
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in last.get("tool_calls", ())]
-    return talk.first(len(talk.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
+    return chat.first(len(chat.messages) - 1), "\n".join(filter(None, [last["content"], *calls]))
 
 
 # ---- The values of a row
 
 
 def fields(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a row that are not null. Those that are read are removed, and `_rest` notes the others."""
+    """Return the values of a row that are not null. Those that are read are removed, and `_unread_notes` notes the others."""
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _rest(left: Mapping[str, Any]) -> tuple[str, ...]:
+def _unread_notes(remaining: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a note on each value that was not read. Raises RowError for a value that changes what is learnt."""
-    for key, value in left.items():
+    for key, value in remaining.items():
         _refuse_unread(key, value, "the row")
         if key in ROW_COUNTS and not is_empty(value) and value != ROW_COUNTS[key]:
-            of_users = key == "mask" and value in ("User", "user", "human")  # NeMo's, for what holds here anyway
-            flag = isinstance(value, bool | list | str) or value in (0, 1) or key.startswith("weight")  # not a measured loss
-            if flag and not of_users:
+            for_users = key == "mask" and value in ("User", "user", "human")  # NeMo's, for what holds here anyway
+            is_flag = isinstance(value, bool | list | str) or value in (0, 1) or key.startswith("weight")  # not a measured loss
+            if is_flag and not for_users:
                 fix = "Fix: give each message of the assistant 'train' true or false"
                 raise RowError(f"the row has {key!r} = {value!r}, which is not read. {fix}")
         if key in LABELS and value is False:
             raise RowError(f"the row has {key!r} = {value!r}, so its answer is a bad one. Fix: leave the row out")
-    return unread(left)
+    return unread(remaining)
 
 
 def is_empty(value: Any) -> bool:
@@ -445,36 +457,38 @@ def shown_keys(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, list(row)[:8]))
 
 
-def _refuse_unread(key: str, value: Any, what: str) -> None:
+def _refuse_unread(key: str, value: Any, label: str) -> None:
     if key in NOT_READ and value and not is_empty(value):
-        raise RowError(f"{what} has {key!r}, which is not read: {NOT_READ[key]}")
+        raise RowError(f"{label} has {key!r}, which is not read: {NOT_READ[key]}")
 
 
-def _history(left: dict[str, Any]) -> list[Message]:
+def _history(remaining: dict[str, Any]) -> list[Message]:
     """Return the messages of `history`: a list of [question, answer], or of messages."""
-    history = left.pop("history", [])
+    history = remaining.pop("history", [])
     if isinstance(history, list) and all(isinstance(item, dict) for item in history):
         return _messages(history, "history")
     if not isinstance(history, list) or not all(isinstance(item, list) and len(item) == 2 for item in history):
         raise RowError("'history' is no list of [question, answer]")
     return [
-        _say(role, _content(text, f"{role} {i} of 'history'"))
+        _make_message(role, _content(text, f"{role} {i} of 'history'"))
         for i, item in enumerate(history, 1)
         for role, text in zip(("user", "assistant"), item, strict=True)
     ]
 
 
-def _turns(value: Any, key: str, role: str) -> list[Message]:
+def _to_messages(value: Any, key: str, role: str) -> list[Message]:
     """Return the messages of a value: a text of `role`, a message, or a list of messages or of parts of a text."""
     if isinstance(value, dict):
         value = [value]
-    parts = isinstance(value, list) and value and all(isinstance(x, dict) and {"text"} <= x.keys() <= PART for x in value)
-    return _messages(value, key) if isinstance(value, list) and not parts else [_say(role, _content(value, repr(key)))]
+    is_parts = isinstance(value, list) and value and all(isinstance(x, dict) and {"text"} <= x.keys() <= PART for x in value)
+    return (
+        _messages(value, key) if isinstance(value, list) and not is_parts else [_make_message(role, _content(value, repr(key)))]
+    )
 
 
-def _template_columns(left: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any], tuple[str, ...]]:
+def _template_columns(remaining: dict[str, Any]) -> tuple[list[Any] | None, dict[str, Any], tuple[str, ...]]:
     """Return (`tools`, `chat_template_kwargs`, notes) of a row. Each may be JSON text in the row. Raises RowError."""
-    tools, variables = (_json(left.pop(key, None) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
+    tools, variables = (_parse_json(remaining.pop(key, None) or None, repr(key)) for key in ("tools", "chat_template_kwargs"))
     if not isinstance(tools, list | None):
         raise RowError(f"'tools' is {kind_of(tools)}, not a list of functions")
     for i, tool in enumerate(tools or (), 1):
@@ -482,27 +496,27 @@ def _template_columns(left: dict[str, Any]) -> tuple[list[Any] | None, dict[str,
             raise RowError(f"tool {i} of 'tools' is {kind_of(tool)}, not the description of a function")
     if not isinstance(variables, dict | None):
         raise RowError(f"'chat_template_kwargs' is {kind_of(variables)}, not an object")
-    described = [_with_properties(tool) for tool in tools or ()]
-    notes = ("null properties of tools, which data sets add to rows, read as absent",) * (described != (tools or []))
-    return described or None, variables or {}, notes
+    descriptions = [_drop_null_properties(tool) for tool in tools or ()]
+    notes = ("null properties of tools, which data sets add to rows, read as absent",) * (descriptions != (tools or []))
+    return descriptions or None, variables or {}, notes
 
 
-def _with_properties(value: Any) -> Any:
+def _drop_null_properties(value: Any) -> Any:
     """Return a JSON schema without properties that are null, which no schema can be."""
     if isinstance(value, dict):
-        own = value.get("properties")
-        kept = {"properties": {k: x for k, x in own.items() if x is not None}} if isinstance(own, dict) else {}
-        return {key: _with_properties(x) for key, x in (value | kept).items()}
-    return [_with_properties(x) for x in value] if isinstance(value, list) else value
+        properties = value.get("properties")
+        cleaned = {"properties": {k: x for k, x in properties.items() if x is not None}} if isinstance(properties, dict) else {}
+        return {key: _drop_null_properties(x) for key, x in (value | cleaned).items()}
+    return [_drop_null_properties(x) for x in value] if isinstance(value, list) else value
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON (`object_pairs_hook`). Raises ValueError for a key that it has twice: Python drops the first."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice in one object")
-    return made
+    return result
 
 
 def load_json(text: str) -> Any:
@@ -517,15 +531,15 @@ def load_json(text: str) -> Any:
         raise RowError(str(e).partition(";")[0]) from e
 
 
-def _json(value: Any, what: str) -> Any:
+def _parse_json(value: Any, label: str) -> Any:
     """Return the value of a JSON text, or any other value unchanged. Raises RowError for bad JSON."""
     try:
         return load_json(value) if isinstance(value, str) else value
     except RowError as e:
-        raise RowError(f"{what} is text, but not JSON ({e})") from e
+        raise RowError(f"{label} is text, but not JSON ({e})") from e
 
 
-def _say(role: str, content: str) -> Message:
+def _make_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
@@ -535,74 +549,76 @@ def _messages(value: Any, key: str) -> list[Message]:
     return [_message(item, f"message {i} of {key!r}") for i, item in enumerate(value, 1)]
 
 
-def _message(given: Any, what: str) -> Message:
+def _message(raw: Any, label: str) -> Message:
     """Return a message in the form of templates. Raises RowError."""
-    if not isinstance(given, dict):
-        raise RowError(f"{what} is {kind_of(given)}, not an object")
-    item = fields(given)
+    if not isinstance(raw, dict):
+        raise RowError(f"{label} is {kind_of(raw)}, not an object")
+    item = fields(raw)
     for key, value in item.items():
-        _refuse_unread(key, value, what)
+        _refuse_unread(key, value, label)
     role, content = ("role", "content") if "role" in item else ("from", "value")
     calls = item.pop("tool_calls", None)
     if missing := [key for key in ((role,) if calls else (role, content)) if key not in item]:
-        has = f"'{missing[0]}' is null" if missing[0] in given else f"has: {shown_keys(item)}"
-        raise RowError(f"{what} has no {missing[0]!r} ({has})")
+        has = f"'{missing[0]}' is null" if missing[0] in raw else f"has: {shown_keys(item)}"
+        raise RowError(f"{label} has no {missing[0]!r} ({has})")
     name = item.pop(role)
     if not isinstance(name, str) or name not in ROLES:
-        raise RowError(f"{what} has the role {name!r}; known are {', '.join(ROLES)}")
+        raise RowError(f"{label} has the role {name!r}; known are {', '.join(ROLES)}")
     # OpenAI writes null, or nothing, beside calls of tools.
-    message = _say(ROLES[name], _content(item.pop(content, ""), f"{content!r} of {what}"))
-    thoughts = {_content(item.pop(key), f"the thoughts of {what}") for key in THOUGHTS if key in item}
+    message = _make_message(ROLES[name], _content(item.pop(content, ""), f"{content!r} of {label}"))
+    thoughts = {_content(item.pop(key), f"the thoughts of {label}") for key in THOUGHTS if key in item}
     if len(thoughts) > 1:
-        raise RowError(f"{what} has several thoughts under {', '.join(THOUGHTS)}. Fix: leave all but one out")
+        raise RowError(f"{label} has several thoughts under {', '.join(THOUGHTS)}. Fix: leave all but one out")
     message |= {key: text for text in thoughts for key in THOUGHTS[:2]}
     if calls:
         if not isinstance(calls, list):
-            raise RowError(f"'tool_calls' of {what} is {kind_of(calls)}, not a list of calls")
-        message["tool_calls"] = [_tool_call(call, what) for call in calls]
+            raise RowError(f"'tool_calls' of {label} is {kind_of(calls)}, not a list of calls")
+        message["tool_calls"] = [_tool_call(call, label) for call in calls]
     counts = {key: item.pop(key) for key in COUNTS if key in item}
     for key, value in counts.items():
         if value not in (0, 1):
-            raise RowError(f"{key!r} of {what} is {value!r}: must be 0 or 1, false or true")
+            raise RowError(f"{key!r} of {label} is {value!r}: must be 0 or 1, false or true")
     if counts:
         message["train"] = all(value == COUNTS[key] for key, value in counts.items())
     for key in ("name", "tool_call_id"):
         if key in item:
-            _text(item[key], f"{key!r} of {what}")
+            _check_text(item[key], f"{key!r} of {label}")
     return message | item
 
 
-def _content(value: Any, what: str) -> str:
+def _content(value: Any, label: str) -> str:
     """Return a text, or the texts of a list of parts `{"type": "text", "text": ...}`, joined. Raises RowError."""
     if not isinstance(value, list):
-        return _text(value, what)
+        return _check_text(value, label)
     texts = []
-    for i, part in enumerate(value, 1):
-        part = fields(part) if isinstance(part, dict) else part
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or part.keys() - PART:
-            has = f"{kind_of(part)}, not an object"
-            if isinstance(part, dict):
-                has = f"of the type {part.get('type', 'text')!r} with {', '.join(map(repr, part)) or 'nothing'}"
+    for i, item in enumerate(value, 1):
+        item = fields(item) if isinstance(item, dict) else item
+        if not isinstance(item, dict) or item.get("type", "text") != "text" or item.keys() - PART:
+            has = f"{kind_of(item)}, not an object"
+            if isinstance(item, dict):
+                has = f"of the type {item.get('type', 'text')!r} with {', '.join(map(repr, item)) or 'nothing'}"
             fix = 'Fix: give {"type": "text", "text": ...}, or leave the row out'
-            raise RowError(f"part {i} of {what} is {has}, and only objects of the type text are read. {fix}")
-        texts.append(_text(part.get("text"), f"part {i} of {what}"))
+            raise RowError(f"part {i} of {label} is {has}, and only objects of the type text are read. {fix}")
+        texts.append(_check_text(item.get("text"), f"part {i} of {label}"))
     return "".join(texts)
 
 
-def _tool_call(call: Any, what: str) -> dict[str, Any]:
+def _tool_call(call: Any, label: str) -> dict[str, Any]:
     """Return a tool call in the form of templates: its arguments are an object, not JSON text. Raises RowError."""
     function = call.get("function") or call if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise RowError(f"{what} has a tool call without the name of its function")
+        raise RowError(f"{label} has a tool call without the name of its function")
     if "arguments" not in function:
-        raise RowError(f"{what} has a tool call without 'arguments'. Fix: give {{}} for a function that takes none")
-    arguments = _json(function["arguments"] or {}, f"the arguments of a tool call of {what}")
+        raise RowError(f"{label} has a tool call without 'arguments'. Fix: give {{}} for a function that takes none")
+    arguments = _parse_json(function["arguments"] or {}, f"the arguments of a tool call of {label}")
     if not isinstance(arguments, dict):
-        raise RowError(f"the arguments of a tool call of {what} are {kind_of(arguments)}, not an object")
-    others = fields(call) if function is not call else {}
-    own = {key: x for key, x in fields(function).items() if key not in ("id", "type")}
-    ids = {key: _text(call[key], f"{key!r} of a tool call of {what}") for key in ("id", "type") if call.get(key) is not None}
-    return {"type": "function", **others, **ids, "function": {**own, "arguments": arguments}}
+        raise RowError(f"the arguments of a tool call of {label} are {kind_of(arguments)}, not an object")
+    call_fields = fields(call) if function is not call else {}
+    function_fields = {key: x for key, x in fields(function).items() if key not in ("id", "type")}
+    ids = {
+        key: _check_text(call[key], f"{key!r} of a tool call of {label}") for key in ("id", "type") if call.get(key) is not None
+    }
+    return {"type": "function", **call_fields, **ids, "function": {**function_fields, "arguments": arguments}}
 
 
 def kind_of(value: Any) -> str:
@@ -613,11 +629,11 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), f"of the type {type(value).__name__}")
 
 
-def _text(value: Any, what: str) -> str:
+def _check_text(value: Any, label: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{what} is {kind_of(value)}, not text")
+        raise RowError(f"{label} is {kind_of(value)}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as e:
-        raise RowError(f"{what} has half a surrogate pair at character {e.start + 1}") from e
+        raise RowError(f"{label} has half a surrogate pair at character {e.start + 1}") from e
     return value

@@ -131,19 +131,19 @@ class History:
 
     def source_of(self, path: str) -> int:
         """Return the number of the source with this path or name. Raises SeenError if there is none."""
-        place = str(Path(path).expanduser().resolve())
-        found = [k for k, each in enumerate(self.sources) if place == each["path"]]
-        if not found and not Path(path).expanduser().exists():
-            found = [k for k, each in enumerate(self.sources) if path == each["name"]]
-        if len(found) != 1:
-            rule = "are several files of the run" if found else "is no file of the run"
+        resolved = str(Path(path).expanduser().resolve())
+        numbers = [k for k, each in enumerate(self.sources) if resolved == each["path"]]
+        if not numbers and not Path(path).expanduser().exists():
+            numbers = [k for k, each in enumerate(self.sources) if path == each["name"]]
+        if len(numbers) != 1:
+            rule = "are several files of the run" if numbers else "is no file of the run"
             raise SeenError(f"{path}: {rule}. Fix: name one of {', '.join(each['path'] for each in self.sources)}")
-        return found[0]
+        return numbers[0]
 
     def _open(self, source: int, data: Data) -> FileWindows | PackedRows:
         if (source, data) not in self._windows:
-            most = data.most_documents if data.masks_documents else None
-            self._windows[source, data] = open_windows(self.file(source), data.seq_len, most, data.seed, data.packing)
+            max_segments = data.most_documents if data.masks_documents else None
+            self._windows[source, data] = open_windows(self.file(source), data.seq_len, max_segments, data.seed, data.packing)
         return self._windows[source, data]
 
     def _mixture_of(self, stretch: Stretch) -> Mixture:
@@ -173,11 +173,11 @@ class History:
             number = int(window_numbers(stretch.data.seed, source, windows.windows, np.asarray([within]))[0])
             spans = windows.spans(number)
             documents = np.searchsorted(windows.file.doc_offsets[:], [first for first, _ in spans], "right") - 1
-            named = [(document, *span) for document, span in zip(documents.tolist(), spans, strict=True)]
-            rows.append(Row(row, source, number, within // windows.windows + 1, named))
+            document_spans = [(document, *span) for document, span in zip(documents.tolist(), spans, strict=True)]
+            rows.append(Row(row, source, number, within // windows.windows + 1, document_spans))
         return rows
 
-    def _read(self, stretch: Stretch, source: int, until: int) -> range:
+    def _read_rows(self, stretch: Stretch, source: int, until: int) -> range:
         """Return the rows of a source, counted from the run's start, that the stretch's steps up to `until` read or skip."""
         last = min(stretch.last, until)
         if last < stretch.first:
@@ -189,9 +189,9 @@ class History:
 
     def work(self, source: int, until: int | None = None) -> int:
         """Return the number of rows of a source that `when`, or `covered` with `until`, goes through."""
-        return sum(len(self._read(each, source, each.last if until is None else until)) for each in self.stretches)
+        return sum(len(self._read_rows(each, source, each.last if until is None else until)) for each in self.stretches)
 
-    def _numbers(
+    def _sequence_numbers(
         self, stretch: Stretch, source: int, until: int, progress: Progress
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (rows of a source, their sequences) that the stretch's steps up to `until` read, ROWS at a time."""
@@ -200,33 +200,33 @@ class History:
         for first, last in stretch.skipped:
             source_R, within_R = mixture.sources_of(np.arange(first, last))
             skipped.append(within_R[source_R == source])
-        read = self._read(stretch, source, until)
+        read = self._read_rows(stretch, source, until)
         for begin in range(read.start, read.stop, ROWS):
             within = np.setdiff1d(np.arange(begin, min(begin + ROWS, read.stop)), np.concatenate(skipped), assume_unique=True)
             yield within, window_numbers(stretch.data.seed, source, windows.windows, within)
             progress(len(within))
 
-    def when(self, source: int, places: Sequence[tuple[int, int]], progress: Progress = lambda n: None) -> list[list[Reading]]:
+    def when(self, source: int, ranges: Sequence[tuple[int, int]], progress: Progress = lambda n: None) -> list[list[Reading]]:
         """Return when the run reads each of the places (first, last) in a source's file, past steps and future ones, in order.
 
         A place is read with any of its tokens first..last-1.
         """
-        readings: list[list[Reading]] = [[] for _ in places]
-        for stretch in self.stretches if places else ():
+        readings: list[list[Reading]] = [[] for _ in ranges]
+        for stretch in self.stretches if ranges else ():
             windows, mixture = self._open(source, stretch.data), self._mixture_of(stretch)
-            wanted = [set(windows.numbers_of(*place).tolist()) for place in places]
-            every = np.asarray(sorted(set().union(*wanted)), np.int64)
+            number_sets = [set(windows.numbers_of(*token_range).tolist()) for token_range in ranges]
+            all_numbers = np.asarray(sorted(set().union(*number_sets)), np.int64)
             limits = int(stretch.rows(stretch.first)[0]), int(stretch.rows(stretch.last)[-1]) + 1
-            for within_R, number_R in self._numbers(stretch, source, stretch.last, progress):
-                hit_R = np.isin(number_R, every)
+            for within_R, number_R in self._sequence_numbers(stretch, source, stretch.last, progress):
+                hit_R = np.isin(number_R, all_numbers)
                 for within, number in zip(within_R[hit_R].tolist(), number_R[hit_R].tolist(), strict=True):
                     row = mixture.row_of(source, within, *limits)
                     step = stretch.step_of(row)
                     reading = Reading(step, int(np.searchsorted(stretch.rows(step), row)), within // windows.windows + 1)
-                    for found, numbers in zip(readings, wanted, strict=True):
+                    for range_readings, numbers in zip(readings, number_sets, strict=True):
                         if number in numbers:
-                            found.append(reading)
-        return [sorted(found, key=lambda reading: (reading.step, reading.row)) for found in readings]
+                            range_readings.append(reading)
+        return [sorted(range_readings, key=lambda reading: (reading.step, reading.row)) for range_readings in readings]
 
     def covered(self, source: int, until: int, progress: Progress = lambda n: None) -> tuple[np.ndarray, np.ndarray]:
         """Return (first, last) of the ranges of a source's tokens that steps 1 to `until` read, ascending and not adjacent."""
@@ -234,12 +234,12 @@ class History:
         for stretch in self.stretches:
             windows = self._open(source, stretch.data)
             read, n = np.zeros(windows.windows, bool), windows.windows
-            indices = self._read(stretch, source, until)
+            indices = self._read_rows(stretch, source, until)
             if indices.stop // n > -(-indices.start // n) and not stretch.skipped:  # a whole epoch
                 read[:] = True
                 progress(len(indices))
             else:
-                for _, number in self._numbers(stretch, source, until, progress):
+                for _, number in self._sequence_numbers(stretch, source, until, progress):
                     read[number] = True
             first, last = windows.ranges(np.flatnonzero(read))
             begins.append(first)
@@ -257,35 +257,35 @@ def places(file: TokenFile, tokenizer: Tokenizer, text: str, progress: Progress 
     A place is found by its inner tokens: those at the ends of the text may be part of tokens that go beyond it. A text of few
     tokens is found only where it has the tokens that the text has by itself, or after a space.
     """
-    inner = []
-    for way in dict.fromkeys((text, " " + text, text.strip())):
-        ids = np.asarray(tokenizer.encode(way))
-        inner.append(ids if len(ids) < 4 else ids[1:-1])
-    found: list[tuple[int, int]] = []
-    size, end = max(map(len, inner)) + EDGE, 0
+    inner_ids = []
+    for variant in dict.fromkeys((text, " " + text, text.strip())):
+        ids = np.asarray(tokenizer.encode(variant))
+        inner_ids.append(ids if len(ids) < 4 else ids[1:-1])
+    spans: list[tuple[int, int]] = []
+    size, end = max(map(len, inner_ids)) + EDGE, 0
     for start in range(0, file.header["tokens"], CHUNK):
         origin = max(0, start - EDGE)
-        part = file.tokens[origin : start + CHUNK + size]
+        chunk = file.tokens[origin : start + CHUNK + size]
         candidates: dict[int, int] = {}
-        for ids in (ids for ids in inner if len(ids)):
-            at = np.flatnonzero(part[: len(part) - len(ids) + 1] == ids[0])
+        for ids in (ids for ids in inner_ids if len(ids)):
+            starts = np.flatnonzero(chunk[: len(chunk) - len(ids) + 1] == ids[0])
             for i in range(1, len(ids)):
-                at = at[part[at + i] == ids[i]]
-            candidates |= dict.fromkeys(at.tolist(), len(ids))
+                starts = starts[chunk[starts + i] == ids[i]]
+            candidates |= dict.fromkeys(starts.tolist(), len(ids))
         for begin, length in sorted(candidates.items()):
             low, high = max(0, begin - EDGE, end - origin), begin + length + EDGE
-            if begin < low or text not in tokenizer.decode(part[low:high]):
+            if begin < low or text not in tokenizer.decode(chunk[low:high]):
                 continue
-            while text in tokenizer.decode(part[low : high - 1]):
+            while text in tokenizer.decode(chunk[low : high - 1]):
                 high -= 1
-            while text in tokenizer.decode(part[low + 1 : high]):
+            while text in tokenizer.decode(chunk[low + 1 : high]):
                 low += 1
-            end = origin + min(high, len(part))
-            found.append((origin + low, end))
-            if len(found) == PLACES:
-                return found
+            end = origin + min(high, len(chunk))
+            spans.append((origin + low, end))
+            if len(spans) == PLACES:
+                return spans
         progress(min(CHUNK, file.header["tokens"] - start))
-    return found
+    return spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +303,9 @@ class Overlap:
     n: int
 
 
-def overlap(history: History, held_out: TokenFile, until: int, n: int = NGRAM, progress: Progress = lambda n: None) -> Overlap:
+def overlap(
+    history: History, held_out: TokenFile, until: int, ngram: int = NGRAM, progress: Progress = lambda n: None
+) -> Overlap:
     """Compare the documents of a held-out file, which fit into memory, with the tokens that steps 1 to `until` read.
 
     An n-gram is n tokens of one document in a row. It was read if all its tokens were, anywhere in the run's files. progress:
@@ -320,42 +322,42 @@ def overlap(history: History, held_out: TokenFile, until: int, n: int = NGRAM, p
     sizes = np.diff(offsets)
     document = np.repeat(np.arange(len(sizes)), sizes)  # of each token
     exact, _ = _document_hashes(tokens, offsets)
-    grams = _ngram_hashes(tokens, n)
-    inside = np.flatnonzero(document[: len(grams)] == document[n - 1 :])
-    known, wanted = np.unique(grams[inside]), np.unique(exact)
+    grams = _ngram_hashes(tokens, ngram)
+    inside = np.flatnonzero(document[: len(grams)] == document[ngram - 1 :])
+    held_out_grams, held_out_hashes = np.unique(grams[inside]), np.unique(exact)
     likely = np.zeros(1 << BITS, bool)  # by the low bits of a hash: whether a known n-gram has these
-    likely[known & LOW] = True
-    hit, equal = np.zeros(len(known) + 1, bool), np.zeros(len(wanted) + 1, bool)
+    likely[held_out_grams & LOW] = True
+    hit, equal = np.zeros(len(held_out_grams) + 1, bool), np.zeros(len(held_out_hashes) + 1, bool)
     for k in range(len(history.sources)):
         file, ranges = history.file(k), history.covered(k, until, progress)
-        for part, bounds, read in _pieces(file, *ranges, n, progress):
-            some = _ngram_hashes(part, n)
-            some = some[(read[n:] - read[:-n] == n) & likely[some & LOW]]
-            at = np.searchsorted(known, some)
-            hit[at[np.append(known, 0)[at] == some]] = True
-            hashes, sizes_d = _document_hashes(part[bounds[0] : bounds[-1]], bounds - bounds[0])
+        for chunk, bounds, read in _read_pieces(file, *ranges, ngram, progress):
+            chunk_grams = _ngram_hashes(chunk, ngram)
+            chunk_grams = chunk_grams[(read[ngram:] - read[:-ngram] == ngram) & likely[chunk_grams & LOW]]
+            index = np.searchsorted(held_out_grams, chunk_grams)
+            hit[index[np.append(held_out_grams, 0)[index] == chunk_grams]] = True
+            hashes, sizes_d = _document_hashes(chunk[bounds[0] : bounds[-1]], bounds - bounds[0])
             hashes = hashes[np.diff(read[bounds]) == sizes_d]
-            at = np.searchsorted(wanted, hashes)
-            equal[at[np.append(wanted, 0)[at] == hashes]] = True
+            index = np.searchsorted(held_out_hashes, hashes)
+            equal[index[np.append(held_out_hashes, 0)[index] == hashes]] = True
     count = np.bincount(document[inside], minlength=len(sizes))
-    found = np.bincount(document[inside], hit[np.searchsorted(known, grams[inside])], minlength=len(sizes))
-    share = np.divide(found, count, out=np.full(len(sizes), np.nan), where=count > 0)
-    return Overlap(equal[np.searchsorted(wanted, exact)], share, n)
+    read_count = np.bincount(document[inside], hit[np.searchsorted(held_out_grams, grams[inside])], minlength=len(sizes))
+    share = np.divide(read_count, count, out=np.full(len(sizes), np.nan), where=count > 0)
+    return Overlap(equal[np.searchsorted(held_out_hashes, exact)], share, ngram)
 
 
-def _pieces(
-    file: TokenFile, begin: np.ndarray, end: np.ndarray, n: int, progress: Progress
+def _read_pieces(
+    file: TokenFile, begin: np.ndarray, end: np.ndarray, ngram: int, progress: Progress
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yield (tokens, bounds of the documents that are complete in them, number of tokens read before each) of pieces of a file.
 
-    begin, end: ranges of the tokens that were read. Each piece is followed by the n - 1 first tokens of the next one. Pieces
-    without a token that was read are left out.
+    begin, end: ranges of the tokens that were read. Each piece is followed by the ngram - 1 first tokens of the next one.
+    Pieces without a token that was read are left out.
     """
     offsets, total, first = file.doc_offsets[:], file.header["tokens"], 0
     while first < total:
         last = int(offsets[np.searchsorted(offsets, first + CHUNK, "right") - 1])
         last = last if last > first else min(first + CHUNK, total)  # within a document of more than CHUNK tokens
-        stop = min(last + n - 1, total)
+        stop = min(last + ngram - 1, total)
         low, high = np.searchsorted(end, first, "right"), np.searchsorted(begin, stop)
         if low < high:
             change = np.zeros(stop - first + 1, np.int64)
@@ -368,12 +370,12 @@ def _pieces(
         first = last
 
 
-def _ngram_hashes(tokens: np.ndarray, n: int) -> np.ndarray:
-    """Return a hash of each n tokens in a row, uint64 (len(tokens) - n + 1,): a polynomial modulo 2^64."""
-    count = max(0, len(tokens) - n + 1)
+def _ngram_hashes(tokens: np.ndarray, ngram: int) -> np.ndarray:
+    """Return a hash of each `ngram` tokens in a row, uint64 (len(tokens) - ngram + 1,): a polynomial modulo 2^64."""
+    count = max(0, len(tokens) - ngram + 1)
     mixed = mix(tokens.astype(np.uint64) + np.uint64(1))
     hashes = np.zeros(count, np.uint64)
-    for i in range(n):
+    for i in range(ngram):
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + mixed[i : i + count]
     return hashes
 
@@ -381,6 +383,6 @@ def _ngram_hashes(tokens: np.ndarray, n: int) -> np.ndarray:
 def _document_hashes(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (a hash of each document, uint64 (D,), its number of tokens). offsets: of the documents, which are not empty."""
     lengths = np.diff(offsets)
-    place = np.arange(len(tokens), dtype=np.uint64) - np.repeat(offsets[:-1], lengths).astype(np.uint64)
-    values = mix(tokens.astype(np.uint64) + (place << np.uint64(32)))
+    position = np.arange(len(tokens), dtype=np.uint64) - np.repeat(offsets[:-1], lengths).astype(np.uint64)
+    values = mix(tokens.astype(np.uint64) + (position << np.uint64(32)))
     return np.add.reduceat(values, offsets[:-1]) if len(lengths) else np.empty(0, np.uint64), lengths

@@ -40,21 +40,21 @@ def rows_in_words(file: tokenfile.TokenFile, seq_len: int, max_segments: int) ->
     if not windows.windows:
         yield f"packed into rows of {seq_len:,}: no row"
         return
-    counted = segments = full = 0
+    loss_tokens = segments = full = 0
     step = max(1, ROW_TOKENS // seq_len)
     for first in range(0, windows.windows, step):
         batch = make_batch(*windows.rows(np.arange(first, min(first + step, windows.windows))), True, max_segments)
-        counted += np.count_nonzero(batch["weights"])
+        loss_tokens += np.count_nonzero(batch["weights"])
         segments += batch["segments"].max(axis=1).sum()
         full += np.count_nonzero(batch["segments"])
     rows, total = windows.windows, windows.windows * seq_len
-    of = f"{rows:,} rows, {segments / rows:.2f} documents a row, {counted / total:.2%} of the targets count"
+    summary = f"{rows:,} rows, {segments / rows:.2f} documents a row, {loss_tokens / total:.2%} of the targets count"
     if not isinstance(windows, PackedRows):
         masked = f"{1 - full / total:.2%} of the tokens masked beyond {max_segments} documents"
-        yield f"packed into rows of {seq_len:,}: {of}, {masked}"
+        yield f"packed into rows of {seq_len:,}: {summary}, {masked}"
         return
-    most = f"{max_segments // 2} pairs" if file.pairs else f"{max_segments} conversations"
-    yield f"packed into rows of {seq_len:,}: {of}, rows are {full / total:.2%} full (at most {most} each)"
+    capacity = f"{max_segments // 2} pairs" if file.pairs else f"{max_segments} conversations"
+    yield f"packed into rows of {seq_len:,}: {summary}, rows are {full / total:.2%} full (at most {capacity} each)"
     if isinstance(windows, PairRows):
         yield f"pairs of more than {seq_len + 1:,} tokens, which are left out: {windows.left_out:,}"
     else:

@@ -20,14 +20,14 @@ VALIDATION = 0.05
 def list_files() -> list[tuple[str, Path]]:
     """Return (path relative to the library, path) of every module that is not empty and not in a SKIPPED folder, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [s for s in subfolders if s not in SKIPPED]
         for name in names:
             path = Path(folder, name)
             if name.endswith(".py") and path.stat().st_size:
-                found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+                files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)
 
 
 def is_validation(relative: str) -> bool:
@@ -38,8 +38,8 @@ def is_validation(relative: str) -> bool:
 def paths(data_dir: Path | str) -> tuple[Path, Path]:
     """Return the paths of the files of `stdlib_files`, which may not exist yet."""
     listing = [(relative, path.stat().st_size) for relative, path in list_files()]
-    made_of = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
-    fingerprint = hashlib.sha256(repr(made_of).encode()).hexdigest()[:12]
+    recipe = (platform.python_version(), VALIDATION, tokenfile.VERSION, listing)
+    fingerprint = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     train, validation = (Path(data_dir).expanduser() / f"stdlib-{fingerprint}.{split}.tok" for split in ("train", "val"))
     return train, validation
 

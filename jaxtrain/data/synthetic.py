@@ -39,12 +39,12 @@ class Synthetic:
 
         The last two fields are None, because every target counts in the loss and no row has padding.
         """
-        R, n, length = len(index_R), self.documents, self.length
+        R, M, length = len(index_R), self.documents, self.length
         row_key_R1 = mix(self.key + index_R.astype(np.uint64)[:, None])
-        bits_RM = mix(row_key_R1 + np.arange(n, dtype=np.uint64) + np.uint64(1 << 32))
+        bits_RM = mix(row_key_R1 + np.arange(M, dtype=np.uint64) + np.uint64(1 << 32))
         # Documents have about equal lengths; each start is moved by up to half a length.
-        step = length // n
-        start_RM = np.arange(n) * step + (bits_RM % np.uint64(max(1, step // 2))).astype(np.int64)
+        step = length // M
+        start_RM = np.arange(M) * step + (bits_RM % np.uint64(max(1, step // 2))).astype(np.int64)
         start_RM[:, 0] = 0
         length_RM = np.diff(start_RM, axis=1, append=length)
         stride_RM = (bits_RM >> np.uint64(32)).astype(np.int64) % 4 + 1
@@ -56,6 +56,6 @@ class Synthetic:
         symbol_RS = _CIRCLE[(phase_RS + stride_RS * np.arange(length)) % SYMBOLS]
         random_RS = (noise_RS >> np.uint64(8)).astype(np.int64) % SYMBOLS
         tokens_RS = np.where(noise_RS % np.uint64(16) == 0, random_RS, symbol_RS).astype(np.uint16)
-        row, column = np.repeat(np.arange(R), n - 1), start_RM[:, 1:].ravel()
+        row, column = np.repeat(np.arange(R), M - 1), start_RM[:, 1:].ravel()
         tokens_RS[row, column - 1] = EOT
         return tokens_RS, row, column, None, None

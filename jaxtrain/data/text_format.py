@@ -76,24 +76,24 @@ class TextFormat:
         if self.tokenizer_sha256 in ("", tokenizer.sha256):
             return dataclasses.replace(self, tokenizer_sha256=tokenizer.sha256).named(tokenizer)
 
-        def new(value: Any) -> Any:
-            found = [tokenizer.id_of(self.names.get(str(i), "")) for i in ids_in(value)]
-            known = [i for i in found if i is not None]
-            return (known or None) if isinstance(value, list) else known[0] if known else None
+        def translate_ids(value: Any) -> Any:
+            new_ids = [tokenizer.id_of(self.names.get(str(i), "")) for i in ids_in(value)]
+            known_ids = [i for i in new_ids if i is not None]
+            return (known_ids or None) if isinstance(value, list) else known_ids[0] if known_ids else None
 
-        def every(values: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: new(value) if key.endswith("_token_id") else value for key, value in values.items()}
+        def translate_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: translate_ids(value) if key.endswith("_token_id") else value for key, value in values.items()}
 
-        moved = dataclasses.replace(
+        result = dataclasses.replace(
             self,
             tokenizer_sha256=tokenizer.sha256,
-            eot=new(self.eot),
-            taught=tuple(new(list(self.taught)) or ()),
-            eos=tuple(new(list(self.eos)) or ()),
-            special=every(self.special),
-            generation=None if self.generation is None else every(self.generation),
+            eot=translate_ids(self.eot),
+            taught=tuple(translate_ids(list(self.taught)) or ()),
+            eos=tuple(translate_ids(list(self.eos)) or ()),
+            special=translate_fields(self.special),
+            generation=None if self.generation is None else translate_fields(self.generation),
         )
-        return moved.named(tokenizer)
+        return result.named(tokenizer)
 
     def lost(self, tokenizer: Tokenizer) -> list[str]:
         """Return the tokens that end texts, and that another tokenizer does not have."""
@@ -111,27 +111,27 @@ class TextFormat:
 
         bos: the tokenizer's, for a model that came without a config.json.
         """
-        before = dict.fromkeys(SPECIAL) | ({"bos_token_id": bos[-1]} if bos else {})
-        kept = before | dict(self.special)
+        defaults = dict.fromkeys(SPECIAL) | ({"bos_token_id": bos[-1]} if bos else {})
+        fields = defaults | dict(self.special)
         if not self.special and not self.taught and self.stops:  # of a tokenizer's files alone
-            kept["eos_token_id"] = self.stops[0] if len(self.stops) == 1 else list(self.stops)
-        return kept | {"eos_token_id": self._with_taught(kept["eos_token_id"])}
+            fields["eos_token_id"] = self.stops[0] if len(self.stops) == 1 else list(self.stops)
+        return fields | {"eos_token_id": self._with_taught(fields["eos_token_id"])}
 
-    def generation_to_write(self, written: Mapping[str, Any]) -> dict[str, Any]:
-        """Return generation_config.json of an export. written: the result of `ids_to_write`."""
+    def generation_to_write(self, ids: Mapping[str, Any]) -> dict[str, Any]:
+        """Return generation_config.json of an export. ids: the result of `ids_to_write`."""
         if self.generation is None:
-            return {"_from_model_config": True, **{key: value for key, value in written.items() if value is not None}}
+            return {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}}
         eos = self.generation.get("eos_token_id")
-        more = self._with_taught(eos if ids_in(eos) else self.special.get("eos_token_id"))
-        return {**self.generation} if set(self.taught) <= set(ids_in(eos)) else {**self.generation, "eos_token_id": more}
+        new_eos = self._with_taught(eos if ids_in(eos) else self.special.get("eos_token_id"))
+        return {**self.generation} if set(self.taught) <= set(ids_in(eos)) else {**self.generation, "eos_token_id": new_eos}
 
     def _with_taught(self, eos: Any) -> Any:
         """Return an eos_token_id that includes the ids that were taught: unchanged if it does, else a number or a list."""
         ids = ids_in(eos)
-        more = [each for each in self.taught if each not in ids]
-        if not more:
+        added = [each for each in self.taught if each not in ids]
+        if not added:
             return eos
-        return [*ids, *more] if len(ids) + len(more) > 1 else more[0]
+        return [*ids, *added] if len(ids) + len(added) > 1 else added[0]
 
 
 def of_files(spec: str) -> TextFormat:
@@ -144,13 +144,13 @@ def of_files(spec: str) -> TextFormat:
     """
     settings, generation = (read_json(spec, file, offline=True) for file in ("config.json", GENERATION))
     special = {key: settings.get(key) for key in SPECIAL} if "model_type" in settings else {}
-    made = TextFormat(special=special, generation=generation or None)
+    text_format = TextFormat(special=special, generation=generation or None)
     if tokenizers.is_bare(spec):
-        return dataclasses.replace(made, eos=tuple(model_eos(spec, lambda text: None, offline=True)))
+        return dataclasses.replace(text_format, eos=tuple(model_eos(spec, lambda text: None, offline=True)))
     tokenizer = tokenizers.load_tokenizer(spec)
     name, source = own_template(spec, offline=True)
     return dataclasses.replace(
-        made,
+        text_format,
         tokenizer_sha256=tokenizer.sha256,
         eot=tokenizer.eot,
         eos=tuple(model_eos(spec, tokenizer.id_of, offline=True)),
@@ -166,10 +166,10 @@ def of_token_files(headers: Sequence[Mapping[str, Any]]) -> TextFormat:
     for header in headers:
         taught += header["turn_ends"] if header["loss"] else [header["tokenizer"]["eot"]]
     chat = next((header["made"]["chat"] for header in headers if "chat" in header["made"]), None)
-    made = TextFormat(first["sha256"], first["eot"], tuple(dict.fromkeys(taught)))
+    text_format = TextFormat(first["sha256"], first["eot"], tuple(dict.fromkeys(taught)))
     if chat is None:
-        return made
-    return dataclasses.replace(made, template=chat["template"], template_name=chat["name"], tokens=chat["tokens"])
+        return text_format
+    return dataclasses.replace(text_format, template=chat["template"], template_name=chat["name"], tokens=chat["tokens"])
 
 
 def other_templates(headers: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -191,18 +191,18 @@ def merge(data: TextFormat, tokenizer: Tokenizer | None, *models: TextFormat) ->
     for model in models:
         if tokenizer is None and model.tokenizer_sha256 != data.tokenizer_sha256:
             continue
-        each = model.translated(tokenizer) if tokenizer else model
-        more: dict[str, Any] = {"taught": _union(out.taught, each.taught), "eos": _union(out.eos, each.eos)}
-        more |= {"special": out.special or each.special, "generation": out.generation or each.generation}
-        more["names"] = {**each.names, **out.names}
+        translated = model.translated(tokenizer) if tokenizer else model
+        changes: dict[str, Any] = {"taught": _union(out.taught, translated.taught), "eos": _union(out.eos, translated.eos)}
+        changes |= {"special": out.special or translated.special, "generation": out.generation or translated.generation}
+        changes["names"] = {**translated.names, **out.names}
         if not out.template:
-            more |= {"template": each.template, "template_name": each.template_name, "tokens": each.tokens}
-        out = dataclasses.replace(out, **more)
+            changes |= {"template": translated.template, "template_name": translated.template_name, "tokens": translated.tokens}
+        out = dataclasses.replace(out, **changes)
     return out.named(tokenizer) if tokenizer else out
 
 
-def _union(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys([*one, *other]))
+def _union(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([*first, *second]))
 
 
 def is_here(spec: str) -> bool:
@@ -227,13 +227,16 @@ def load(text: TextFormat, spec: str) -> tuple[Tokenizer, TextFormat]:
     return (tokenizers.load_tokenizer(spec, text.eot) if text.eot not in (None, tokenizer.eot) else tokenizer), text
 
 
-def control_in(text: str, tokenizer: Tokenizer, what: str = "the prompt") -> str:
+def control_in(text: str, tokenizer: Tokenizer, label: str = "the prompt") -> str:
     """Return a note on a text that has the text of control tokens, which are encoded as characters; "" if it has none.
 
-    what: names the text in the note.
+    label: names the text in the note.
     """
-    found = [token.text for token in tokenizer.control_tokens() if token.text in text]
-    if not found:
+    control_texts = [token.text for token in tokenizer.control_tokens() if token.text in text]
+    if not control_texts:
         return ""
-    fix = "" if what == MESSAGE else ". A chat template writes control tokens: sample --chat, or messages of jaxtrain.generate"
-    return f"{what} has {', '.join(found)}: the model gets the characters, since text is never read as control tokens{fix}"
+    fix = "" if label == MESSAGE else ". A chat template writes control tokens: sample --chat, or messages of jaxtrain.generate"
+    return (
+        f"{label} has {', '.join(control_texts)}: the model gets the characters, since text is never read as control tokens"
+        f"{fix}"
+    )

@@ -106,13 +106,13 @@ class TokenWriter:
         suffix: str = ".partial",
         sources: list[str] | None = None,
         loss: bool = False,
-        made: dict[str, Any] | None = None,
+        recipe: dict[str, Any] | None = None,
     ):
         self.path = Path(path)
         self.partial = self.path.with_name(self.path.name + suffix)
         self.tokenizer = tokenizer
         self.sources = sources or []
-        self.made = made or {}
+        self.made = recipe or {}
         self.dtype = np.dtype("<u2" if tokenizer["vocab_size"] <= 1 << 16 else "<u4")
         self.tokens = self.documents = self.source_bytes = self.largest_id = 0
         self.loss = {"tokens": 0, "bytes": 0, "first": 0} if loss else None
@@ -148,27 +148,27 @@ class TokenWriter:
           loss: bool (N,), whether each token counts as a target. None if and only if the file has no loss bits.
           loss_bytes: bytes of the text of the tokens that count as targets.
         """
-        found = np.asarray(ids)
-        if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != found.shape):
+        id_array = np.asarray(ids)
+        if (loss is None) != (self.loss is None) or (loss is not None and loss.shape != id_array.shape):
             raise ValueError(
                 f"{self.path}: a file with loss bits needs loss flags for every token, and no other file takes any"
             )
-        if found.size:
-            largest = int(found.max())
-            if found.min() < 0 or largest >= self.tokenizer["vocab_size"]:
+        if id_array.size:
+            largest = int(id_array.max())
+            if id_array.min() < 0 or largest >= self.tokenizer["vocab_size"]:
                 raise TokenFileError(
                     f"{self.path}: id {largest} is outside the vocabulary of {self.tokenizer['vocab_size']} tokens"
                 )
             self.largest_id = max(self.largest_id, largest)
-            self._ended = int(found[-1]) == self.tokenizer["eot"]
+            self._ended = int(id_array[-1]) == self.tokenizer["eot"]
             self._end_counts = loss is not None and bool(loss[-1])
         if self.loss is not None and loss is not None:
-            first = found.size and self.tokens == self._begin and loss[0]
+            first = id_array.size and self.tokens == self._begin and loss[0]
             for key, count in (("tokens", np.count_nonzero(loss)), ("bytes", loss_bytes), ("first", first)):
                 self.loss[key] += int(count)
             self._flags.write(loss.astype(bool).tobytes())
-        self._put(np.ascontiguousarray(found, self.dtype).data)
-        self.tokens += found.size
+        self._put(np.ascontiguousarray(id_array, self.dtype).data)
+        self.tokens += id_array.size
         self.source_bytes += source_bytes
 
     def end_document(self, loss: bool = False, once: bool = False) -> None:
@@ -296,23 +296,26 @@ class OpenFile:
             raise TokenFileError(f"{path}: is a folder, and no token file")
         self.fd = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.fd).atexit = False  # a thread may still be reading
-        was = os.fstat(self.fd)
-        self.size, self._mtime_ns = was.st_size, was.st_mtime_ns
+        stat = os.fstat(self.fd)
+        self.size, self._mtime_ns = stat.st_size, stat.st_mtime_ns
 
     def read(self, start: int, out: np.ndarray) -> np.ndarray:
         """Fill the contiguous array `out` with the bytes of the file from `start` on, and return it. Raises TokenFileError."""
-        done, why = 0, "the file ends there"
+        bytes_read, reason = 0, "the file ends there"
         try:
-            count = done = os.preadv(self.fd, [out], start)
-            while count and done < out.nbytes:  # on a network file system, or beyond 2 GiB, a call may read less than asked for
-                count = os.preadv(self.fd, [out.view(np.uint8)[done:]], start + done)
-                done += count
+            count = bytes_read = os.preadv(self.fd, [out], start)
+            # On a network file system, or beyond 2 GiB, a call may read less than asked for.
+            while count and bytes_read < out.nbytes:
+                count = os.preadv(self.fd, [out.view(np.uint8)[bytes_read:]], start + bytes_read)
+                bytes_read += count
         except OSError as e:
-            why = e.strerror
-        if done < out.nbytes:
+            reason = e.strerror
+        if bytes_read < out.nbytes:
             self.look()
             fix = "Check its file system and its disk. A run that is started again resumes from its last checkpoint."
-            raise TokenFileError(f"{self.path}: bytes {start + done:,} to {start + out.nbytes:,} cannot be read ({why}). {fix}")
+            raise TokenFileError(
+                f"{self.path}: bytes {start + bytes_read:,} to {start + out.nbytes:,} cannot be read ({reason}). {fix}"
+            )
         return out
 
     def look(self) -> None:
@@ -320,12 +323,12 @@ class OpenFile:
 
         Deleting the file, or renaming another file to its name, is no change: the open file keeps its contents.
         """
-        now = os.fstat(self.fd)
-        if (now.st_size, now.st_mtime_ns) != (self.size, self._mtime_ns):
-            how = "written to" if now.st_size == self.size else f"{self.size:,} bytes, now {now.st_size:,}"
+        stat = os.fstat(self.fd)
+        if (stat.st_size, stat.st_mtime_ns) != (self.size, self._mtime_ns):
+            change = "written to" if stat.st_size == self.size else f"{self.size:,} bytes, now {stat.st_size:,}"
             raise TokenFileError(
-                f"{self.path}: has changed while it was being read ({how}). Put the former file back, and start the run again: "
-                "it resumes from its last checkpoint."
+                f"{self.path}: has changed while it was being read ({change}). Put the former file back, and start the run "
+                "again: it resumes from its last checkpoint."
             )
 
 

@@ -65,8 +65,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
-        """Return a uint16 array of ids for each text. `places` has no effect on bytes."""
+    def encode_batch(self, texts: Sequence[str], positions: Sequence[str] = ()) -> list[np.ndarray]:
+        """Return a uint16 array of ids for each text. `positions` has no effect on bytes."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
@@ -98,17 +98,17 @@ class HuggingFaceTokenizer:
         self.name = name
         self.sha256 = content_sha256(name, definition)
 
-        def make(text: str) -> "tokenizers.Tokenizer":
-            made = tokenizers.Tokenizer.from_str(text)
-            made.no_truncation()
-            made.no_padding()
-            made.encode_special_tokens = True
-            return made
+        def make_tokenizer(text: str) -> "tokenizers.Tokenizer":
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.encode_special_tokens = True
+            return tokenizer
 
-        self._make = make
+        self._make_tokenizer = make_tokenizer
         self._definition = definition
         try:
-            self._tokenizer = make(definition.decode())
+            self._tokenizer = make_tokenizer(definition.decode())
         except Exception as e:  # the package raises plain Exception for everything that it cannot parse
             raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json that the tokenizers package can read ({e})") from e
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -121,43 +121,43 @@ class HuggingFaceTokenizer:
         """Return the ids that the tokenizer's post-processor puts before a text, taken from an encoded example."""
         for text in ("a", *vocab):
             encoding = self._tokenizer.encode(text, add_special_tokens=True)
-            own = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
-            if own:
-                return tuple(encoding.ids[: own[0]])
+            text_indices = [i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None]
+            if text_indices:
+                return tuple(encoding.ids[: text_indices[0]])
         return ()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str], places: Sequence[str] = ()) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], positions: Sequence[str] = ()) -> list[np.ndarray]:
         """Return a uint32 array of ids for each text. The package `tokenizers` uses all cores.
 
         Args:
-          places: the place of each text: start (of a document), after (a control token), or inner (after other text). (): all
-            texts are at the start. With the true places, the ids are those of the complete document, except that no token
-            spans two texts.
+          positions: the position of each text: start (of a document), after (a control token), or inner (after other text).
+            (): all texts are at the start. With the true positions, the ids are those of the complete document, except that no
+            token spans two texts.
         """
         out: list[np.ndarray] = [np.empty(0, np.uint32)] * len(texts)
-        for place, tokenizer in (self._placed if places else {"start": self._tokenizer}).items():
-            mine = [i for i in range(len(texts)) if not places or places[i] == place]
-            encodings = tokenizer.encode_batch_fast([texts[i] for i in mine], add_special_tokens=False)
-            for i, encoding in zip(mine, encodings, strict=True):
+        for position, tokenizer in (self._tokenizer_by_position if positions else {"start": self._tokenizer}).items():
+            indices = [i for i in range(len(texts)) if not positions or positions[i] == position]
+            encodings = tokenizer.encode_batch_fast([texts[i] for i in indices], add_special_tokens=False)
+            for i, encoding in zip(indices, encodings, strict=True):
                 out[i] = np.asarray(encoding.ids, np.uint32)
         return out
 
     @functools.cached_property
-    def _placed(self) -> dict[str, Any]:
-        """Return place -> tokenizer, for `encode_batch`. Some tokenizers put a space before a text at some places only."""
+    def _tokenizer_by_position(self) -> dict[str, Any]:
+        """Return position -> tokenizer, for `encode_batch`. Some put a space before a text at some positions only."""
         definition = json.loads(self._definition)
         return {
             "start": self._tokenizer,
-            "after": self._make(json.dumps(_without_prefix(definition, ("first",)))),
-            "inner": self._make(json.dumps(_without_prefix(definition, ("first", "always"), everywhere=True))),
+            "after": self._make_tokenizer(json.dumps(_without_prefix(definition, ("first",)))),
+            "inner": self._make_tokenizer(json.dumps(_without_prefix(definition, ("first", "always"), everywhere=True))),
         }
 
     def control_tokens(self) -> tuple[ControlToken, ...]:
         """Return the special tokens among the tokenizer's added tokens, the longest first."""
-        found = []
+        tokens = []
         for token in json.loads(self._definition).get("added_tokens", []):
             if not token["special"]:
                 continue
@@ -166,8 +166,8 @@ class HuggingFaceTokenizer:
                     f"tokenizer {self.name!r}: its control token {token['content']!r} is read only as a whole word, which "
                     "chat templates are not supported with"
                 )
-            found.append(ControlToken(token["content"], token["id"], token["lstrip"], token["rstrip"]))
-        return tuple(sorted(found, key=lambda token: -len(token.text)))
+            tokens.append(ControlToken(token["content"], token["id"], token["lstrip"], token["rstrip"]))
+        return tuple(sorted(tokens, key=lambda token: -len(token.text)))
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its text; None if there is none of this text."""
@@ -193,55 +193,57 @@ def content_sha256(name: str, definition: bytes) -> str:
     these give the same ids here.
     """
     try:
-        found = json.loads(definition)
+        content = json.loads(definition)
     except (ValueError, RecursionError) as e:
         raise TokenizerError(f"tokenizer {name!r}: not a tokenizer.json ({e})") from e
-    if isinstance(found, dict):
-        found = {key: _plain_part(x) for key, x in found.items() if x is not None and key not in NO_EFFECT}
-        model, added = found.get("model"), found.get("added_tokens")
+    if isinstance(content, dict):
+        content = {key: _plain_section(x) for key, x in content.items() if x is not None and key not in NO_EFFECT}
+        model, added = content.get("model"), content.get("added_tokens")
         if isinstance(model, dict) and model.get("type", "BPE") == "BPE" and isinstance(model.get("merges"), list):
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-            kept = {key: value for key, value in model.items() if key not in BPE_OFF or value not in (None, False)}
-            found["model"] = {**kept, "type": "BPE", "merges": merges}
+            model_keys = {key: value for key, value in model.items() if key not in BPE_OFF or value not in (None, False)}
+            content["model"] = {**model_keys, "type": "BPE", "merges": merges}
         if isinstance(added, list) and all(isinstance(token, dict) for token in added):
-            found["added_tokens"] = sorted(added, key=lambda token: str(token.get("id")))
-        found = {key: x for key, x in found.items() if x is not None}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+            content["added_tokens"] = sorted(added, key=lambda token: str(token.get("id")))
+        content = {key: x for key, x in content.items() if x is not None}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _plain_part(part: Any) -> Any:
+def _plain_section(section: Any) -> Any:
     """Return a part of a tokenizer.json without what its type does by default; None for a post-processor that adds no token."""
-    if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
-        return part
+    if not isinstance(section, dict) or not isinstance(kind := section.get("type"), str):
+        return section
     if kind == "Sequence":
-        several = ("normalizers", "pretokenizers", "decoders", "processors")
-        return {key: [_plain_part(x) for x in value] if key in several else value for key, value in part.items()}
-    if kind == "TemplateProcessing" and not part.get("special_tokens"):
+        list_keys = ("normalizers", "pretokenizers", "decoders", "processors")
+        return {key: [_plain_section(x) for x in value] if key in list_keys else value for key, value in section.items()}
+    if kind == "TemplateProcessing" and not section.get("special_tokens"):
         return None
     if kind == "ByteLevel":
-        return {key: x for key, x in part.items() if (key, x) != ("use_regex", True)}
+        return {key: x for key, x in section.items() if (key, x) != ("use_regex", True)}
     if kind == "Metaspace":
-        scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
-        rest = {key: x for key, x in part.items() if key not in ("add_prefix_space", "str_rep") and (key, x) != ("split", True)}
-        return {**rest, "prepend_scheme": scheme}
+        scheme = section.get("prepend_scheme", "always" if section.get("add_prefix_space", True) else "never")
+        settings = {
+            key: x for key, x in section.items() if key not in ("add_prefix_space", "str_rep") and (key, x) != ("split", True)
+        }
+        return {**settings, "prepend_scheme": scheme}
     if kind == "Unigram":
-        return {key: x for key, x in part.items() if (key, x) != ("byte_fallback", False)}
-    return part
+        return {key: x for key, x in section.items() if (key, x) != ("byte_fallback", False)}
+    return section
 
 
-def _without_prefix(part: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
+def _without_prefix(section: Any, schemes: tuple[str, ...], everywhere: bool = False) -> Any:
     """Return a part of a tokenizer.json, changed so that the tokenizer puts no space before a text.
 
     A `prepend_scheme` with a value in `schemes` becomes "never". With `everywhere`, all other settings that put a space change
     too.
     """
-    if isinstance(part, list):
-        return [_without_prefix(p, schemes, everywhere) for p in part]
-    if not isinstance(part, dict):
-        return part
+    if isinstance(section, list):
+        return [_without_prefix(p, schemes, everywhere) for p in section]
+    if not isinstance(section, dict):
+        return section
     out = {
         k: v if k in ("model", "decoder", "post_processor") else _without_prefix(v, schemes, everywhere)
-        for k, v in part.items()
+        for k, v in section.items()
     }
     if out.get("prepend_scheme") in schemes:
         out["prepend_scheme"] = "never"
@@ -262,10 +264,10 @@ def find_eot(name: str, vocab: dict[str, int], eot: str, control: Container[str]
         if eot not in vocab:
             raise TokenizerError(f"tokenizer {name!r}: --eot={eot!r} is not in its vocabulary of {len(vocab)} tokens")
         return vocab[eot]
-    if known := [vocab[each] for each in EOT_NAMES if each in control and each in vocab]:
-        return known[0]
-    if own := [each for each in model_eos(name, vocab.get) if each in vocab.values()]:
-        return own[0]
+    if control_ids := [vocab[each] for each in EOT_NAMES if each in control and each in vocab]:
+        return control_ids[0]
+    if model_ids := [each for each in model_eos(name, vocab.get) if each in vocab.values()]:
+        return model_ids[0]
     return next((vocab[each] for each in EOT_NAMES if each in vocab), None)
 
 
@@ -273,8 +275,8 @@ def cached_hub_path(name: str, file: str = DEFINITION) -> Path | None:
     """Return the path of the local copy of a file of `hf:NAME`, without network; None if there is no copy."""
     import huggingface_hub
 
-    found: Any = huggingface_hub.try_to_load_from_cache(name, file)
-    return Path(found) if isinstance(found, str) else None
+    cached: Any = huggingface_hub.try_to_load_from_cache(name, file)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def find_file(spec: str, file: str = "", offline: bool = False) -> Path | None:
@@ -318,12 +320,12 @@ def read_json(spec: str, file: str, offline: bool = False) -> dict[str, Any]:
     """Return the contents of a JSON file beside the tokenizer.json of `spec`; {} if there is none. Raises TokenizerError."""
     try:
         content = read_beside(spec, file, offline)
-        found = {} if content is None else json.loads(content)
+        parsed = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as e:
         raise TokenizerError(f"tokenizer {spec!r}: its {file} is not JSON ({e}). Fetch it again") from e
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise TokenizerError(f"tokenizer {spec!r}: its {file} is no JSON object. Fetch it again")
-    return found
+    return parsed
 
 
 # Special tokens that transformers' tokenizer classes have without being told.
@@ -358,15 +360,15 @@ def named_elsewhere(spec: str) -> list[str]:
     Reads only files on this machine. Raises TokenizerError.
     """
     settings, added = (read_json(spec, file, offline=True) for file in ("tokenizer_config.json", "added_tokens.json"))
-    of_map = read_json(spec, "special_tokens_map.json", offline=True)
-    named: list[Any] = [*special_tokens(spec, offline=True).values(), *added]
+    token_map = read_json(spec, "special_tokens_map.json", offline=True)
+    tokens: list[Any] = [*special_tokens(spec, offline=True).values(), *added]
     lists = [settings.get("added_tokens_decoder")]
-    lists += [file.get(key) for file in (settings, of_map) for key in ("additional_special_tokens", "extra_special_tokens")]
-    for several in lists:
-        named += several.values() if isinstance(several, dict) else several if isinstance(several, list) else ()
-    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
-    known = load_tokenizer(spec)
-    return [text for text in dict.fromkeys(texts) if isinstance(text, str) and text and known.id_of(text) is None]
+    lists += [file.get(key) for file in (settings, token_map) for key in ("additional_special_tokens", "extra_special_tokens")]
+    for entry in lists:
+        tokens += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    tokenizer = load_tokenizer(spec)
+    return [text for text in dict.fromkeys(texts) if isinstance(text, str) and text and tokenizer.id_of(text) is None]
 
 
 def ids_in(value: Any) -> list[int]:
@@ -386,24 +388,24 @@ def model_eos(spec: str, id_of: Callable[[str], int | None], offline: bool = Fal
         read_json(spec, "special_tokens_map.json", offline).get("eos_token"),
     ]
     texts = [name.get("content") if isinstance(name, dict) else name for name in names]
-    found: list[Any] = [id_of(text) for text in texts if isinstance(text, str)]
-    found += [read_json(spec, file, offline).get("eos_token_id") for file in ("generation_config.json", "config.json")]
-    return list(dict.fromkeys(each for value in found for each in ids_in(value)))
+    ids: list[Any] = [id_of(text) for text in texts if isinstance(text, str)]
+    ids += [read_json(spec, file, offline).get("eos_token_id") for file in ("generation_config.json", "config.json")]
+    return list(dict.fromkeys(each for value in ids for each in ids_in(value)))
 
 
 def read_definition(spec: str) -> bytes:
     """Return the bytes of the tokenizer.json of `spec`. Raises TokenizerError if it cannot be read."""
-    if (found := read_beside(spec)) is not None:
-        return found
+    if (content := read_beside(spec)) is not None:
+        return content
     path = Path(spec).expanduser() / DEFINITION if is_bare(spec) else Path(spec).expanduser()
-    others = [name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()]
+    other_files = [name for name in OTHER_FORMS if path.name == DEFINITION and (path.parent / name).is_file()]
     if spec.startswith("hf:"):
-        why = f"{DEFINITION} {NOT_FETCHED}"
-    elif others:
-        why = f"there is {others[0]} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
+        reason = f"{DEFINITION} {NOT_FETCHED}"
+    elif other_files:
+        reason = f"there is {other_files[0]} and no {DEFINITION}, which alone is read. Fix: {saved_again(path.parent)}."
     else:
-        why = f"cannot read {path}: no such file. {KNOWN}"
-    raise TokenizerError(f"tokenizer {spec!r}: {why}")
+        reason = f"cannot read {path}: no such file. {KNOWN}"
+    raise TokenizerError(f"tokenizer {spec!r}: {reason}")
 
 
 def is_bare(spec: str) -> bool:
@@ -450,12 +452,12 @@ def sha256_of(spec: str) -> str:
 
 def contents(meta: Mapping[str, Any], spec: str) -> dict[str, tuple[str, str]]:
     """Return the hashes of data.tokenizer in a checkpoint's meta.json and now, for resume.compare; {} unless both are known."""
-    before = meta.get("data", {}).get("fingerprint", {}).get("tokenizer", {}).get("sha256", "")
+    old_hash = meta.get("data", {}).get("fingerprint", {}).get("tokenizer", {}).get("sha256", "")
     try:
-        now = sha256_of(spec) if before else ""
+        new_hash = sha256_of(spec) if old_hash else ""
     except TokenizerError:  # another check reports it
-        now = ""
-    return {"data.tokenizer": (before, now)} if now else {}
+        new_hash = ""
+    return {"data.tokenizer": (old_hash, new_hash)} if new_hash else {}
 
 
 def differs(spec: str, recorded: dict[str, Any]) -> str:

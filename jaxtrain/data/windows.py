@@ -103,12 +103,12 @@ class PackedRows:
         if file.loss_bits is None:
             begin, length = cut_text(begin, length, seq_len)
         else:
-            kept = length.copy()
+            kept_length = length.copy()
             for k in np.flatnonzero(length > seq_len + 1).tolist():
-                kept[k] = whole_turns(file.loss_flags(begin[k], begin[k] + seq_len + 2))
-            self.truncated = int(np.count_nonzero(length > kept))
-            self.truncated_tokens = int((length - kept).sum())
-            begin, length = begin[kept > 0], kept[kept > 0]
+                kept_length[k] = whole_turns(file.loss_flags(begin[k], begin[k] + seq_len + 2))
+            self.truncated = int(np.count_nonzero(length > kept_length))
+            self.truncated_tokens = int((length - kept_length).sum())
+            begin, length = begin[kept_length > 0], kept_length[kept_length > 0]
         self._fill(begin[:, None], length[:, None], max_segments, seed)
 
     def _fill(self, begin_NG: np.ndarray, length_NG: np.ndarray, max_segments: int | None, seed: int) -> np.ndarray:
@@ -135,8 +135,8 @@ class PackedRows:
         filled_R = np.zeros(len(index_R), np.int64)
         spans = []
         for r, i in enumerate(index_R.tolist()):
-            part = slice(self._first[i], self._first[i + 1])
-            for first, count in zip(self._begin[part].tolist(), self._length[part].tolist(), strict=True):
+            row_slice = slice(self._first[i], self._first[i + 1])
+            for first, count in zip(self._begin[row_slice].tolist(), self._length[row_slice].tolist(), strict=True):
                 at = filled_R[r]
                 self.file.tokens.read(first, tokens_RS[r, at : at + count])
                 spans.append((r, at, first, count))
@@ -149,8 +149,10 @@ class PackedRows:
 
     def spans(self, number: int) -> list[tuple[int, int]]:
         """Return (first, last) of each document, or piece of one, in a row, as positions in the file."""
-        part = slice(self._first[number], self._first[number + 1])
-        return list(zip(self._begin[part].tolist(), (self._begin[part] + self._length[part]).tolist(), strict=True))
+        row_slice = slice(self._first[number], self._first[number + 1])
+        return list(
+            zip(self._begin[row_slice].tolist(), (self._begin[row_slice] + self._length[row_slice]).tolist(), strict=True)
+        )
 
     def numbers_of(self, first: int, last: int) -> np.ndarray:
         """Return the rows with any of the tokens first..last-1 of the file."""
@@ -220,8 +222,8 @@ def cut_text(begin_N: np.ndarray, length_N: np.ndarray, seq_len: int) -> tuple[n
     """
     pieces_N = np.maximum(1, -(-(length_N - 1) // seq_len))
     number = np.arange(pieces_N.sum()) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)  # of a piece in its document
-    begin, rest = (np.repeat(x_N, pieces_N) + sign * number * seq_len for x_N, sign in ((begin_N, 1), (length_N, -1)))
-    return begin, np.minimum(rest, seq_len + 1)
+    begin, remaining = (np.repeat(x_N, pieces_N) + sign * number * seq_len for x_N, sign in ((begin_N, 1), (length_N, -1)))
+    return begin, np.minimum(remaining, seq_len + 1)
 
 
 def whole_turns(flags: np.ndarray) -> int:
@@ -239,38 +241,38 @@ def whole_turns(flags: np.ndarray) -> int:
     return size if flags[1:size].any() else 0
 
 
-def pack(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
+def pack(length_N: np.ndarray, size: int, max_items: int | None = None) -> np.ndarray:
     """Return the row of each item, int64 (N,): by `pack_best_fit`, or by `pack_evenly` if that needs fewer rows.
 
-    Best fit puts items of similar lengths into one row. Rows of short items may then reach `most` items before they are full.
-    In this case an equal mix of short and long items in each row needs fewer rows.
+    Best fit puts items of similar lengths into one row. Rows of short items may then reach `max_items` items before they are
+    full. In this case an equal mix of short and long items in each row needs fewer rows.
 
     Args:
       length_N: number of tokens of each item, 1 to `size`.
       size: tokens of a row.
-      most: largest number of items in a row; None for any number.
+      max_items: largest number of items in a row; None for any number.
     """
-    row_N = pack_best_fit(length_N, size, most)
-    if most is None or not len(row_N) or np.bincount(row_N).max() < most:
+    row_N = pack_best_fit(length_N, size, max_items)
+    if max_items is None or not len(row_N) or np.bincount(row_N).max() < max_items:
         return row_N
-    fewest = max(-(-int(length_N.sum()) // size), -(-len(length_N) // most))
+    fewest = max(-(-int(length_N.sum()) // size), -(-len(length_N) // max_items))
     for percent in TRIED:
         rows = fewest * (100 + percent) // 100
         if rows > row_N.max():
             break
-        if (even_N := pack_evenly(length_N, size, most, rows)) is not None:
+        if (even_N := pack_evenly(length_N, size, max_items, rows)) is not None:
             return even_N
     return row_N
 
 
-def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.ndarray | None:
+def pack_evenly(length_N: np.ndarray, size: int, max_items: int, rows: int) -> np.ndarray | None:
     """Return the row of each item, int64 (N,), packed into `rows` rows; None if some item fits into no row.
 
     The longest items come first, each into the row with the fewest tokens (LPT, Graham 1969).
 
     Args:
       rows: number of rows.
-      length_N, size, most: as in `pack`.
+      length_N, size, max_items: as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     open_rows = [(0, row, 0) for row in range(rows)]  # a heap of (tokens, row, items)
@@ -280,30 +282,30 @@ def pack_evenly(length_N: np.ndarray, size: int, most: int, rows: int) -> np.nda
             return None
         tokens, row, items = open_rows[0]
         row_N[item] = row
-        if items + 1 < most:
+        if items + 1 < max_items:
             heapq.heapreplace(open_rows, (tokens + length, row, items + 1))
         else:
             heapq.heappop(open_rows)
     return row_N
 
 
-def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> np.ndarray:
+def pack_best_fit(length_N: np.ndarray, size: int, max_items: int | None = None) -> np.ndarray:
     """Return the row of each item, int64 (N,), by best fit decreasing: longest first, each into the fullest row that has space.
 
     Items of equal length, and rows with equally many free tokens, are handled together. So the time grows with the number of
-    different lengths. If `most` is None and the items are many, best fit decreasing needs at most 22% more rows than the
+    different lengths. If `max_items` is None and the items are many, best fit decreasing needs at most 22% more rows than the
     optimum (Johnson et al. 1974). The arguments are as in `pack`.
     """
     row_N = np.empty(len(length_N), np.int64)
     by_length = np.argsort(-length_N, kind="stable")
     border = np.flatnonzero(np.diff(length_N[by_length], prepend=0, append=0))  # of each length, its first item, and the end
-    most = size if most is None else most
+    max_items = size if max_items is None else max_items
     groups: list[list[tuple[np.ndarray, int]]] = [[] for _ in range(size + 1)]  # by free tokens: (rows, items in each)
     used = np.zeros(size + 1, bool)  # whether there is a group with this many free tokens
     rows = 0
 
-    def put(free: int, row_R: np.ndarray, items: int) -> None:
-        if len(row_R) and free and items < most:
+    def add_rows(free: int, row_R: np.ndarray, items: int) -> None:
+        if len(row_R) and free and items < max_items:
             groups[free].append((row_R, items))
             used[free] = True
 
@@ -317,16 +319,16 @@ def pack_best_fit(length_N: np.ndarray, size: int, most: int | None = None) -> n
                 used[free] = bool(groups[free])
             else:
                 free, items = size, 0
-                row_R = rows + np.arange(-(-len(todo) // min(size // length, most)))
+                row_R = rows + np.arange(-(-len(todo) // min(size // length, max_items)))
                 rows += len(row_R)
-            each = min(free // length, most - items)  # items of this length that go into a row
-            full, rest = divmod(min(len(todo), len(row_R) * each), each)
-            taken = full * each + rest
-            row_N[todo[:taken]] = np.repeat(row_R, each)[:taken]
+            per_row = min(free // length, max_items - items)  # items of this length that go into a row
+            full, remainder = divmod(min(len(todo), len(row_R) * per_row), per_row)
+            taken = full * per_row + remainder
+            row_N[todo[:taken]] = np.repeat(row_R, per_row)[:taken]
             todo = todo[taken:]
-            put(free - each * length, row_R[:full], items + each)
-            put(free - rest * length, row_R[full : full + 1], items + rest)
-            put(free, row_R[full + 1 :], items)
+            add_rows(free - per_row * length, row_R[:full], items + per_row)
+            add_rows(free - remainder * length, row_R[full : full + 1], items + remainder)
+            add_rows(free, row_R[full + 1 :], items)
     return row_N
 
 
@@ -400,15 +402,15 @@ def borders(starts: np.ndarray, windows: int, seq_len: int, max_segments: int) -
       starts: the starts of all documents, sorted. Starts after the last window are ignored. To save memory, the starts of
         WINDOWS windows are read at a time.
     """
-    most, masked = 1, 0
+    max_documents, masked = 1, 0
     for first in range(0, windows, WINDOWS):
         limits = np.asarray([first, min(first + WINDOWS, windows)]) * seq_len
         low, high = np.searchsorted(starts, limits)
-        part = starts[low:high]
-        part = part[part % seq_len != 0]  # a start at column 0 adds no segment
-        begin = np.flatnonzero(np.diff(part // seq_len, prepend=-1))  # of each window, its first start
-        count = np.diff(begin, append=len(part))
-        most = max(most, int(count.max(initial=0)) + 1)
+        window_starts = starts[low:high]
+        window_starts = window_starts[window_starts % seq_len != 0]  # a start at column 0 adds no segment
+        begin = np.flatnonzero(np.diff(window_starts // seq_len, prepend=-1))  # of each window, its first start
+        count = np.diff(begin, append=len(window_starts))
+        max_documents = max(max_documents, int(count.max(initial=0)) + 1)
         tail = begin[count >= max_segments] + max_segments - 1  # starts of segment max_segments + 1
-        masked += int((seq_len - part[tail] % seq_len).sum())
-    return most, masked
+        masked += int((seq_len - window_starts[tail] % seq_len).sum())
+    return max_documents, masked

@@ -34,35 +34,35 @@ def parse(text: str) -> tuple[tuple[Group, ...], list[Problem]]:
     """Parse `optimizer.groups`. Return (groups, problems of the syntax and of single settings)."""
     groups: list[Group] = []
     problems: list[Problem] = []
-    for item in filter(None, (part.strip() for part in text.split(";"))):
-        pattern, given, settings = (part.strip() for part in item.partition(":"))
-        if not (pattern and given and settings):
+    for item in filter(None, (field.strip() for field in text.split(";"))):
+        pattern, colon, settings = (field.strip() for field in item.partition(":"))
+        if not (pattern and colon and settings):
             problems.append(Problem(KEY, item, "must be PATTERN:SETTING=VALUE", f"For example {pattern or '*.scale'}:lr=0.5."))
             continue
         if any(g.pattern == pattern for g in groups):
             problems.append(Problem(KEY, item, f"{pattern!r} has a group already", "Write its settings into one group."))
-        chosen: dict[str, float | str] = {}
+        values: dict[str, float | str] = {}
         for setting in settings.split(","):
-            problem = _read(setting, chosen)
+            problem = _add_setting(setting, values)
             if problem:
                 problems.append(Problem(KEY, item, *problem))
-        groups.append(Group(pattern, **chosen))  # pyright: ignore[reportArgumentType]
+        groups.append(Group(pattern, **values))  # pyright: ignore[reportArgumentType]
     return tuple(groups), problems
 
 
-def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | None:
-    """Add one SETTING=VALUE to `chosen`. Return (problem, remedy); None if the setting is valid."""
-    name, given, value = (part.strip() for part in setting.partition("="))
-    if not (given and name and value):
+def _add_setting(setting: str, values: dict[str, float | str]) -> tuple[str, str] | None:
+    """Add one SETTING=VALUE to `values`. Return (problem, remedy); None if the setting is valid."""
+    name, equals, value = (field.strip() for field in setting.partition("="))
+    if not (equals and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
     if name not in SETTINGS:
         return f"no setting {name!r}", nearest(name, list(SETTINGS))
-    if name in chosen:
+    if name in values:
         return f"{name!r} is set twice", "Keep one of them."
     if name == "optimizer":
         if value not in METHODS:
             return f"optimizer = {value!r}: no such choice", nearest(value, list(METHODS))
-        chosen[name] = value
+        values[name] = value
         return None
     try:
         number = float(value)
@@ -70,9 +70,9 @@ def _read(setting: str, chosen: dict[str, float | str]) -> tuple[str, str] | Non
         number = math.nan
     if not number >= 0:
         return f"{name} = {value!r} must be a number of at least 0", "lr is a factor of the schedule's, weight_decay a value."
-    if wrong := NUMBER.out_of_range(number):
-        return f"{name} = {value!r} {wrong[0]}", f"Write {name}={1 if name == 'lr' else Optimizer().weight_decay:g}."
-    chosen[name] = number
+    if problem := NUMBER.out_of_range(number):
+        return f"{name} = {value!r} {problem[0]}", f"Write {name}={1 if name == 'lr' else Optimizer().weight_decay:g}."
+    values[name] = number
     return None
 
 
@@ -88,34 +88,39 @@ def moved(text: str) -> list[tuple[str, str]]:
 
 def problems(text: str, optimizer: str) -> list[Problem]:
     """Return the problems of `optimizer.groups` that do not depend on the model. optimizer: the value of optimizer.name."""
-    groups, found = parse(text)
+    groups, problems = parse(text)
     if groups and optimizer not in METHODS:
         rule = f"{optimizer} makes its own updates, and would ignore them"
-        return [*found, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
+        return [*problems, Problem(KEY, text, rule, f"Set '', or optimizer.name to {' or '.join(METHODS)}.")]
     if optimizer == "adamw" and any(g.optimizer == "muon" for g in groups):
         rule = "optimizer=muon in a group needs optimizer.name = muon"
-        found.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
-    return found
+        problems.append(Problem(KEY, text, rule, "Set optimizer.name to muon, and optimizer=adamw for the other parameters."))
+    return problems
 
 
 def too_fast(optimizer: Optimizer) -> list[Problem]:
     """Return the problems of learning rates and weight decays that make weights grow in every step, until they are NaN."""
-    o, found = optimizer, []
-    if o.name in METHODS and o.lr * o.weight_decay > 1:
-        rule = f"times optimizer.lr = {o.lr:g} is {o.lr * o.weight_decay:g}, and a step must not subtract more than the weight"
-        found.append(Problem("optimizer.weight_decay", o.weight_decay, rule, f"Set {_below(1 / o.lr)} or less."))
-    for g in parse(o.groups)[0]:
-        lr = o.lr * g.lr
+    opt, problems = optimizer, []
+    if opt.name in METHODS and opt.lr * opt.weight_decay > 1:
+        rule = (
+            f"times optimizer.lr = {opt.lr:g} is {opt.lr * opt.weight_decay:g}, "
+            "and a step must not subtract more than the weight"
+        )
+        problems.append(Problem("optimizer.weight_decay", opt.weight_decay, rule, f"Set {_round_down(1 / opt.lr)} or less."))
+    for group in parse(opt.groups)[0]:
+        lr = opt.lr * group.lr
         if lr > 1:
-            rule = f"lr of {g.pattern!r} times optimizer.lr = {o.lr:g} is {lr:g}, and a learning rate must be at most 1"
-            found.append(Problem(KEY, o.groups, rule, f"Write {g.pattern}:lr={_below(1 / o.lr)} or less."))
-        elif lr * (decay := o.weight_decay if g.weight_decay is None else g.weight_decay) > 1:
-            rule = f"a step would subtract {lr * decay:g} times the weight from weights of {g.pattern!r}, and 1 is the most"
-            found.append(Problem(KEY, o.groups, rule, f"Write {g.pattern}:weight_decay={_below(1 / lr)} or less."))
-    return found
+            rule = f"lr of {group.pattern!r} times optimizer.lr = {opt.lr:g} is {lr:g}, and a learning rate must be at most 1"
+            problems.append(Problem(KEY, opt.groups, rule, f"Write {group.pattern}:lr={_round_down(1 / opt.lr)} or less."))
+        elif lr * (decay := opt.weight_decay if group.weight_decay is None else group.weight_decay) > 1:
+            rule = f"a step would subtract {lr * decay:g} times the weight from weights of {group.pattern!r}, and 1 is the most"
+            problems.append(
+                Problem(KEY, opt.groups, rule, f"Write {group.pattern}:weight_decay={_round_down(1 / lr)} or less.")
+            )
+    return problems
 
 
-def _below(value: float) -> str:
+def _round_down(value: float) -> str:
     """Return a number in three digits that is at most `value`."""
     digits = 10 ** (math.floor(math.log10(value)) - 2)
     return f"{math.floor(value / digits) * digits:.3g}"
@@ -128,21 +133,21 @@ def unfit(text: str, matrices: Mapping[str, bool]) -> list[Problem]:
 
     matrices: name of each parameter -> whether Muon supports the parameter.
     """
-    groups, found = parse(text)[0], []
+    groups, problems = parse(text)[0], []
     names = list(matrices)
-    for g in groups:
-        fit = [name for name in names if fnmatch.fnmatchcase(name, g.pattern)]
-        mine = [name for name in fit if group_of(groups, name) is g]
-        if not fit and any(part.isdigit() for part in g.pattern.split(".")):
-            rule = f"{g.pattern!r} names a layer by number, and the layers of a stack are one parameter"
-            found.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))
-        elif not fit:
-            found.append(Problem(KEY, text, f"{g.pattern!r} matches no parameter", f"There are {', '.join(names)}."))
-        elif not mine:
-            rule = f"all parameters that {g.pattern!r} matches belong to earlier groups: {', '.join(fit)}"
-            found.append(Problem(KEY, text, rule, "Put the narrower pattern first."))
-        not_one = [name for name in mine if not matrices[name]]
-        if g.optimizer == "muon" and not_one:
-            rule = f"{', '.join(not_one)} is no matrix, and Muon needs matrices"
-            found.append(Problem(KEY, text, rule, "Name matrices, or leave optimizer out."))
-    return found
+    for group in groups:
+        matching = [name for name in names if fnmatch.fnmatchcase(name, group.pattern)]
+        members = [name for name in matching if group_of(groups, name) is group]
+        if not matching and any(component.isdigit() for component in group.pattern.split(".")):
+            rule = f"{group.pattern!r} names a layer by number, and the layers of a stack are one parameter"
+            problems.append(Problem(KEY, text, rule, "Leave the number out, which means every layer."))
+        elif not matching:
+            problems.append(Problem(KEY, text, f"{group.pattern!r} matches no parameter", f"There are {', '.join(names)}."))
+        elif not members:
+            rule = f"all parameters that {group.pattern!r} matches belong to earlier groups: {', '.join(matching)}"
+            problems.append(Problem(KEY, text, rule, "Put the narrower pattern first."))
+        non_matrices = [name for name in members if not matrices[name]]
+        if group.optimizer == "muon" and non_matrices:
+            rule = f"{', '.join(non_matrices)} is no matrix, and Muon needs matrices"
+            problems.append(Problem(KEY, text, rule, "Name matrices, or leave optimizer out."))
+    return problems

@@ -26,8 +26,8 @@ def block(size: int) -> int:
 
     Returns 0 if this number is below SMALLEST_BLOCK.
     """
-    most = min(size & -size, BLOCK)
-    return most if most >= SMALLEST_BLOCK else 0
+    divisor = min(size & -size, BLOCK)
+    return divisor if divisor >= SMALLEST_BLOCK else 0
 
 
 def block_axis(axes: Sequence[str | None], shape: Sequence[int]) -> int | None:
@@ -66,23 +66,23 @@ def problems(
     if not matrices:
         yield Problem(key, INT8, "blocks are not supported for the weights of latent attention", "Set bf16.")
         return
-    cut: dict[tuple[str, int], int] = {}  # (logical axis, its length) -> block size
+    block_sizes: dict[tuple[str, int], int] = {}  # (logical axis, its length) -> block size
     for name, lengths in matrices.items():
         axes, shape = [*lengths], [*lengths.values()]
-        along = block_axis(axes, shape)
-        if along is not None:
-            cut[axes[along], shape[along]] = block(shape[along])
+        dim = block_axis(axes, shape)
+        if dim is not None:
+            block_sizes[axes[dim], shape[dim]] = block(shape[dim])
         elif math.prod(shape[1:]) >= SMALL:
             rule = f"no dimension of {name} divides into blocks of a power of two from {SMALLEST_BLOCK} on"
             yield Problem(key, INT8, rule, "Set bf16, or model.head_dim and model.d_ff to multiples of 16.")
             return
-    if not cut:
+    if not block_sizes:
         rule = f"no matrix of the layers has the {SMALL} elements from which moments are stored in blocks"
         yield Problem(key, INT8, rule, "Set f32 or bf16.")
-    for (axis, whole), size in cut.items():
-        if whole % (shards(axis) * size):
-            rule = f"a block of {size} along {axis} = {whole} would lie on two of its {shards(axis)} devices"
-            yield Problem(key, INT8, rule, f"Set bf16, or mesh sizes whose product divides {whole // size}.")
+    for (axis, length), size in block_sizes.items():
+        if length % (shards(axis) * size):
+            rule = f"a block of {size} along {axis} = {length} would lie on two of its {shards(axis)} devices"
+            yield Problem(key, INT8, rule, f"Set bf16, or mesh sizes whose product divides {length // size}.")
 
 
 def too_coarse(optimizer: Optimizer, dtypes: Dtypes) -> Iterable[Problem]:

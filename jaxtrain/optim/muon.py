@@ -62,15 +62,15 @@ def newton_schulz(x_SMN: jax.Array, numerics: Numerics) -> jax.Array:
     wide = x.shape[1] <= x.shape[2]
     gram, times = ("SMN,SKN->SMK", "SMK,SKN->SMN") if wide else ("SNM,SNK->SMK", "SNK,SKM->SNM")
 
-    def mixed(*parts: tuple[float, jax.Array]) -> jax.Array:
-        return sum(factor * part.astype(jnp.float32) for factor, part in parts).astype(numerics.compute)  # pyright: ignore
+    def weighted_sum(*terms: tuple[float, jax.Array]) -> jax.Array:
+        return sum(factor * term.astype(jnp.float32) for factor, term in terms).astype(numerics.compute)  # pyright: ignore
 
     for _ in range(ITERATIONS):
         square = einsum(gram, x, x, numerics=numerics)
         fourth = einsum("SMK,SKN->SMN", square, square, numerics=numerics)
-        factor = mixed((B, square), (C, fourth))
+        factor = weighted_sum((B, square), (C, fourth))
         product = einsum(times, *((factor, x) if wide else (x, factor)), numerics=numerics)
-        x = mixed((A, x), (1.0, product))
+        x = weighted_sum((A, x), (1.0, product))
     return x
 
 
@@ -82,104 +82,109 @@ def orthogonal(placement: Placement | None, numerics: Numerics) -> Orthogonal:
     placement: the placement of the parameters; None if all arrays are on one device.
     """
 
-    def stacked(x: jax.Array, axes: Axes) -> jax.Array:
-        before, rows = dims(axes)
+    def orthogonalize_stack(x: jax.Array, axes: Axes) -> jax.Array:
+        leading, rows = dims(axes)
         shape = x.shape
-        matrix = (math.prod(shape[before : before + rows]), math.prod(shape[before + rows :]))
+        matrix = (math.prod(shape[leading : leading + rows]), math.prod(shape[leading + rows :]))
         x_SMN = x.reshape(-1, *matrix)
         # A loop limits memory: XLA would process all parameters at once, and keep the results of five iterations of each.
-        most = max(1, AT_ONCE // math.prod(matrix))
-        each = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= most)
-        made = jax.lax.map(lambda some: newton_schulz(some, numerics), x_SMN.reshape(-1, each, *matrix))
-        return made.reshape(shape)
+        max_chunk = max(1, AT_ONCE // math.prod(matrix))
+        chunk_size = max(n for n in range(1, x_SMN.shape[0] + 1) if x_SMN.shape[0] % n == 0 and n <= max_chunk)
+        orthogonalized = jax.lax.map(lambda chunk: newton_schulz(chunk, numerics), x_SMN.reshape(-1, chunk_size, *matrix))
+        return orthogonalized.reshape(shape)
 
     def update(x: jax.Array, axes: Axes) -> jax.Array:
-        before, rows = dims(axes)
-        longest = max(math.prod(x.shape[before : before + rows]), math.prod(x.shape[before + rows :]))
+        leading, rows = dims(axes)
+        longest = max(math.prod(x.shape[leading : leading + rows]), math.prod(x.shape[leading + rows :]))
         with jax.named_scope("newton_schulz"):
-            small = x.astype(numerics.compute)
+            momentum = x.astype(numerics.compute)
             if placement is None or placement.mesh.size == 1:
-                made = stacked(small, axes)
+                orthogonalized = orthogonalize_stack(momentum, axes)
             else:
-                made = _shared(small, axes, placement, stacked)
-            return made.astype(jnp.float32) * (RMS * math.sqrt(longest))
+                orthogonalized = _orthogonalize_sharded(momentum, axes, placement, orthogonalize_stack)
+            return orthogonalized.astype(jnp.float32) * (RMS * math.sqrt(longest))
 
     return update
 
 
-def _shared(x: jax.Array, axes: Axes, placement: Placement, stacked: Orthogonal) -> jax.Array:
-    """Apply `stacked`, which needs complete matrices, to a stack of matrices that are sharded over devices."""
-    before = dims(axes)[0]
-    of_stack = {a for axis in axes[:before] for a in placement.mesh_axes(axis)}
-    of_matrix = {dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= before and placement.mesh_axes(axis)}
-    split = of_stack.union(*of_matrix.values())
-    replicas = tuple(a for a, size in placement.mesh.shape.items() if size > 1 and a not in split)
-    parts, copies = (placement.size(names) for names in ([a for d in of_matrix.values() for a in d], replicas))
+def _orthogonalize_sharded(x: jax.Array, axes: Axes, placement: Placement, orthogonalize_stack: Orthogonal) -> jax.Array:
+    """Apply `orthogonalize_stack`, which needs complete matrices, to a stack of matrices that are sharded over devices."""
+    leading = dims(axes)[0]
+    stack_axes = {a for axis in axes[:leading] for a in placement.mesh_axes(axis)}
+    matrix_axes = {
+        dim: placement.mesh_axes(axis) for dim, axis in enumerate(axes) if dim >= leading and placement.mesh_axes(axis)
+    }
+    sharded_axes = stack_axes.union(*matrix_axes.values())
+    replica_axes = tuple(a for a, size in placement.mesh.shape.items() if size > 1 and a not in sharded_axes)
+    num_shards, num_replicas = (placement.size(names) for names in ([a for d in matrix_axes.values() for a in d], replica_axes))
 
-    def padded(x: jax.Array, unit: int) -> jax.Array:
+    def pad(x: jax.Array, unit: int) -> jax.Array:
         return jnp.pad(x, [(0, -x.shape[0] % unit), *[(0, 0)] * (x.ndim - 1)])
 
-    def local(x: jax.Array) -> jax.Array:
-        home = x.shape
+    def orthogonalize_shard(x: jax.Array) -> jax.Array:
+        local_shape = x.shape
         # The first dimension counts matrices; all others are dimensions of a matrix.
-        x = x.reshape(-1, *home[before:])
+        x = x.reshape(-1, *local_shape[leading:])
         count = x.shape[0]
-        x = padded(x, parts)
-        for dim, names in of_matrix.items():
-            x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - before + 1, tiled=True)
-        mine = x.shape[0]
-        if replicas:  # replicas have equal data, so each processes a part
-            x = padded(x, copies)
-            each = x.shape[0] // copies
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replicas) * each, each)
-        x = stacked(x, (STACK, *axes[before:]))
-        if replicas:
-            x = jax.lax.all_gather(x, replicas, tiled=True)[:mine]
-        for dim, names in reversed(of_matrix.items()):
-            x = jax.lax.all_to_all(x, names, split_axis=dim - before + 1, concat_axis=0, tiled=True)
-        return x[:count].reshape(home)
+        x = pad(x, num_shards)
+        for dim, names in matrix_axes.items():
+            x = jax.lax.all_to_all(x, names, split_axis=0, concat_axis=dim - leading + 1, tiled=True)
+        num_local = x.shape[0]
+        if replica_axes:  # replicas have equal data, so each processes a part
+            x = pad(x, num_replicas)
+            per_replica = x.shape[0] // num_replicas
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(replica_axes) * per_replica, per_replica)
+        x = orthogonalize_stack(x, (STACK, *axes[leading:]))
+        if replica_axes:
+            x = jax.lax.all_gather(x, replica_axes, tiled=True)[:num_local]
+        for dim, names in reversed(matrix_axes.items()):
+            x = jax.lax.all_to_all(x, names, split_axis=dim - leading + 1, concat_axis=0, tiled=True)
+        return x[:count].reshape(local_shape)
 
     spec = placement.spec(axes)
     # The replication checker cannot infer that a gather from all replicas is equal on all of them.
-    return jax.shard_map(local, mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    return jax.shard_map(orthogonalize_shard, mesh=placement.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def scale_by_muon(
-    rest: optax.GradientTransformation, momentum: float, hidden: Callable[[object], bool], made: Callable[..., jax.Array]
+    adam: optax.GradientTransformation,
+    momentum: float,
+    is_hidden: Callable[[object], bool],
+    orthogonalize: Callable[..., jax.Array],
 ) -> optax.GradientTransformation:
-    """Return the transformation that is Muon for `hidden` matrices, and `rest` (optax's Adam) for other parameters.
+    """Return the transformation that is Muon for hidden matrices, and `adam` (optax's Adam) for other parameters.
 
     The state is Adam's, in float32. Hidden matrices have their momentum as first moment, and no second moment. The momentum is
     m' = beta m + (1 - beta) g. The direction that is orthogonalized is Nesterov's, beta m' + (1 - beta) g. A constant factor
     of the direction has no effect.
 
     Args:
-      rest: optax's Adam.
+      adam: optax's Adam.
       momentum: beta.
-      hidden: returns whether Muon updates the matrix at a path in the tree of parameters.
-      made: returns the update of a hidden matrix, from (path, direction).
+      is_hidden: returns whether Muon updates the matrix at a path in the tree of parameters.
+      orthogonalize: returns the update of a hidden matrix, from (path, direction).
     """
 
-    def others(tree: optax.Params) -> optax.Params:
-        return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if hidden(path) else x, tree)
+    def mask_hidden(tree: optax.Params) -> optax.Params:
+        return jax.tree_util.tree_map_with_path(lambda path, x: optax.MaskedNode() if is_hidden(path) else x, tree)
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        # `rest.init` runs twice, because optax also calls this function with a placeholder for all parameters.
-        return optax.ScaleByAdamState(rest.init(params).count, rest.init(params).mu, rest.init(others(params)).nu)  # pyright: ignore
+        # `adam.init` runs twice, because optax also calls this function with a placeholder for all parameters.
+        return optax.ScaleByAdamState(adam.init(params).count, adam.init(params).mu, adam.init(mask_hidden(params)).nu)  # pyright: ignore
 
     def update(grads: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None):
-        adam = optax.ScaleByAdamState(state.count, others(state.mu), state.nu)
-        updates, adam = rest.update(others(grads), adam)
+        adam_state = optax.ScaleByAdamState(state.count, mask_hidden(state.mu), state.nu)
+        updates, adam_state = adam.update(mask_hidden(grads), adam_state)
 
-        def average(path, g, m, other):
-            return momentum * m + (1 - momentum) * g if hidden(path) else other
+        def update_momentum(path, grad, m, adam_mu):
+            return momentum * m + (1 - momentum) * grad if is_hidden(path) else adam_mu
 
-        mu = jax.tree_util.tree_map_with_path(average, grads, state.mu, adam.mu)  # pyright: ignore
+        mu = jax.tree_util.tree_map_with_path(update_momentum, grads, state.mu, adam_state.mu)  # pyright: ignore
 
-        def direction(path, g, m, other):
-            return made(path, momentum * m + (1 - momentum) * g) if hidden(path) else other
+        def muon_update(path, grad, m, adam_update):
+            return orthogonalize(path, momentum * m + (1 - momentum) * grad) if is_hidden(path) else adam_update
 
-        updates = jax.tree_util.tree_map_with_path(direction, grads, mu, updates)
-        return updates, optax.ScaleByAdamState(adam.count, mu, adam.nu)  # pyright: ignore
+        updates = jax.tree_util.tree_map_with_path(muon_update, grads, mu, updates)
+        return updates, optax.ScaleByAdamState(adam_state.count, mu, adam_state.nu)  # pyright: ignore
 
     return optax.GradientTransformation(init, update)  # pyright: ignore

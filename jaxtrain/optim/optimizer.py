@@ -32,27 +32,28 @@ def make_schedule(optimizer: schema.Optimizer, steps: int) -> optax.Schedule:
     `cosine`, or `sqrt`, whose rate falls as 1 - sqrt(progress) (Hägele et al. 2024, arXiv:2405.18392). `constant` stays at lr.
     With `cosine` and `linear`, only one step has the peak rate. The last step of a decay has lr_min.
     """
-    o = optimizer
-    first = max(1, o.warmup_steps)  # steps up to the peak: step 0 has lr / warmup_steps, since a rate of 0 would change nothing
-    after, decay = max(1, steps - first), o.decay(steps)
-    line = optax.linear_schedule(o.lr, o.lr_min, decay)
+    opt = optimizer
+    # Steps up to the peak: step 0 has lr / warmup_steps, since a rate of 0 would change nothing.
+    first = max(1, opt.warmup_steps)
+    remaining, decay = max(1, steps - first), opt.decay(steps)
+    line = optax.linear_schedule(opt.lr, opt.lr_min, decay)
 
     def linear(step: Any) -> Any:
-        return jnp.maximum(line(step), o.lr_min)  # by rounding, a line to lr_min = 0 ends below 0
+        return jnp.maximum(line(step), opt.lr_min)  # by rounding, a line to lr_min = 0 ends below 0
 
     def sqrt(step: Any) -> Any:
-        return o.lr_min + (o.lr - o.lr_min) * (1 - jnp.sqrt(jnp.clip(step / decay, 0, 1)))
+        return opt.lr_min + (opt.lr - opt.lr_min) * (1 - jnp.sqrt(jnp.clip(step / decay, 0, 1)))
 
-    cosine = optax.cosine_decay_schedule(o.lr, decay, alpha=o.lr_min / o.lr if o.lr else 0.0)
+    cosine = optax.cosine_decay_schedule(opt.lr, decay, alpha=opt.lr_min / opt.lr if opt.lr else 0.0)
     shapes = {"linear": linear, "cosine": cosine, "sqrt": sqrt}
-    constant = optax.constant_schedule(o.lr)
-    if o.schedule == "wsd":
-        tail = optax.join_schedules([constant, shapes[o.decay_shape]], [after - decay])
+    constant = optax.constant_schedule(opt.lr)
+    if opt.schedule == "wsd":
+        tail = optax.join_schedules([constant, shapes[opt.decay_shape]], [remaining - decay])
     else:
-        tail = constant if o.schedule == "constant" else shapes[o.schedule]
+        tail = constant if opt.schedule == "constant" else shapes[opt.schedule]
     if first == 1:
         return tail
-    return optax.join_schedules([optax.linear_schedule(o.lr / first, o.lr, first - 1), tail], [first - 1])
+    return optax.join_schedules([optax.linear_schedule(opt.lr / first, opt.lr, first - 1), tail], [first - 1])
 
 
 def decayed(axes: Any) -> Any:
@@ -83,11 +84,11 @@ def choices(optimizer: schema.Optimizer, axes: Any) -> Any:
 
     With optimizer.name=muon, Muon updates the matrices of layers, and AdamW other parameters, unless a group sets `optimizer`.
     """
-    found = groups.parse(optimizer.groups)[0]
+    param_groups = groups.parse(optimizer.groups)[0]
 
-    def one(path: Any, a: Axes, is_matrix: bool) -> Choice:
-        group = groups.group_of(found, _name(path)) or groups.Group("*")
-        hidden = is_matrix and dims(a)[1] > 0 and (STACK in a or path[0].key in (STACK, DENSE))
+    def choose_settings(path: Any, param_axes: Axes, is_matrix: bool) -> Choice:
+        group = groups.group_of(param_groups, _param_name(path)) or groups.Group("*")
+        hidden = is_matrix and dims(param_axes)[1] > 0 and (STACK in param_axes or path[0].key in (STACK, DENSE))
         decay = group.weight_decay
         return Choice(
             optimizer.name == "muon" and (group.optimizer == "muon" if group.optimizer else hidden),
@@ -95,87 +96,96 @@ def choices(optimizer: schema.Optimizer, axes: Any) -> Any:
             decay if decay is not None else optimizer.weight_decay if is_matrix else 0.0,
         )
 
-    return jax.tree_util.tree_map_with_path(one, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree_util.tree_map_with_path(choose_settings, axes, decayed(axes), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
     """Raise ConfigError for a group to which no parameter belongs, or which sets optimizer=muon for one that is no matrix."""
     leaves = jax.tree_util.tree_flatten_with_path(axes, is_leaf=lambda x: isinstance(x, tuple))[0]
     matrices = jax.tree.leaves(decayed(axes))
-    found = {_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
-    problems = groups.unfit(optimizer.groups, found)
+    supported = {_param_name(path): is_matrix and dims(a)[1] > 0 for (path, a), is_matrix in zip(leaves, matrices, strict=True)}
+    problems = groups.unfit(optimizer.groups, supported)
     if problems:
         raise ConfigError(problems)
 
 
-def _name(path: Any) -> str:
+def _param_name(path: Any) -> str:
     return without_place(".".join(str(k.key) for k in path))
 
 
-def _at(tree: Any, path: Any) -> Any:
+def _leaf_at(tree: Any, path: Any) -> Any:
     return functools.reduce(lambda tree, key: tree[key.key], path, tree)
 
 
-def stored_moments(m: str, v: str, axes: Any, beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """Return optax's Adam, with the first moment stored in dtype m and the second in dtype v (`stored`)."""
-    return stored(m, v, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
+def stored_moments(
+    m_dtype: str, v_dtype: str, axes: Any, beta1: float, beta2: float, eps: float
+) -> optax.GradientTransformation:
+    """Return optax's Adam, with the first moment stored in m_dtype and the second in v_dtype (`stored`)."""
+    return stored(m_dtype, v_dtype, axes, optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps))
 
 
-def stored(m: str, v: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the transformation `adam` with the first moment stored in dtype m and the second in dtype v.
+def stored(m_dtype: str, v_dtype: str, axes: Any, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the transformation `adam` with the first moment stored in m_dtype and the second in v_dtype.
 
     The update itself is computed in float32, from the new moments before they are rounded.
 
     Args:
-      m, v: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks (jaxtrain/optim/quantized.py).
+      m_dtype, v_dtype: dtypes of the first and the second moment: f32, bf16, or int8 for 8-bit blocks
+        (jaxtrain/optim/quantized.py).
       axes: logical axes of the parameters. They decide which tensors have blocks; with int8, all others stay in float32.
       adam: a transformation with an optax.ScaleByAdamState as its state: optax's Adam, or Muon.
     """
-    kinds = {"mu": m, "nu": v}
+    dtypes = {"mu": m_dtype, "nu": v_dtype}
 
-    def along(path: Any, x: jax.Array) -> int | None:
+    def block_dim(path: Any, x: jax.Array) -> int | None:
         """Return the dimension along which a moment is cut into blocks; None for a tensor without blocks."""
-        return block_axis(_at(axes, path), x.shape)
+        return block_axis(_leaf_at(axes, path), x.shape)
 
-    def scales(name: str, moment: Any) -> Any:
-        def one(path: Any, x: jax.Array) -> jax.Array | None:
-            axis = along(path, x)
+    def moment_scales(name: str, moment: Any) -> Any:
+        def leaf_scales(path: Any, x: jax.Array) -> jax.Array | None:
+            axis = block_dim(path, x)
             return None if axis is None else scales_of(x, axis)
 
-        return jax.tree_util.tree_map_with_path(one, moment) if kinds[name] == INT8 else None
+        return jax.tree_util.tree_map_with_path(leaf_scales, moment) if dtypes[name] == INT8 else None
 
-    def rounded(name: str, moment: Any, scales: Any) -> Any:
-        if kinds[name] != INT8:
-            return jax.tree.map(lambda x: x.astype(DTYPES[kinds[name]]), moment)
+    def encode_moments(name: str, moment: Any, scales: Any) -> Any:
+        if dtypes[name] != INT8:
+            return jax.tree.map(lambda x: x.astype(DTYPES[dtypes[name]]), moment)
 
-        def one(path: Any, x: jax.Array, scales: jax.Array | None) -> jax.Array | Blocks:
-            axis = along(path, x)
+        def encode_leaf(path: Any, x: jax.Array, scales: jax.Array | None) -> jax.Array | Blocks:
+            axis = block_dim(path, x)
             return x if axis is None or scales is None else encode(x, scales, axis, SIGNED[name])
 
-        return jax.tree_util.tree_map_with_path(one, moment, scales)
+        return jax.tree_util.tree_map_with_path(encode_leaf, moment, scales)
 
-    def loaded(name: str, moment: Any) -> Any:
-        one = lambda x: decode(x, SIGNED[name]) if is_blocks(x) else x.astype(jnp.float32)  # noqa: E731
-        return jax.tree.map(one, moment, is_leaf=is_blocks)
+    def decode_moments(name: str, moment: Any) -> Any:
+        decode_leaf = lambda x: decode(x, SIGNED[name]) if is_blocks(x) else x.astype(jnp.float32)  # noqa: E731
+        return jax.tree.map(decode_leaf, moment, is_leaf=is_blocks)
 
     def init(params: Any) -> optax.ScaleByAdamState:
-        s: Any = adam.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
-        return optax.ScaleByAdamState(s.count, rounded("mu", s.mu, scales("mu", s.mu)), rounded("nu", s.nu, scales("nu", s.nu)))
+        adam_state: Any = adam.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return optax.ScaleByAdamState(
+            adam_state.count,
+            encode_moments("mu", adam_state.mu, moment_scales("mu", adam_state.mu)),
+            encode_moments("nu", adam_state.nu, moment_scales("nu", adam_state.nu)),
+        )
 
-    def exact(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        state = optax.ScaleByAdamState(state.count, loaded("mu", state.mu), loaded("nu", state.nu))
+    def exact_update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        state = optax.ScaleByAdamState(state.count, decode_moments("mu", state.mu), decode_moments("nu", state.nu))
         return adam.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), state, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu_scales = nu_scales = None
-        if INT8 in (m, v):
+        if INT8 in (m_dtype, v_dtype):
             # A block's scale must be known before its codes. To compute it, XLA would keep the new moments in float32, four
             # times the gradients. So the moments are computed twice; the barrier hides from XLA that the results are equal.
-            s: Any = exact(updates, state, params)[1]
-            mu_scales, nu_scales = scales("mu", s.mu), scales("nu", s.nu)
+            adam_state: Any = exact_update(updates, state, params)[1]
+            mu_scales, nu_scales = moment_scales("mu", adam_state.mu), moment_scales("nu", adam_state.nu)
             updates, state = jax.lax.optimization_barrier((updates, state))
-        updates, s = exact(updates, state, params)
-        return updates, optax.ScaleByAdamState(s.count, rounded("mu", s.mu, mu_scales), rounded("nu", s.nu, nu_scales))
+        updates, adam_state = exact_update(updates, state, params)
+        return updates, optax.ScaleByAdamState(
+            adam_state.count, encode_moments("mu", adam_state.mu, mu_scales), encode_moments("nu", adam_state.nu, nu_scales)
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -185,37 +195,37 @@ def scaled(optimizer: schema.Optimizer, axes: Any) -> optax.GradientTransformati
 
     Each parameter's weight decay and factor are those of its `Choice`.
     """
-    chosen = choices(optimizer, axes)
+    settings = choices(optimizer, axes)
 
-    def one(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
-        choice = _at(chosen, path)
-        update = update + choice.weight_decay * param.astype(jnp.float32) if choice.weight_decay else update
-        return update if choice.lr == 1 else choice.lr * update
+    def scale_leaf(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+        leaf_settings = _leaf_at(settings, path)
+        update = update + leaf_settings.weight_decay * param.astype(jnp.float32) if leaf_settings.weight_decay else update
+        return update if leaf_settings.lr == 1 else leaf_settings.lr * update
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree_util.tree_map_with_path(one, updates, params), state
+        return jax.tree_util.tree_map_with_path(scale_leaf, updates, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def adamw(optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any) -> optax.GradientTransformation:
     """Return AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with weight decay by `choices`."""
-    o = optimizer
-    return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, o.beta1, o.beta2, o.eps), scaled(o, axes))
+    opt = optimizer
+    return optax.chain(stored_moments(dtypes.m, dtypes.v, axes, opt.beta1, opt.beta2, opt.eps), scaled(opt, axes))
 
 
 def muon(
     optimizer: schema.Optimizer, dtypes: schema.Dtypes, axes: Any, placement: Placement | None, numerics: Numerics
 ) -> optax.GradientTransformation:
     """Return Muon (jaxtrain/optim/muon.py) for the parameters that `choices` selects, and AdamW for other parameters."""
-    o, chosen, made = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
-    both = scale_by_muon(
-        optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps),
-        o.momentum,
-        lambda path: _at(chosen, path).muon,
-        lambda path, x: made(x, _at(axes, path)),
+    opt, settings, orthogonalize = optimizer, choices(optimizer, axes), orthogonal(placement, numerics)
+    muon_or_adam = scale_by_muon(
+        optax.scale_by_adam(b1=opt.beta1, b2=opt.beta2, eps=opt.eps),
+        opt.momentum,
+        lambda path: _leaf_at(settings, path).muon,
+        lambda path, x: orthogonalize(x, _leaf_at(axes, path)),
     )
-    return optax.chain(stored(dtypes.m, dtypes.v, axes, both), scaled(o, axes))
+    return optax.chain(stored(dtypes.m, dtypes.v, axes, muon_or_adam), scaled(opt, axes))
 
 
 FLOAT32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
@@ -227,7 +237,7 @@ def make_optimizer(
     axes: Any,
     placement: Placement | None = None,
     numerics: Numerics = FLOAT32,
-    own: schema.Own = schema.NO_SETTINGS,
+    user_settings: schema.Own = schema.NO_SETTINGS,
 ) -> optax.GradientTransformation:
     """Return the optimizer that `optimizer.name` names: adamw, muon, or the result of a user's own function.
 
@@ -237,7 +247,7 @@ def make_optimizer(
       axes: logical axes of the parameters.
       placement: the parameters' placement, for an optimizer that needs complete matrices; None: all are on one device.
       numerics: the run's dtypes, for Muon's matmuls.
-      own: the settings of the config's section `own`, for the user's function.
+      user_settings: the settings of the config's section `own`, for the user's function.
     """
     if optimizer.name == "adamw":
         return adamw(optimizer, dtypes, axes)
@@ -245,41 +255,45 @@ def make_optimizer(
         return muon(optimizer, dtypes, axes, placement, numerics)
     function = own_parts.load("optimizer.name", optimizer.name)
 
-    def calling(form: str = "") -> Any:
+    def user_call(form: str = "") -> Any:
         return own_parts.calling("optimizer.name", optimizer.name, form)
 
-    with calling("name(optimizer, dtypes, axes, own)"):
-        made = function(optimizer, dtypes, axes, own)
+    with user_call("name(optimizer, dtypes, axes, own)"):
+        transform = function(optimizer, dtypes, axes, user_settings)
 
     def refuse(rule: str, remedy: str) -> None:
         raise own_parts.WrongPart("optimizer.name", optimizer.name, rule, remedy)
 
-    if not isinstance(made, optax.GradientTransformation):
-        refuse(f"returns {type(made).__name__}, not an optax.GradientTransformation", "Return one, as optax.scale_by_adam().")
+    if not isinstance(transform, optax.GradientTransformation):
+        refuse(
+            f"returns {type(transform).__name__}, not an optax.GradientTransformation", "Return one, as optax.scale_by_adam()."
+        )
 
     def init(params: Any) -> Any:
-        with calling("init(params)"):
-            return made.init(params)
+        with user_call("init(params)"):
+            return transform.init(params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with calling("update(updates, state, params)"):
-            new = made.update(updates, state, params)
+        with user_call("update(updates, state, params)"):
+            new = transform.update(updates, state, params)
         if not isinstance(new, tuple) or len(new) != 2:
             refuse(f"its update returns {type(new).__name__}, not two trees", "Return (updates, state).")
-        if wrong := _difference(params, new[0]):
-            refuse(f"its update returns updates that are not like the parameters: {wrong}", "Return one for each parameter.")
-        if wrong := _difference(state, new[1]):
-            refuse(f"its update returns another state than it received: {wrong}", "Return one of the same form.")
+        if difference := _difference(params, new[0]):
+            refuse(
+                f"its update returns updates that are not like the parameters: {difference}", "Return one for each parameter."
+            )
+        if difference := _difference(state, new[1]):
+            refuse(f"its update returns another state than it received: {difference}", "Return one of the same form.")
         return new
 
     return optax.GradientTransformation(init, update)
 
 
-def _difference(was: Any, now: Any) -> str:
+def _difference(old: Any, new: Any) -> str:
     """Return the first difference of structure or shape between two trees of arrays as text; "" if there is none."""
-    if (one := jax.tree.structure(was)) != (two := jax.tree.structure(now)):
-        return f"{str(two):.200} instead of {str(one):.200}"
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(was), jax.tree.leaves(now), strict=True):
+    if (old_structure := jax.tree.structure(old)) != (new_structure := jax.tree.structure(new)):
+        return f"{str(new_structure):.200} instead of {str(old_structure):.200}"
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         if jnp.shape(a) != jnp.shape(b):
             return f"{jax.tree_util.keystr(path)} is {list(jnp.shape(b))} instead of {list(jnp.shape(a))}"
     return ""

@@ -67,23 +67,23 @@ def _decades(signed: bool) -> list[tuple[int, float]]:
 
 def _nearest(x: jax.Array, signed: bool) -> jax.Array:
     """Return the code of the nearest value of the map, int32, for x in [-1, 1]."""
-    a = jnp.abs(x)
+    abs_x = jnp.abs(x)
     values = code_map(signed)
     positive = values[ZERO + 1 :] if signed else values[1:]
-    slope, first = jnp.zeros_like(a), jnp.zeros_like(a)
+    slope, first = jnp.zeros_like(abs_x), jnp.zeros_like(abs_x)
     below, at = 0.0, 0
     for count, power in _decades(signed):
-        over = a >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to the value below
+        over = abs_x >= np.float32((below + positive[at]) / 2)  # nearer to this decade's first value than to the value below
         slope, first = jnp.where(over, np.float32(count / (0.9 * power)), slope), jnp.where(over, np.float32(count), first)
         at += count
         below = positive[at - 1]
-    # Parts of a decade are equal: k = count + floor((a / power - 0.1) / 0.9 x count). A value above all parts, up to the middle
-    # between two decades, belongs to the last part.
-    k = jnp.minimum(jnp.floor(a * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
+    # Parts of a decade are equal: k = count + floor((abs_x / power - 0.1) / 0.9 x count). A value above all parts, up to the
+    # middle between two decades, belongs to the last part.
+    k = jnp.minimum(jnp.floor(abs_x * slope + first * np.float32(8 / 9)), jnp.maximum(2 * first - 1, 0)).astype(jnp.int32)
     if signed:
-        one = x >= np.float32((1 + below) / 2)
-        return jnp.where(one, 255, ZERO + jnp.where(x < 0, -k, k))
-    return jnp.where(a >= np.float32((1 + below) / 2), 255, jnp.maximum(k - 1, 0))
+        is_one = x >= np.float32((1 + below) / 2)
+        return jnp.where(is_one, 255, ZERO + jnp.where(x < 0, -k, k))
+    return jnp.where(abs_x >= np.float32((1 + below) / 2), 255, jnp.maximum(k - 1, 0))
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
@@ -94,7 +94,7 @@ def _value(code: jax.Array, signed: bool) -> jax.Array:
     return jnp.asarray(code_map(signed).astype(np.float32)).at[code].get(mode="promise_in_bounds")
 
 
-def _split(x: jax.Array, axis: int) -> jax.Array:
+def _split_blocks(x: jax.Array, axis: int) -> jax.Array:
     """Return x as (..., blocks, values of a block, ...): dimension `axis` is cut into two."""
     size = block(x.shape[axis])
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
@@ -102,7 +102,7 @@ def _split(x: jax.Array, axis: int) -> jax.Array:
 
 def scales_of(x: jax.Array, axis: int) -> jax.Array:
     """Return the largest magnitude of each block along dimension `axis`, in x's shape with that dimension counting blocks."""
-    return jnp.max(jnp.abs(_split(x, axis)), axis=axis + 1)
+    return jnp.max(jnp.abs(_split_blocks(x, axis)), axis=axis + 1)
 
 
 def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
@@ -112,7 +112,7 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
     the map, 3.3e-7 of the block's largest, is rounded up. If a second moment became 0 while its first moment did not, the
     update would be m / eps as soon as the gradient vanishes. A number that is not finite makes its whole block NaN.
     """
-    split, largest = _split(x, axis), jnp.expand_dims(scales, axis + 1)
+    split, largest = _split_blocks(x, axis), jnp.expand_dims(scales, axis + 1)
     codes = _nearest(split / jnp.where(largest == 0, 1, largest), signed)
     if not signed:
         codes = jnp.where(split > 0, jnp.maximum(codes, 1), codes)
@@ -121,11 +121,11 @@ def encode(x: jax.Array, scales: jax.Array, axis: int, signed: bool) -> Blocks:
 
 def axis_of(codes: tuple[int, ...], scales: tuple[int, ...]) -> int:
     """Return the dimension that is cut into blocks, from the shapes of codes and scales."""
-    return next(d for d, (n, parts) in enumerate(zip(codes, scales, strict=True)) if n != parts)
+    return next(d for d, (n, blocks) in enumerate(zip(codes, scales, strict=True)) if n != blocks)
 
 
-def decode(b: Blocks, signed: bool) -> jax.Array:
+def decode(blocks: Blocks, signed: bool) -> jax.Array:
     """Return the array that was encoded in these blocks, f32. signed: as in `encode`."""
-    axis = axis_of(b.codes.shape, b.scales.shape)
-    values = _value(_split(b.codes, axis), signed) * jnp.expand_dims(b.scales, axis + 1)
-    return values.reshape(b.codes.shape)
+    axis = axis_of(blocks.codes.shape, blocks.scales.shape)
+    values = _value(_split_blocks(blocks.codes, axis), signed) * jnp.expand_dims(blocks.scales, axis + 1)
+    return values.reshape(blocks.codes.shape)

@@ -45,14 +45,14 @@ class Rounding:
         `exact` has all layers.
         """
 
-        def one(path: Any, x: jax.Array, p: jax.Array) -> jax.Array:
-            if p.dtype != BFLOAT16:
-                return x.astype(p.dtype)
+        def round_leaf(path: Any, x: jax.Array, param: jax.Array) -> jax.Array:
+            if param.dtype != BFLOAT16:
+                return x.astype(param.dtype)
             name = ".".join(str(k.key) for k in path)
             key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), zlib.crc32(name.encode()))
             return to_bfloat16(x, self._bits(jax.random.fold_in(key, step), is_stacked(path), x, layer))
 
-        return jax.tree_util.tree_map_with_path(one, exact, params)
+        return jax.tree_util.tree_map_with_path(round_leaf, exact, params)
 
     def _bits(self, key: jax.Array, stacked: bool, x: jax.Array, layer: jax.Array | None) -> jax.Array:
         if not stacked:

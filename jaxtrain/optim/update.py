@@ -48,10 +48,10 @@ def at_once(tx: optax.GradientTransformation, rounding: Rounding) -> Callable[..
         if scale is not None:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         updates, new = tx.update(grads, state, params)
-        moved = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
+        new_params = rounding.rounded(jax.tree.map(lambda p, u: p - lr * u, params, updates), params, step, layer)
         # `taken` selects element by element, in the kernels that write the results: a conditional would allocate old and new.
         return (
-            jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, moved),
+            jax.tree.map(lambda p, new: jnp.where(taken, new, p), params, new_params),
             jax.tree.map(lambda n, old: jnp.where(taken, n, old), new, state),
         )
 
@@ -72,19 +72,19 @@ def streamed(
     """
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
     layer_axes = {STACK: jax.tree.map(lambda a: a[1:], axes[STACK], is_leaf=is_axes)}
-    rest_axes = {name: a for name, a in axes.items() if name != STACK}
-    of_layer, of_rest = (
-        at_once(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, rest_axes)
+    unstacked_axes = {name: a for name, a in axes.items() if name != STACK}
+    update_layer, update_unstacked = (
+        at_once(make_optimizer(optimizer, dtypes, a, placement, numerics), rounding) for a in (layer_axes, unstacked_axes)
     )
 
-    def moments(change: Callable[..., Any], state: Any, *others: Any) -> Any:
-        """Return `state` with `change` applied to each dict of moments (by parameter), and to the same dict of `others`."""
-        names = (axes.keys(), layer_axes.keys(), rest_axes.keys())
+    def map_moments(change: Callable[..., Any], state: Any, *states: Any) -> Any:
+        """Return `state` with `change` applied to each dict of moments (by parameter), and to the same dict of `states`."""
+        names = (axes.keys(), layer_axes.keys(), unstacked_axes.keys())
         is_moment = lambda x: isinstance(x, dict) and x.keys() in names  # noqa: E731
-        return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *others, is_leaf=is_moment)
+        return jax.tree.map(lambda x, *o: change(x, *o) if is_moment(x) else x, state, *states, is_leaf=is_moment)
 
-    def moved(tree: Any, to: Any) -> Any:
-        return jax.tree.map(lambda x: jax.device_put(x, to), tree)
+    def move(tree: Any, space: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, space), tree)
 
     def update(
         grads: Params,
@@ -95,31 +95,35 @@ def streamed(
         taken: jax.Array,
         step: jax.Array,
     ) -> tuple[Params, Any]:
-        def of(tree: Params, names: Any) -> Params:
+        def select(tree: Params, names: Any) -> Params:
             return {name: tree[name] for name in names}
 
         # Without the barrier, XLA's kernels would read host memory themselves, and wait for it.
-        rest = moments(lambda m: jax.lax.optimization_barrier(moved(of(m, rest_axes), DEVICE)), state)
-        new, rest = of_rest(of(grads, rest_axes), rest, of(params, rest_axes), scale, lr, taken, step)
-        rest = moments(lambda m: moved(m, HOST), rest)
+        unstacked = map_moments(lambda m: jax.lax.optimization_barrier(move(select(m, unstacked_axes), DEVICE)), state)
+        new_params, unstacked = update_unstacked(
+            select(grads, unstacked_axes), unstacked, select(params, unstacked_axes), scale, lr, taken, step
+        )
+        unstacked = map_moments(lambda m: move(m, HOST), unstacked)
 
-        def layer(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
+        def body(i: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
             params, stacked = carry
 
-            def layer_of(tree: Any) -> Any:
+            def take_layer(tree: Any) -> Any:
                 return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
-            def put(tree: Any, part: Any) -> Any:
-                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, part)
+            def put_layer(tree: Any, layer_tree: Any) -> Any:
+                return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, layer_tree)
 
-            one = moments(lambda m: moved(layer_of(m), DEVICE), stacked)
-            new, one = of_layer(layer_of(of(grads, layer_axes)), one, layer_of(params), scale, lr, taken, step, i)
+            layer_state = map_moments(lambda m: move(take_layer(m), DEVICE), stacked)
+            new_params, layer_state = update_layer(
+                take_layer(select(grads, layer_axes)), layer_state, take_layer(params), scale, lr, taken, step, i
+            )
             # The count of steps is unchanged: each layer is at the same step.
-            return put(params, new), moments(lambda m, y: put(m, moved(y, HOST)), stacked, one)
+            return put_layer(params, new_params), map_moments(lambda m, y: put_layer(m, move(y, HOST)), stacked, layer_state)
 
-        stacked = moments(lambda m: moved(of(m, layer_axes), HOST), state)
-        layers = jax.tree.leaves(params[STACK])[0].shape[0]
-        done, stacked = jax.lax.fori_loop(0, layers, layer, (of(params, layer_axes), stacked))
-        return new | done, moments(lambda m, other: m | other, rest, stacked)
+        stacked = map_moments(lambda m: move(select(m, layer_axes), HOST), state)
+        num_layers = jax.tree.leaves(params[STACK])[0].shape[0]
+        new_layers, stacked = jax.lax.fori_loop(0, num_layers, body, (select(params, layer_axes), stacked))
+        return new_params | new_layers, map_moments(lambda m, other: m | other, unstacked, stacked)
 
     return update

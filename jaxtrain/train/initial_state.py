@@ -292,7 +292,7 @@ def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
     held-out set is "". Without evaluation (eval.every_steps=0) there are no held-out sets.
     """
     folder = Path(run.paths.data).expanduser()
-    options: dict[str, Any] = {"data_dir": folder, "own": own_settings(run.own), "vocab_size": run.model.vocab_size}
+    options: dict[str, Any] = {"data_dir": folder, "user_settings": own_settings(run.own), "vocab_size": run.model.vocab_size}
     train = open_source(run.data, run.data.source, split="train", global_batch=run.ramp.unit, **options)
     if not run.eval.every_steps:
         return train, {}

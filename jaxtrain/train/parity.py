@@ -129,7 +129,7 @@ def take_steps(
 
 def open_rows(run: RunConfig) -> Any:
     """Return the source of a run's training batches."""
-    options: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "own": own_settings(run.own)}
+    options: dict[str, Any] = {"data_dir": Path(run.paths.data).expanduser(), "user_settings": own_settings(run.own)}
     options["vocab_size"] = run.model.vocab_size
     return open_source(run.data, run.data.source, split="train", global_batch=run.train.global_batch, **options)
 

@@ -48,7 +48,7 @@ MODEL = {
 def pairs_file(path, count=160, seed=0):
     """Write a token file of preference pairs of random letters. Some completions consist only of the end-of-text token."""
     rng = np.random.default_rng(seed)
-    with TokenWriter(path, tokenizer.info(BYTE), loss=True, made={PAIRS: True}) as writer:
+    with TokenWriter(path, tokenizer.info(BYTE), loss=True, recipe={PAIRS: True}) as writer:
         for _ in range(count):
             prompt = rng.integers(97, 123, rng.integers(1, 12))
             for most in (10, 14):

@@ -42,7 +42,7 @@ from jaxtrain.train import parity_layouts
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
 # The function of a command that finds mistakes beside those of the options
-FURTHER_CHECKS = {"plan": "_check", "bench": "find_problems", "parity": "find_problems"}
+FURTHER_CHECKS = {"plan": "_find_problems", "bench": "find_problems", "parity": "find_problems"}
 FURTHER_CHECKS["preflight"] = "check_options"
 NODE = Devices("gpu", "NVIDIA H200", 8, 140.0, "described", 90)
 

@@ -90,7 +90,7 @@ def test_a_config_of_the_current_folder_may_have_a_colon_in_its_name(folder: Pat
     text = "from jaxtrain.config import default_config as get_config\n"
     (folder / "tiny:x").mkdir(exist_ok=True)
     (folder / "tiny:x" / "c.py").write_text(text)
-    assert api._file("tiny:x/c.py") == "tiny:x/c.py" and not loading.load(["--config=tiny:x/c.py"]).problems
+    assert api._config_path("tiny:x/c.py") == "tiny:x/c.py" and not loading.load(["--config=tiny:x/c.py"]).problems
 
 
 def test_inputs_of_prepare_may_have_any_name(folder: Path):

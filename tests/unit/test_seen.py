@@ -122,7 +122,7 @@ def test_held_out_documents_in_what_was_read(folder, tmp_path, chat, keys, until
     held_out = [files[k].tokens[slice(*files[k].doc_offsets[d : d + 2])].tolist()[:-1] for k in range(3) for d in range(30)]
     held_out += [[1, 2, 3], held_out[4][:3] + [7] * 9 + held_out[5], [5]]
     path = write_file(tmp_path / "held.tok", held_out, loss=chat, vocab_size=1 << 20)
-    result = seen.overlap(history, TokenFile.open(path), until, n=4)
+    result = seen.overlap(history, TokenFile.open(path), until, ngram=4)
     covered = [{i for a, b in zip(*history.covered(k, until), strict=True) for i in range(a, b)} for k in range(3)]
     sequences = [tokens for step in range(1, until + 1) for tokens in record[step]]
     inputs = set().union(*sequences)
@@ -167,7 +167,7 @@ def test_repeated_text_and_the_edges_of_a_text(tmp_path):
 def test_held_out_documents_shorter_than_an_n_gram(folder, tmp_path, size):
     history, _ = run(folder, chat=False)
     path = write_file(tmp_path / "held.tok", [list(range(size))], vocab_size=1 << 20)
-    result = seen.overlap(history, TokenFile.open(path), 24, n=13)
+    result = seen.overlap(history, TokenFile.open(path), 24, ngram=13)
     assert np.isnan(result.ngrams_D).tolist() == [size < 12] and not result.exact_D.any()
 
 

@@ -90,14 +90,14 @@ BUGS = (
     Bug(
         "checkpoint: arrays without meta.json are complete",
         "jaxtrain/checkpoint/storage.py",
-        'return "complete" if META in found else "damaged"',
+        'return "complete" if META in marks else "damaged"',
         'return "complete"',
         "unit/test_checkpoint.py -k states",
     ),
     Bug(
         "checkpoint: somebody's files are swept away",
         "jaxtrain/checkpoint/storage.py",
-        "if all(_is_of_a_save(name)",
+        "if all(_is_save_file(name)",
         "if all(bool(name)",
         "unit/test_checkpoint.py -k sweep",
     ),
@@ -153,7 +153,7 @@ BUGS = (
     Bug(
         "tokenizer: white space of its file is part of its identity",
         "jaxtrain/data/tokenizer.py",
-        "hashlib.sha256(json.dumps(found, sort_keys=True).encode())",
+        "hashlib.sha256(json.dumps(content, sort_keys=True).encode())",
         "hashlib.sha256(definition)",
         "unit/test_tokenizers.py -k another_way",
     ),
@@ -174,8 +174,8 @@ BUGS = (
     Bug(
         "checkpoint: a changed file of the same size is good",
         "jaxtrain/checkpoint/files.py",
-        "if found != crc else",
-        "if found == size else",
+        "if actual_crc != crc else",
+        "if actual_crc == size else",
         "unit/test_checkpoint.py -k verify_names",
     ),
     Bug(
@@ -202,15 +202,15 @@ BUGS = (
     Bug(
         "save: every failure is a full disk",
         "jaxtrain/checkpoint/storage.py",
-        "if any(part in error for part in parts))",
-        "if parts)",
+        "if any(fragment in error for fragment in fragments))",
+        "if fragments)",
         "proofs/test_checkpoint_arrays.py -k cannot_end",
     ),
     Bug(
         "digest: a replicated array counts once for each replica",
         "jaxtrain/checkpoint/digests.py",
-        "first &= (jax.lax.axis_index(axis) == 0) | (axis in used)",
-        "first &= (jax.lax.axis_index(axis) >= 0) | (axis in used)",
+        "is_first &= (jax.lax.axis_index(axis) == 0) | (axis in sharding_axes)",
+        "is_first &= (jax.lax.axis_index(axis) >= 0) | (axis in sharding_axes)",
         "unit/test_digests.py -k mesh",
     ),
     Bug(

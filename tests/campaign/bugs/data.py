@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         "prepare: a hint stands beside each of many bad lines",
         "jaxtrain/data/prepare.py",
-        "numbers.setdefault((place, reason), []).append(str(number))",
-        "numbers.setdefault((place, reason + ' ' * len(numbers)), []).append(str(number))",
+        "numbers.setdefault((path, reason), []).append(str(number))",
+        "numbers.setdefault((path, reason + ' ' * len(numbers)), []).append(str(number))",
         "unit/test_data_prepare.py -k one_reason",
     ),
     Bug(
@@ -41,8 +41,8 @@ BUGS = (
     Bug(
         "data: a row takes one conversation more than data.max_segments",
         "jaxtrain/data/windows.py",
-        "each = min(free // length, most - items)",
-        "each = min(free // length, most + 1 - items)",
+        "per_row = min(free // length, max_items - items)",
+        "per_row = min(free // length, max_items + 1 - items)",
         "unit/test_data_chat.py -k packing_is",
     ),
     Bug(
@@ -62,15 +62,15 @@ BUGS = (
     Bug(
         "data: the last target of each piece of a long text is lost",
         "jaxtrain/data/windows.py",
-        "np.minimum(rest, seq_len + 1)",
-        "np.minimum(rest, seq_len)",
+        "np.minimum(remaining, seq_len + 1)",
+        "np.minimum(remaining, seq_len)",
         "unit/test_data.py -k documents_whole",
     ),
     Bug(
         "data: rows that are packed evenly have one document too many",
         "jaxtrain/data/windows.py",
-        "if items + 1 < most:",
-        "if items < most:",
+        "if items + 1 < max_items:",
+        "if items < max_items:",
         "unit/test_data_chat.py -k packing_evenly",
     ),
     Bug(
@@ -83,8 +83,8 @@ BUGS = (
     Bug(
         "data: the third source of a mixture skips rows",
         "jaxtrain/data/mixture.py",
-        "np.where(rest, within_R - taken_R, within_R))",
-        "np.where(rest, within_R, within_R))",
+        "np.where(unassigned, within_R - taken_R, within_R))",
+        "np.where(unassigned, within_R, within_R))",
         "unit/test_data_mix.py -k whatever_the_mixtures",
     ),
     Bug(
@@ -146,8 +146,8 @@ BUGS = (
     Bug(
         "data: a source begins anew where a resume has other weights",
         "jaxtrain/data/mixture.py",
-        'read = padded([source["tokens"] for source in before["sources"]])',
-        'read = padded([0 for _ in before["sources"]])',
+        'read = pad([source["tokens"] for source in stored_state["sources"]])',
+        'read = pad([0 for _ in stored_state["sources"]])',
         "unit/test_data_mix.py -k whatever_the_mixtures",
     ),
     Bug(
@@ -167,8 +167,8 @@ BUGS = (
     Bug(
         "data: an n-gram that was only half read counts as seen",
         "jaxtrain/data/seen.py",
-        "some[(read[n:] - read[:-n] == n) & likely",
-        "some[(read[n:] - read[:-n] >= n // 2) & likely",
+        "chunk_grams[(read[ngram:] - read[:-ngram] == ngram) & likely",
+        "chunk_grams[(read[ngram:] - read[:-ngram] >= ngram // 2) & likely",
         "unit/test_seen.py -k held_out",
     ),
     Bug(
@@ -181,8 +181,8 @@ BUGS = (
     Bug(
         "data: max_segments of 0 is what the last file has",
         "jaxtrain/data/batches.py",
-        "most = max(most, min(found, data.max_segments))",
-        "most = min(found, data.max_segments)",
+        "max_documents = max(max_documents, min(documents, data.max_segments))",
+        "max_documents = min(documents, data.max_segments)",
         "unit/test_data_mix.py -k segments_and",
     ),
     Bug(
@@ -237,8 +237,8 @@ BUGS = (
     Bug(
         "data: a changed file is read on",
         "jaxtrain/data/tokenfile.py",
-        "(now.st_size, now.st_mtime_ns) != (self.size, self._mtime_ns)",
-        "now.st_size != self.size",
+        "(stat.st_size, stat.st_mtime_ns) != (self.size, self._mtime_ns)",
+        "stat.st_size != self.size",
         "unit/test_data_damage.py -k is_written_to",
     ),
     Bug(
@@ -272,8 +272,8 @@ BUGS = (
     Bug(
         "chat: answers in a prompt count",
         "jaxtrain/data/chat_template.py",
-        "counted = spans[self._turns_of_prompt(guarded) :]",
-        "counted = spans[:]",
+        "loss_spans = spans[self._turns_of_prompt(guarded) :]",
+        "loss_spans = spans[:]",
         "unit/test_data_chat.py -k completion_counts",
     ),
     Bug(
@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "chat: a turn found by its generation prompt begins with it",
         "jaxtrain/data/chat_template.py",
-        "begins = [found.end() for found in",
-        "begins = [found.start() for found in",
+        "begins = [match.end() for match in",
+        "begins = [match.start() for match in",
         "unit/test_data_chat.py -k what_counts",
     ),
     Bug(
@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "chat: the system's message comes last",
         "jaxtrain/data/rows.py",
-        "talks = [[*system, *prompt, *completion] for completion in completions]",
-        "talks = [[*prompt, *completion, *system] for completion in completions]",
+        "message_lists = [[*system, *prompt, *completion] for completion in completions]",
+        "message_lists = [[*prompt, *completion, *system] for completion in completions]",
         "unit/test_data_chat.py -k rows_of_every",
     ),
     Bug(
@@ -321,22 +321,22 @@ BUGS = (
     Bug(
         "pairs: members are on their own sides of --validation",
         "jaxtrain/data/rows.py",
-        "return [_of_parts(text, chosen[1],",
-        "return [_of_parts(chosen[0], chosen[1],",
+        "return [_make_piece(text, chosen[1],",
+        "return [_make_piece(chosen[0], chosen[1],",
         "unit/test_data_pairs.py -k every_pair_once",
     ),
     Bug(
         "rows: messages that the template leaves out are lost",
         "jaxtrain/data/chat_template.py",
-        "if not self._same(_traced(talk, [number])[0], plain):",
-        "if message >= 0 or not self._same(_traced(talk, [number])[0], plain):",
+        "if not self._renders_as(_insert_marks(chat, [number])[0], plain):",
+        "if message >= 0 or not self._renders_as(_insert_marks(chat, [number])[0], plain):",
         "unit/test_rows.py -k would_be_lost",
     ),
     Bug(
         "rows: thoughts that the template writes in no turn are lost",
         "jaxtrain/data/chat_template.py",
-        "left = self._missing(talk.first(message + 1), thoughts) if thoughts else []",
-        "left: list[int] = []",
+        "still_missing = self._find_missing(chat.first(message + 1), thoughts) if thoughts else []",
+        "still_missing: list[int] = []",
         "unit/test_rows.py -k would_be_lost",
     ),
     Bug(
@@ -363,8 +363,8 @@ BUGS = (
     Bug(
         "rows: history is not read",
         "jaxtrain/data/rows.py",
-        "prompt = history + _turns(",
-        "prompt = _turns(",
+        "prompt = history + _to_messages(",
+        "prompt = _to_messages(",
         "unit/test_rows.py -k other_trainers_are_read",
     ),
     Bug(
@@ -398,7 +398,7 @@ BUGS = (
     Bug(
         "chat: the end of a turn is not recorded",
         "jaxtrain/data/prepare.py",
-        'writer.turn_ends |= {part.control for part in counts if part.turn == "end"}',
+        'writer.turn_ends |= {chunk.control for chunk in loss_chunks if chunk.turn == "end"}',
         "writer.turn_ends |= set()",
         "unit/test_text_format.py -k ends_its_turns",
     ),
@@ -413,7 +413,7 @@ BUGS = (
         "text: the base's template goes before that of the training",
         "jaxtrain/data/text_format.py",
         "        if not out.template:",
-        "        if each.template:",
+        "        if translated.template:",
         "unit/test_text_format.py -k joins",
     ),
     Bug(
@@ -433,7 +433,7 @@ BUGS = (
     Bug(
         "text: generation_config.json keeps its eos after a finetune",
         "jaxtrain/data/text_format.py",
-        '{**self.generation, "eos_token_id": more}',
+        '{**self.generation, "eos_token_id": new_eos}',
         "{**self.generation}",
         "unit/test_text_format.py -k generation_config",
     ),

@@ -303,8 +303,8 @@ BUGS = (
     Bug(
         "schedule: a short try keeps the warm-up of the whole run",
         "jaxtrain/data/loading.py",
-        'if decays and authors["train.steps"] != "file" and steps < before[n][0]}',
-        'if not decays and authors["train.steps"] != "file" and steps < before[n][0]}',
+        'if decays and authors["train.steps"] != "file" and steps < bases[n][0]}',
+        'if not decays and authors["train.steps"] != "file" and steps < bases[n][0]}',
         "unit/test_config.py -k shorter_run",
     ),
     Bug(

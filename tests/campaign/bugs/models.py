@@ -41,22 +41,22 @@ BUGS = (
     Bug(
         "schedule: wsd decays a step late",
         "jaxtrain/optim/optimizer.py",
-        "[after - decay]",
-        "[after - decay + 1]",
+        "[remaining - decay]",
+        "[remaining - decay + 1]",
         "unit/test_optimizer.py -k rate_is_the_schedules",
     ),
     Bug(
         "schedule: cosine ends at a multiple of lr_min",
         "jaxtrain/optim/optimizer.py",
-        "alpha=o.lr_min / o.lr if o.lr else 0.0",
-        "alpha=o.lr_min",
+        "alpha=opt.lr_min / opt.lr if opt.lr else 0.0",
+        "alpha=opt.lr_min",
         "unit/test_optimizer.py -k rate_is_the_schedules",
     ),
     Bug(
         "adamw: weight decay has the wrong sign",
         "jaxtrain/optim/optimizer.py",
-        "update + choice.weight_decay * param",
-        "update - choice.weight_decay * param",
+        "update + leaf_settings.weight_decay * param",
+        "update - leaf_settings.weight_decay * param",
         "unit/test_optimizer.py -k equals_optax",
     ),
     Bug(
@@ -69,8 +69,8 @@ BUGS = (
     Bug(
         "moments: blocks of both share the first one's scales",
         "jaxtrain/optim/optimizer.py",
-        'rounded("nu", s.nu, nu_scales))\n\n    return',
-        'rounded("nu", s.nu, mu_scales))\n\n    return',
+        'encode_moments("nu", adam_state.nu, nu_scales)\n        )\n\n    return',
+        'encode_moments("nu", adam_state.nu, mu_scales)\n        )\n\n    return',
         "unit/test_quantized.py -k updates_follow",
     ),
     Bug(
@@ -90,8 +90,8 @@ BUGS = (
     Bug(
         "muon: no Nesterov term",
         "jaxtrain/optim/muon.py",
-        "made(path, momentum * m + (1 - momentum) * g)",
-        "made(path, m)",
+        "orthogonalize(path, momentum * m + (1 - momentum) * grad)",
+        "orthogonalize(path, m)",
         "proofs/test_optimizer_steps.py -k 'definitions and one'",
     ),
     Bug(
@@ -104,22 +104,22 @@ BUGS = (
     Bug(
         "muon: replicas take overlapping shares",
         "jaxtrain/optim/muon.py",
-        "jax.lax.axis_index(replicas) * each",
-        "jax.lax.axis_index(replicas)",
+        "jax.lax.axis_index(replica_axes) * per_replica",
+        "jax.lax.axis_index(replica_axes)",
         "proofs/test_optimizer_steps.py -k 'definitions and data2'",
     ),
     Bug(
         "update: layers from the host are not clipped",
         "jaxtrain/optim/update.py",
-        "layer_of(params), scale, lr",
-        "layer_of(params), None, lr",
+        "take_layer(params), scale, lr",
+        "take_layer(params), None, lr",
         "proofs/test_optimizer_steps.py -k streamed",
     ),
     Bug(
         "rounding: every layer of a stream gets the bits of the first",
         "jaxtrain/optim/update.py",
-        "taken, step, i)",
-        "taken, step, 0 * i)",
+        "taken, step, i\n",
+        "taken, step, 0 * i\n",
         "proofs/test_optimizer_steps.py -k streamed",
     ),
     Bug(
