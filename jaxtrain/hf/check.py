@@ -62,14 +62,14 @@ def compare(
         tokens_BT = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     run = run_on(source, tokens_BT)
     with tempfile.TemporaryDirectory() as scratch:
-        theirs = Path(scratch)
-        needed, free = written_bytes(run, tokens_BT), free_bytes(theirs)
+        hf_dir = Path(scratch)
+        needed, free = written_bytes(run, tokens_BT), free_bytes(hf_dir)
         if free is not None and free < needed:
             rule = f"{decimal(needed)} are needed there for what transformers computes, and {decimal(free)} free"
             raise OSError(f"{scratch}: {rule}. Fix: set TMPDIR to a folder on another disk.")
-        np.save(theirs / "tokens.npy", tokens_BT)
-        ask(python, folder, norms_of(run), theirs)
-        return against(theirs, source, base)
+        np.save(hf_dir / "tokens.npy", tokens_BT)
+        ask(python, folder, norms_of(run), hf_dir)
+        return against(hf_dir, source, base)
 
 
 def rows_length(window: int) -> int:
@@ -83,9 +83,9 @@ def ask(python: str, folder: str, norms: Sequence[str], out: Path) -> None:
     norms: transformers' names of the modules whose inputs are wanted. out: the folder with tokens.npy, which gets the results.
     """
     (out / "norms.json").write_text(json.dumps(norms), encoding="utf-8")
-    ended = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
-    if ended.returncode or not (out / "logits.npy").exists():
-        (reason,) = ended.stderr.strip().splitlines()[-1:] or ["no error message"]
+    process = subprocess.run([python, SCRIPT, locate(folder), out], capture_output=True, encoding="utf-8", errors="replace")
+    if process.returncode or not (out / "logits.npy").exists():
+        (reason,) = process.stderr.strip().splitlines()[-1:] or ["no error message"]
         if free_bytes(out) == 0:
             raise OSError(f"{out}: its disk is full ({reason}). Fix: set TMPDIR to a folder on another disk.")
         hint = f" Name an interpreter that has transformers and torch: --python, or {PYTHON}." * ("No module" in reason)

@@ -28,11 +28,11 @@ def record(weights: Mapping[str, Stored], dtype: str, digest: str) -> dict[str, 
         dtype: dtype of the weights that were encoded, f32 | bf16.
         digest: the digest of the model before (lora.Digest).
     """
-    found = {
-        name: {"shape": list(how.shape), "experts": "experts" in how.axes, "inputs_first": how.inputs_first}
-        for name, how in weights.items()
+    entries = {
+        name: {"shape": list(weight.shape), "experts": "experts" in weight.axes, "inputs_first": weight.inputs_first}
+        for name, weight in weights.items()
     }
-    return {RECORD: {"format": next(iter(weights.values())).format, "dtype": dtype, "digest": digest, "weights": found}}
+    return {RECORD: {"format": next(iter(weights.values())).format, "dtype": dtype, "digest": digest, "weights": entries}}
 
 
 def format_of(meta: Mapping[str, Any]) -> str:
@@ -48,19 +48,19 @@ def digest_of(meta: Mapping[str, Any]) -> str:
 def weights_of(meta: Mapping[str, Any]) -> dict[str, Stored]:
     """Return how each weight in fewer bits is stored, by its name in checkpoints."""
     out = {}
-    for name, found in meta.get(RECORD, {}).get("weights", {}).items():
-        axes = (LEADING[1],) * found["experts"]
-        shape = tuple(found["shape"])
-        out[name] = Stored(format_of(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), found["inputs_first"])
+    for name, entry in meta.get(RECORD, {}).get("weights", {}).items():
+        axes = (LEADING[1],) * entry["experts"]
+        shape = tuple(entry["shape"])
+        out[name] = Stored(format_of(meta), shape, (*axes, *[None] * (len(shape) - len(axes))), entry["inputs_first"])
     return out
 
 
 def decoded(meta: Mapping[str, Any], stored: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of a checkpoint's tensors, with each weight in fewer bits as one. stored: as in the file."""
     weights = weights_of(meta)
-    parts = {f"{name}.{part}" for name, how in weights.items() for part in how.abstract}
-    kept = {name: a for name, a in stored.items() if name not in parts}
-    return kept | {name: jax.ShapeDtypeStruct(how.shape, DTYPES[meta[RECORD]["dtype"]]) for name, how in weights.items()}
+    array_names = {f"{name}.{suffix}" for name, weight in weights.items() for suffix in weight.abstract}
+    plain = {name: a for name, a in stored.items() if name not in array_names}
+    return plain | {name: jax.ShapeDtypeStruct(weight.shape, DTYPES[meta[RECORD]["dtype"]]) for name, weight in weights.items()}
 
 
 def reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) -> Callable[[Tensors], Tensors]:
@@ -70,17 +70,17 @@ def reader(read: Callable[[Tensors], Tensors], weights: Mapping[str, Stored]) ->
         out = read({name: a for name, a in wanted.items() if name not in weights})
         for name, a in wanted.items():
             if name in weights:  # one after the other, because the arrays of each are on every device
-                how, everywhere = weights[name], a.sharding
-                if isinstance(everywhere, NamedSharding):
-                    everywhere = NamedSharding(everywhere.mesh, P())
-                parts = {part: x.update(sharding=everywhere) for part, x in how.abstract.items()}
-                found = read({f"{name}.{part}": x for part, x in parts.items()})
-                out[name] = _decoding(how, a.dtype, a.sharding)({part: found[f"{name}.{part}"] for part in parts})
+                weight, replicated = weights[name], a.sharding
+                if isinstance(replicated, NamedSharding):
+                    replicated = NamedSharding(replicated.mesh, P())
+                arrays = {suffix: x.update(sharding=replicated) for suffix, x in weight.abstract.items()}
+                tensors = read({f"{name}.{suffix}": x for suffix, x in arrays.items()})
+                out[name] = _decoder(weight, a.dtype, a.sharding)({suffix: tensors[f"{name}.{suffix}"] for suffix in arrays})
         return out
 
     return read_decoded
 
 
 @functools.cache
-def _decoding(how: Stored, dtype: jnp.dtype, sharding: Any) -> Any:
-    return jax.jit(lambda parts: how.decode(parts, dtype), out_shardings=sharding)
+def _decoder(weight: Stored, dtype: jnp.dtype, sharding: Any) -> Any:
+    return jax.jit(lambda arrays: weight.decode(arrays, dtype), out_shardings=sharding)

@@ -62,35 +62,35 @@ def config_json(model: schema.Model, dtype: str, positions: int, more: Mapping[s
         out |= {FAMILY: model.family}
     fix = "Set model.family to a family whose checkpoints hold it, if there is one"
     try:
-        again, here = in_force(model_of(out)), in_force(model)
+        restored, original = in_force(model_of(out)), in_force(model)
     except HuggingFaceError as error:
         rule = f"checkpoints of {layout.architecture} cannot hold this model: {error}"
         raise HuggingFaceError(f"model.family = {model.family!r}: {rule} {fix}.") from error
-    for key in (field.name for field in dataclasses.fields(here)):
-        if getattr(again, key) != getattr(here, key):
-            rule = f"checkpoints of {layout.architecture} hold {getattr(again, key)!r} only"
+    for key in (field.name for field in dataclasses.fields(original)):
+        if getattr(restored, key) != getattr(original, key):
+            rule = f"checkpoints of {layout.architecture} hold {getattr(restored, key)!r} only"
             raise HuggingFaceError(f"model.{key} = {getattr(model, key)!r}: {rule}. {fix}.")
     return out
 
 
-def in_force(m: schema.Model) -> schema.Model:
+def in_force(model: schema.Model) -> schema.Model:
     """Return an equivalent model that can be compared with others: settings without effect have their defaults.
 
     Settings of 0 or "" that stand for a computed value have that value.
     """
-    default, local = schema.Model(), LOCAL in m.kinds
-    changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": m.kinds}
-    scale = m.attn_logit_scale or m.head_dim**-0.5
-    changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "logit_multiplier": float(f"{m.logit_multiplier:.12g}")}
-    changes |= {"sliding_window": m.sliding_window if local else 0}
-    changes |= {"local_rope_base": (m.local_rope_base or m.rope_base) if local else 0.0}
-    if local and not m.local_rope_base and m.rope_scaling != "none":
+    default, local = schema.Model(), LOCAL in model.kinds
+    changes: dict[str, Any] = {"init_std": default.init_std, "attention_pattern": model.kinds}
+    scale = model.attn_logit_scale or model.head_dim**-0.5
+    changes |= {"attn_logit_scale": float(f"{scale:.12g}"), "logit_multiplier": float(f"{model.logit_multiplier:.12g}")}
+    changes |= {"sliding_window": model.sliding_window if local else 0}
+    changes |= {"local_rope_base": (model.local_rope_base or model.rope_base) if local else 0.0}
+    if local and not model.local_rope_base and model.rope_scaling != "none":
         changes["local_rope_base"] = 0.0  # local layers have scaled frequencies too, which no base expresses
-    of_type = {kind: {row.ours for row in rows.values()} for kind, rows in ROPE_TYPES.items()}
-    without_effect = [*set().union(*of_type.values()) - of_type[m.rope_scaling]]
-    without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not m.num_experts)
-    without_effect += ["router_groups", "groups_per_token"] * (m.groups_per_token == m.router_groups)
-    return dataclasses.replace(m, **changes, **{name: getattr(default, name) for name in without_effect})
+    keys_by_type = {kind: {row.ours for row in rows.values()} for kind, rows in ROPE_TYPES.items()}
+    without_effect = [*set().union(*keys_by_type.values()) - keys_by_type[model.rope_scaling]]
+    without_effect += ["experts_per_token", "router", "renormalize", "routed_scaling"] * (not model.num_experts)
+    without_effect += ["router_groups", "groups_per_token"] * (model.groups_per_token == model.router_groups)
+    return dataclasses.replace(model, **changes, **{name: getattr(default, name) for name in without_effect})
 
 
 # ---- The folder
@@ -147,32 +147,32 @@ def export(
     check_complete(wanted, stored, source.name, run.model.family)
     # Scales of norms and biases are float32 with weights in bfloat16; an export rounds them, as published models do.
     matrices = {name for name in wanted if (is_matrix(name, stored[name].shape) if raw else not is_vector(name))}
-    whole = {str(stored[name].dtype) for name in matrices} != {"bfloat16"}
-    chosen = dtype if dtype != "auto" else ("f32" if whole else "bf16")
+    needs_float32 = {str(stored[name].dtype) for name in matrices} != {"bfloat16"}
+    chosen = dtype if dtype != "auto" else ("f32" if needs_float32 else "bf16")
     dtypes = {name: DTYPES["f32" if entry.how.exact else chosen] for name, entry in wanted.items()}
     if raw:
         dtypes = {name: a.dtype if dtype == "auto" or name not in matrices else DTYPES[dtype] for name, a in stored.items()}
     spec = tokenizer or run.data.tokenizer
-    bare = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_here(spec)  # and never had one
+    no_tokenizer = not tokenizer and not source.text().tokenizer_sha256 and not text_format.is_here(spec)  # and never had one
     try:
-        known, text = (None, source.text()) if bare else text_format.load(source.text(), spec)
+        loaded_tokenizer, text = (None, source.text()) if no_tokenizer else text_format.load(source.text(), spec)
     except TokenizerError as error:
         raise HuggingFaceError(f"{error} Name its folder: --tokenizer=DIR.") from error
-    if known and (lost := source.text().lost(known)):
+    if loaded_tokenizer and (lost := source.text().lost(loaded_tokenizer)):
         say(f"{spec} has no {', '.join(lost)}, with which texts of {source.name} end: no eos of the export")
-    special = text.ids_to_write(known.bos if known else ())
+    special = text.ids_to_write(loaded_tokenizer.bos if loaded_tokenizer else ())
     positions, more = max(run.data.seq_len, source.positions), dict(special)
     if run.own and run.model.outside:
         more[OWN] = dict(run.own)
     if raw:
-        described = {"model_type": RAW, "model": dataclasses.asdict(run.model), "max_position_embeddings": positions, **more}
+        settings = {"model_type": RAW, "model": dataclasses.asdict(run.model), "max_position_embeddings": positions, **more}
     else:
-        described = config_json(run.model, chosen, positions, more)
+        settings = config_json(run.model, chosen, positions, more)
     size = sum(math.prod(e.shape) * (1 + len(e.copies)) * dtypes[name].itemsize for name, e in wanted.items())
     check_space(out, size)
 
-    place = out.resolve()  # the target of a symbolic link is replaced
-    partial, replaced = (place.with_name(f"{place.name}.{state}") for state in ("partial", "replaced"))
+    target = out.resolve()  # the target of a symbolic link is replaced
+    partial, replaced = (target.with_name(f"{target.name}.{state}") for state in ("partial", "replaced"))
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     started = time.perf_counter()
@@ -183,46 +183,48 @@ def export(
         shutil.rmtree(partial)
         raise
     seconds = time.perf_counter() - started
-    if known is None:
+    if loaded_tokenizer is None:
         say(f"{path} has no tokenizer, so {out} has none: copy one there, or name it with --tokenizer")
     else:
         folders.write_tokenizer(spec, text, partial)
-    write_json(partial / CONFIG, described)
+    write_json(partial / CONFIG, settings)
     write_json(partial / GENERATION, text.generation_to_write(special))
     # The old folder is deleted only when the complete new folder has its name, even if the process is killed.
-    if place.exists():
+    if target.exists():
         if replaced.exists():
             shutil.rmtree(replaced)
-        os.rename(place, replaced)
-    os.rename(partial, place)
+        os.rename(target, replaced)
+    os.rename(partial, target)
     if replaced.exists():
         shutil.rmtree(replaced)
     wider = sorted({str(a.dtype) for name, a in stored.items() if a.dtype != dtypes[name] == DTYPES["bf16"]})
     rounded = f", rounded from {' and '.join(wider)}" if wider else ""
     tensors = plural(len({name for e in wanted.values() for name in e.theirs}), "tensor")
-    what = f"{run.model.family} with jaxtrain's names" if raw else described["architectures"][0]
+    label = f"{run.model.family} with jaxtrain's names" if raw else settings["architectures"][0]
     kinds = " and ".join(sorted({str(dtype) for dtype in dtypes.values()})) if raw else chosen
-    if known and text.template:
+    if loaded_tokenizer and text.template:
         say(f"chat template: {text.template_name}")
-    say(f"{out}: {what}, {tensors} as {kinds}{rounded}, {plural(files, 'file')}, {rate(size, seconds)}")
+    say(f"{out}: {label}, {tensors} as {kinds}{rounded}, {plural(files, 'file')}, {rate(size, seconds)}")
 
 
-def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], where: str, family: str) -> None:
+def check_complete(wanted: Mapping[str, Entry], stored: Mapping[str, Any], source_name: str, family: str) -> None:
     """Raise HuggingFaceError unless a family's names and shapes in `wanted` are those of all tensors in `stored`."""
 
-    def called(names: Collection[str]) -> str:
+    def list_names(names: Collection[str]) -> str:
         shown = [name.removeprefix(PREFIX) for name in sorted(names)[:SHOWN]]
         return ", ".join(shown) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
 
     if missing := wanted.keys() - stored.keys():
-        raise HuggingFaceError(f"{where}: it has no {called(missing)}.")
-    if left := stored.keys() - wanted.keys():
+        raise HuggingFaceError(f"{source_name}: it has no {list_names(missing)}.")
+    if unnamed := stored.keys() - wanted.keys():
         fix = "Fix: --raw, which writes every tensor with jaxtrain's names"
-        raise HuggingFaceError(f"{where}: the FORMAT of model.family = {family!r} has no name for {called(left)}. {fix}.")
+        raise HuggingFaceError(
+            f"{source_name}: the FORMAT of model.family = {family!r} has no name for {list_names(unnamed)}. {fix}."
+        )
     for name, entry in wanted.items():
         if (shape := tuple(stored[name].shape)) != entry.shape:
-            rule = f"{called([name])} is {list(shape)}, and {list(entry.shape)} by the FORMAT of model.family = {family!r}"
-            raise HuggingFaceError(f"{where}: {rule} ({entry.how.ours!r}).")
+            rule = f"{list_names([name])} is {list(shape)}, and {list(entry.shape)} by the FORMAT of model.family = {family!r}"
+            raise HuggingFaceError(f"{source_name}: {rule} ({entry.how.ours!r}).")
 
 
 def write_tensors(
@@ -239,24 +241,24 @@ def write_tensors(
 
     dtypes: of the tensors in the files, by jaxtrain's name.
     """
-    places: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
+    entries_by_name: dict[str, list[Entry]] = {}  # one tensor of the checkpoint may hold two of jaxtrain's
     for entry in wanted.values():
         for name in entry.theirs:
-            places.setdefault(name, []).append(entry)
+            entries_by_name.setdefault(name, []).append(entry)
     split = huggingface_hub.split_state_dict_into_shards_factory(
-        places,
-        get_storage_size=lambda of_name: math.prod(of_name[0].their_shape) * dtypes[of_name[0].ours].itemsize,
+        entries_by_name,
+        get_storage_size=lambda sharing: math.prod(sharing[0].their_shape) * dtypes[sharing[0].ours].itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_size,
     )
     for file, names in split.filename_to_tensors.items():
         arrays = {}
-        for ours, x in read(list(dict.fromkeys(entry.ours for name in names for entry in places[name]))):
-            entry, converted = wanted[ours], x.astype(dtypes[ours], copy=False)
-            for at, name in enumerate(entry.theirs):
+        for jax_name, x in read(list(dict.fromkeys(entry.ours for name in names for entry in entries_by_name[name]))):
+            entry, converted = wanted[jax_name], x.astype(dtypes[jax_name], copy=False)
+            for index, name in enumerate(entry.theirs):
                 if split.tensor_to_filename[name] == file:
-                    arrays[name] = entry.to_theirs(converted, at, arrays.get(name))
-                    progress(name, arrays[name].nbytes // len(places[name]))
+                    arrays[name] = entry.to_theirs(converted, index, arrays.get(name))
+                    progress(name, arrays[name].nbytes // len(entries_by_name[name]))
         # The library renames a temporary file of mode 0600. Permissions must follow the umask, as for all other files.
         (out / file).touch()
         mode = stat.S_IMODE((out / file).stat().st_mode)

@@ -81,7 +81,7 @@ class Folder:
         """
         if not self.whole:
             return with_scales(self.listed)
-        return with_scales({name: self.listed[there] for there, name in text_names(self.listed, self.path).items()})
+        return with_scales({name: self.listed[full_name] for full_name, name in text_names(self.listed, self.path).items()})
 
     @functools.cached_property
     def matched(self) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -93,13 +93,13 @@ class Folder:
             exact = {k for k, a in self.tensors.items() if a.dtype == np.float32 and not is_matrix(k, a.shape)}
             return as_stored(self.tensors, exact), {}
         shapes = {name: stored.shape for name, stored in self.tensors.items()}
-        found = entries(self.model, shapes)
-        unused = match(found, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
+        wanted = entries(self.model, shapes)
+        unused = match(wanted, shapes, f"{self.path}: its tensors are not those of config.json:", self.model)
         for name in (name for name, why in unused.items() if why == TIED):
             if not same(self.read(name), self.read(EMBEDDING)):
                 rule = f"tie_word_embeddings is true, but {name} is not the embedding"
                 raise HuggingFaceError(f"{self.path}: {rule}. Remove the wrong one of the two.")
-        return found, unused
+        return wanted, unused
 
     @property
     def dtype(self) -> str:
@@ -110,26 +110,26 @@ class Folder:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """Return what of the folder is not used although it may count: other weights, adapters, settings for generation."""
-        files, _, left = weight_files(self.path)
+        files, _, other_files = weight_files(self.path)
         out = []
         if self.whole:
-            others = {name: a for name, a in self.listed.items() if name not in text_names(self.listed, self.path)}
-            parts = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in others)
-            size = decimal(sum(a.file_bytes for a in others.values()))
-            shown = f"{len(others)} tensors, {size} ({', '.join(parts)})" if others else "no tensors"
+            unused = {name: a for name, a in self.listed.items() if name not in text_names(self.listed, self.path)}
+            modules = dict.fromkeys(name.removeprefix("model.").partition(".")[0] for name in unused)
+            size = decimal(sum(a.file_bytes for a in unused.values()))
+            shown = f"{len(unused)} tensors, {size} ({', '.join(modules)})" if unused else "no tensors"
             out.append(f"{self.path}: the text part of {self.whole} is used; left out: {shown}")
-        adapters = [name for name in left if name.startswith("adapter_model.")]
+        adapters = [name for name in other_files if name.startswith("adapter_model.")]
         if (self.path / ADAPTER).is_file() or adapters:
-            where = shlex.quote(str(self.path))
-            fix = spelled(f"python -m jaxtrain hf import-adapter {where} --base={where} --out=RUN; then use RUN")
+            quoted_path = shlex.quote(str(self.path))
+            fix = spelled(f"python -m jaxtrain hf import-adapter {quoted_path} --base={quoted_path} --out=RUN; then use RUN")
             out.append(f"{self.path}: has an adapter of PEFT, which is not applied. With it: {fix}")
-        if others := [name for name in left if name not in adapters]:
-            shown = ", ".join(others[:SHOWN]) + f" and {len(others) - SHOWN} more" * (len(others) > SHOWN)
-            whose = SINGLE if files == [SINGLE] else f"the files in {INDEX}"
-            out.append(f"{self.path}: the weights are those of {whose}, as in transformers; not used: {shown}")
-        given = {key: self.settings.get(key) for key in hf_keys.GENERATION}
-        if asked := [f"{k} = {x!r}" for k, x in given.items() if x is not None and x != hf_keys.GENERATION[k]]:
-            shown = ", ".join(asked)
+        if unused_files := [name for name in other_files if name not in adapters]:
+            shown = ", ".join(unused_files[:SHOWN]) + f" and {len(unused_files) - SHOWN} more" * (len(unused_files) > SHOWN)
+            used_files = SINGLE if files == [SINGLE] else f"the files in {INDEX}"
+            out.append(f"{self.path}: the weights are those of {used_files}, as in transformers; not used: {shown}")
+        generation = {key: self.settings.get(key) for key in hf_keys.GENERATION}
+        if ignored := [f"{k} = {x!r}" for k, x in generation.items() if x is not None and x != hf_keys.GENERATION[k]]:
+            shown = ", ".join(ignored)
             out.append(f"{self.path / CONFIG}: not used, since they are for {GENERATION}: {shown}")
         if not self.seq_len:
             out.append(f"{self.path / CONFIG}: has no max_position_embeddings: data.seq_len is {schema.Data().seq_len}")
@@ -143,9 +143,9 @@ class Folder:
             out.append(f"{rule}: read as characters. transformers adds them. Fix: {saved_again(self.path)}")
         eos = self.settings.get("eos_token_id")
         ids = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
-        if wrong := [i for i in ids if type(i) is not int or not 0 <= i < self.model.vocab_size]:
+        if invalid_ids := [i for i in ids if type(i) is not int or not 0 <= i < self.model.vocab_size]:
             rule = f"is no id of a token, which are below vocab_size = {self.model.vocab_size}"
-            out.append(f"{self.path / CONFIG}: eos_token_id = {wrong[0]!r}: {rule}: no text ends there")
+            out.append(f"{self.path / CONFIG}: eos_token_id = {invalid_ids[0]!r}: {rule}: no text ends there")
         return tuple(out)
 
     @property
@@ -185,20 +185,20 @@ class Folder:
         early.
         """
         stored = self.tensors[name]
-        found = stored.read(name)
+        array = stored.read(name)
         if not stored.scale:
-            return found
+            return array
         scale = stored.scale.read(f"the scales of {name}")
-        return mxfp4.unpacked(found, scale) if stored.dtype == MXFP4 else scaled(found, scale, self.block)
+        return mxfp4.unpacked(array, scale) if stored.dtype == MXFP4 else scaled(array, scale, self.block)
 
     @property
     def block(self) -> tuple[int, int]:
         """Return (rows, columns) of the blocks that share a scale in FP8. Raises HuggingFaceError if config.json lacks them."""
-        given = (self.settings.get("quantization_config") or {}).get("weight_block_size")
-        if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) and n > 0 for n in given)):
+        sizes = (self.settings.get("quantization_config") or {}).get("weight_block_size")
+        if not (isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(n, int) and n > 0 for n in sizes)):
             rule = "weight_block_size must be the rows and columns of a block"
             raise HuggingFaceError(f"{self.path / CONFIG}: quantization_config: {rule}, as [128, 128].")
-        return given[0], given[1]
+        return sizes[0], sizes[1]
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -208,12 +208,12 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 def has_model(folder: Path) -> bool | None:
     """Return whether config.json is that of a Hugging Face model (True) or of a run (False); None if it tells neither."""
-    found: Any = None
+    settings: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not ("model_type" in found or isinstance(found.get("model"), dict)):
+        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(settings, dict) or not ("model_type" in settings or isinstance(settings.get("model"), dict)):
         return None
-    return "model_type" in found
+    return "model_type" in settings
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -226,11 +226,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     folder = Path(path).expanduser()
     if folder.is_file():
         return True
-    if (known := has_model(folder)) is not None:
-        return known
+    if (verdict := has_model(folder)) is not None:
+        return verdict
     signs = (INDEX, ADAPTER, GENERATION, *TOKENIZER)
-    of_run = any((folder / name).exists() for name in ("checkpoints", "arrays"))
-    return not of_run and (any((folder / name).is_file() for name in signs) or any(folder.glob("*.safetensors")))
+    is_run = any((folder / name).exists() for name in ("checkpoints", "arrays"))
+    return not is_run and (any((folder / name).is_file() for name in signs) or any(folder.glob("*.safetensors")))
 
 
 def is_raw(folder: Path) -> bool:
@@ -247,12 +247,12 @@ def locate(name: str) -> Path:
         raise HuggingFaceError(f"{name}: is a file. Name its folder: {path.parent}.")
     import huggingface_hub
 
-    found: Any = None
+    cached: Any = None
     hub_name = name.removeprefix("hf:")
     with contextlib.suppress(ValueError):  # not a valid name on the hub
-        found = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
-    if isinstance(found, str):
-        return Path(found).parent
+        cached = huggingface_hub.try_to_load_from_cache(hub_name, CONFIG)
+    if isinstance(cached, str):
+        return Path(cached).parent
     if name.startswith(("/", ".", "~")):
         raise HuggingFaceError(f"{name}: no such folder. Name a model's folder, or hf:NAME of one in the hub's cache.")
     raise HuggingFaceError(
@@ -278,18 +278,18 @@ def open_folder(name: str | os.PathLike[str], changes: Mapping[str, Any] | None 
     if changes and settings.get("model_type") == RAW:
         rule = f"is a key of other programs' config.json, and {path} has the sections of jaxtrain's configs"
         raise HuggingFaceError(f"--set={next(iter(changes))}: {rule}. Fix: change `model` in {path / CONFIG}.")
-    given, whole = dict(changes or {}), ""
-    if is_whole({**given, **settings}):
-        whole = str(settings.get("model_type"))
-        settings = text_part(settings, given, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path)))
-    settings |= given
-    found = Folder(path, settings, model_of(settings, str(path / CONFIG)), whole)
-    if not found.raw and found.model.mtp_layers and any(path.glob("*.safetensors")):
+    overrides, full_model_type = dict(changes or {}), ""
+    if is_whole({**overrides, **settings}):
+        full_model_type = str(settings.get("model_type"))
+        settings = text_part(settings, overrides, str(path / CONFIG), lambda: any(x.endswith(HEAD) for x in list_tensors(path)))
+    settings |= overrides
+    folder = Folder(path, settings, model_of(settings, str(path / CONFIG)), full_model_type)
+    if not folder.raw and folder.model.mtp_layers and any(path.glob("*.safetensors")):
         # transformers writes the number of modules of multi-token prediction, and none of their tensors.
-        last = f"model.layers.{found.model.num_layers}."
-        if not any(name.startswith(last) for name in found.tensors):
-            return dataclasses.replace(found, model=dataclasses.replace(found.model, mtp_layers=0))
-    return found
+        last = f"model.layers.{folder.model.num_layers}."
+        if not any(name.startswith(last) for name in folder.tensors):
+            return dataclasses.replace(folder, model=dataclasses.replace(folder.model, mtp_layers=0))
+    return folder
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -307,10 +307,10 @@ def model_of(settings: Mapping[str, Any], path: str = CONFIG) -> Model:
         return _checked_model(settings.get("model"), path, {})
     family = family_of(settings, path)
     layout = format_of(family)
-    named = settings.get("architectures") or [layout.architecture]
-    if not isinstance(named, list) or layout.architecture not in named:
+    architectures = settings.get("architectures") or [layout.architecture]
+    if not isinstance(architectures, list) or layout.architecture not in architectures:
         rule = f"only {layout.architecture} is a language model of this kind"
-        raise HuggingFaceError(f"{path}: architectures = {named!r}: {rule}.")
+        raise HuggingFaceError(f"{path}: architectures = {architectures!r}: {rule}.")
     return _checked_model({"family": family, **layout.read(Settings(settings, path))}, path, layout.keys)
 
 
@@ -323,8 +323,8 @@ def _checked_model(values: Any, path: str, rows: Mapping[str, Row]) -> Model:
         raise HuggingFaceError(f"{path}: has no section `model`. Write the folder again: hf export RUN --out=DIR --raw.")
     run, problems = schema.resolve(schema.to_dict(schema.RunConfig()) | {"model": values})
     if problems := problems or rules.problems_of(run.model):
-        theirs = {f"model.{row.ours}": key for key, row in rows.items() if isinstance(row, Key)}
-        shown = (f"{theirs[p.key]}, which is {p}" if p.key in theirs else str(p) for p in problems)
+        key_names = {f"model.{row.ours}": key for key, row in rows.items() if isinstance(row, Key)}
+        shown = (f"{key_names[p.key]}, which is {p}" if p.key in key_names else str(p) for p in problems)
         raise HuggingFaceError(f"{path}: no run may have this model: {'; '.join(shown)}")
     return run.model
 
@@ -345,8 +345,8 @@ def stored_run(meta: Mapping[str, Any], step: str | os.PathLike[str]) -> RunConf
     problems = [p for p in problems if p.rule != schema.NO_KEY or p.key.startswith(("model.", "lora."))]
     if problems:
         raise HuggingFaceError(f"{step}: its config is not one of this version: {'; '.join(map(str, problems))}")
-    there = Path(step).parent.parent / run.data.tokenizer
-    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(there))) if there.exists() else run
+    tokenizer = Path(step).parent.parent / run.data.tokenizer
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=str(tokenizer))) if tokenizer.exists() else run
 
 
 def describe(path: str) -> dict[str, dict[str, Any]]:
@@ -368,9 +368,9 @@ def describe(path: str) -> dict[str, dict[str, Any]]:
         meta = checkpoints.meta(step)
         run = stored_run(meta, checkpoints.directory / str(step))
         adapters = {"lora": dataclasses.asdict(run.lora)} if "base" in meta else {}
-    own = {schema.OWN: dict(run.own)} if run.own and run.model.outside else {}
+    own_section = {schema.OWN: dict(run.own)} if run.own and run.model.outside else {}
     data = {"tokenizer": run.data.tokenizer, "seq_len": run.data.seq_len}
-    return {"model": dataclasses.asdict(run.model), "data": data, **own, **adapters}
+    return {"model": dataclasses.asdict(run.model), "data": data, **own_section, **adapters}
 
 
 # ---- The tokenizer's files
@@ -398,17 +398,17 @@ def write_tokenizer(spec: str, text: TextFormat, target: Path) -> None:
         file = file / "tokenizer.json" if file.is_dir() else file
         copy_tokenizer(file.parent, target)
         shutil.copyfile(file, target / "tokenizer.json")
-    _, own = own_template(str(target))
+    _, template = own_template(str(target))
     settings = read_json(str(target), "tokenizer_config.json")
     if not settings and text.eot is not None:
         import tokenizers
 
-        made: Any = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": made.id_to_token(text.eot)}
+        tokenizer: Any = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.id_to_token(text.eot)}
     if text.template:
         lacking = {k: v for k, v in text.tokens.items() if v and k not in special_tokens(str(target))}
         settings = settings | lacking
-    if text.template and text.template != own:
+    if text.template and text.template != template:
         settings.pop("chat_template", None)
         (target / "chat_template.jinja").write_text(text.template, encoding="utf-8")
     if settings != read_json(str(target), "tokenizer_config.json"):
@@ -422,15 +422,15 @@ def write_byte_tokenizer(target: Path) -> None:
 
     # Byte-level BPE writes each byte as one letter: printable bytes as themselves, all others in order from letter 256 on.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    others = [byte for byte in range(256) if chr(byte) not in letters]
-    vocab = {c: ord(c) if ord(c) < 256 else others[ord(c) - 256] for c in letters}
+    unprintable = [byte for byte in range(256) if chr(byte) not in letters]
+    vocab = {c: ord(c) if ord(c) < 256 else unprintable[ord(c) - 256] for c in letters}
     end = "<|endoftext|>"
-    made: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab | {end: 256}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([end])
+    tokenizer: Any = tokenizers.Tokenizer(models.BPE(vocab=vocab | {end: 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([end])
     target.mkdir(parents=True, exist_ok=True)
-    made.save(str(target / "tokenizer.json"))
+    tokenizer.save(str(target / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,

@@ -71,20 +71,20 @@ def weights_of(wanted: Tensors, source: Origin, definition: Definition, placemen
     out: dict[str, Weight] = {}
     for name, a in wanted.items():
         weight = name.rpartition(".")[0]
-        whole, layer = split_layer(weight, definition.period)
-        stored = definition.stored.get(whole.removeprefix(PREFIX))
+        stacked_name, layer = split_layer(weight, definition.period)
+        stored = definition.stored.get(stacked_name.removeprefix(PREFIX))
         if stored is None:
             out[name] = Weight(name, a, {name: a}, None)
         elif weight in out:
             out[weight].parts[name] = a
         else:
-            cut = int(layer is not None)
-            shape, axes = stored.shape[cut:], stored.axes[cut:]
-            there = source.stored.get(weight)
-            dtype = there.dtype if there else jnp.dtype(jnp.bfloat16)
-            of_layer = dataclasses.replace(stored, shape=shape, axes=axes)
-            plain = jax.ShapeDtypeStruct(shape, dtype, sharding=of_layer.whole_blocks(placement))
-            out[weight] = Weight(weight, plain, {name: a}, of_layer)
+            skip = int(layer is not None)
+            shape, axes = stored.shape[skip:], stored.axes[skip:]
+            source_tensor = source.stored.get(weight)
+            dtype = source_tensor.dtype if source_tensor else jnp.dtype(jnp.bfloat16)
+            layer_stored = dataclasses.replace(stored, shape=shape, axes=axes)
+            plain = jax.ShapeDtypeStruct(shape, dtype, sharding=layer_stored.whole_blocks(placement))
+            out[weight] = Weight(weight, plain, {name: a}, layer_stored)
     return list(out.values())
 
 
@@ -101,19 +101,19 @@ def read_base(source: Origin, wanted: Tensors, definition: Definition, placement
     if has_bits:
         tensors |= source.read_stored({name: a for weight in has_bits for name, a in weight.parts.items()})
     for batch in _batches([weight for weight in todo if not weight.stored or weight.stored.format != form]):
-        found = source.read({weight.name: weight.plain for weight in batch})
+        loaded = source.read({weight.name: weight.plain for weight in batch})
         for weight in batch:
-            x = found.pop(weight.name)
+            x = loaded.pop(weight.name)
             digest.add(weight.name, x)
             if weight.stored is None:
                 tensors[weight.name] = x
                 continue
-            named = {name.rpartition(".")[2]: name for name in weight.parts}
-            layouts = tuple((part, weight.parts[name].sharding) for part, name in named.items())
-            parts, error = _encoding(weight.stored, x.sharding, layouts)(x)
+            full_names = {name.rpartition(".")[2]: name for name in weight.parts}
+            layouts = tuple((suffix, weight.parts[name].sharding) for suffix, name in full_names.items())
+            arrays, error = _encoder(weight.stored, x.sharding, layouts)(x)
             # One program at a time: several at once would hold their temporary arrays, and on CPUs their collectives deadlock.
             errors[weight.name] = float(error)
-            tensors |= {named[part]: made for part, made in parts.items()}
+            tensors |= {full_names[suffix]: array for suffix, array in arrays.items()}
     return Base(tensors, encoded.digest_of(source.meta) or digest.hex(), errors)
 
 
@@ -122,8 +122,8 @@ def base_digest(source: Origin, wanted: Tensors, definition: Definition, placeme
 
     wanted: as in `read_base`. Raises as `read_base` does.
     """
-    if known := encoded.digest_of(source.meta):
-        return known
+    if recorded := encoded.digest_of(source.meta):
+        return recorded
     digest = Digest(definition.period)
     for batch in _batches(weights_of(wanted, source, definition, placement), every=True):
         for name, x in source.read({weight.name: weight.plain for weight in batch}).items():
@@ -145,9 +145,9 @@ def restore_base(path: str, wanted: Tensors, definition: Definition, placement: 
 
 def _batches(weights: list[Weight], every: bool = False) -> Iterator[list[Weight]]:
     """Yield the weights in batches of at least AT_ONCE bytes; unless `every`, those that keep their dtype all at once."""
-    whole = [weight for weight in weights if weight.stored is None and not every]
-    if whole:
-        yield whole
+    unencoded = [weight for weight in weights if weight.stored is None and not every]
+    if unencoded:
+        yield unencoded
     batch: list[Weight] = []
     for weight in (weight for weight in weights if every or weight.stored is not None):
         batch.append(weight)
@@ -159,7 +159,7 @@ def _batches(weights: list[Weight], every: bool = False) -> Iterator[list[Weight
 
 
 @functools.cache
-def _encoding(stored: Stored, home: NamedSharding, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
+def _encoder(stored: Stored, home: NamedSharding, layouts: tuple[tuple[str, NamedSharding], ...]) -> Any:
     """Return the jitted function from a weight, one layer of it, to (its arrays by name, the relative error).
 
     home: the sharding of the weight. layouts: the sharding of each array. For experts, the error is the mean of theirs. They
@@ -167,20 +167,20 @@ def _encoding(stored: Stored, home: NamedSharding, layouts: tuple[tuple[str, Nam
     """
 
     def encode(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-        parts = stored.encode(w)
-        return parts, stored.error(w, parts)
+        arrays = stored.encode(w)
+        return arrays, stored.error(w, arrays)
 
-    def experts(w_E: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    def encode_experts(w_E: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
         return jax.lax.map(encode, w_E)
 
     if stored.experts:
-        over = P(*home.spec[:1])
-        each = jax.shard_map(experts, mesh=home.mesh, in_specs=over, out_specs=(over, over), check_vma=False)
+        axes = P(*home.spec[:1])
+        encode_shards = jax.shard_map(encode_experts, mesh=home.mesh, in_specs=axes, out_specs=(axes, axes), check_vma=False)
 
-        def made(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-            parts, errors_E = each(w)
-            return parts, jnp.mean(errors_E)
+        def encode_weight(w: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+            arrays, errors_E = encode_shards(w)
+            return arrays, jnp.mean(errors_E)
 
     else:
-        made = encode
-    return jax.jit(made, out_shardings=(dict(layouts), None))
+        encode_weight = encode
+    return jax.jit(encode_weight, out_shardings=(dict(layouts), None))

@@ -104,22 +104,22 @@ class Origin:
 
         Without `ema`, a line on stderr tells of averages that are not used. Raises ConfigError if there are none to use.
         """
-        places = averages(self.stored)
-        if places and not ema:
+        average_names = averages(self.stored)
+        if average_names and not ema:
             note = f"{self.name} has an average of its weights too, which --ema (in Python ema=True) would use"
             print(f"note: {note}", file=sys.stderr)
         if not ema:
             return self
-        if not places:
+        if not average_names:
             rule = f"{self.name} has no average of weights"
             raise ConfigError([Problem("--ema", None, rule, "Leave --ema (in Python ema=True) out.")])
         stored = {name: a for name, a in self.stored.items() if not name.startswith(EMA)}
 
         def read(wanted: Tensors) -> Tensors:
-            found = self.read({places.get(name, name): a for name, a in wanted.items()})
-            return {name: found.pop(places.get(name, name)) for name in wanted}
+            arrays = self.read({average_names.get(name, name): a for name, a in wanted.items()})
+            return {name: arrays.pop(average_names.get(name, name)) for name in wanted}
 
-        stored |= {name: self.stored[place] for name, place in places.items()}
+        stored |= {name: self.stored[average] for name, average in average_names.items()}
         return dataclasses.replace(self, stored=stored, read=read)
 
     @property
@@ -154,14 +154,14 @@ def open_origin(path: str) -> Origin:
     if not is_folder(path):
         checkpoints, step, loss = find(path)
         meta = checkpoints.meta(step)
-        place = str(checkpoints.directory / str(step))
+        step_path = str(checkpoints.directory / str(step))
         read = functools.partial(checkpoints.restore, step, subset=True, cast=True, meta=meta)
         name = f"step {step} of {checkpoints.directory}"
         in_bits = encoded.weights_of(meta)
         stored = encoded.decoded(meta, stored_in(meta))
         by = " by the average of its weights" if averages(stored) else ""
         name += "" if loss is None else f" (held-out loss {loss:.4f}{by}, the lowest)"
-        return Origin(name, place, step, meta, stored, encoded.reader(read, in_bits), read, best=loss is not None)
+        return Origin(name, step_path, step, meta, stored, encoded.reader(read, in_bits), read, best=loss is not None)
     return origin_of(open_folder(path))
 
 
@@ -171,8 +171,8 @@ def origin_of(folder: Folder, progress: Progress = lambda name, size: None) -> O
     Raises HuggingFaceError if its tensors do not fit config.json.
     """
     stored = {
-        ours: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
-        for ours, entry in folder.matched[0].items()
+        jax_name: jax.ShapeDtypeStruct(entry.shape, np.result_type(*(folder.tensors[x].holds for x in entry.theirs)))
+        for jax_name, entry in folder.matched[0].items()
     }
     meta = {"config": schema.to_dict(folder.run(folder.dtype)), **came_from(folder)}
     read = functools.partial(load, folder, progress=progress)
@@ -181,15 +181,15 @@ def origin_of(folder: Folder, progress: Progress = lambda name, size: None) -> O
 
 def folder_text(folder: Folder) -> TextFormat:
     """Return the text format of a Hugging Face folder (data/text_format.py). Raises TokenizerError."""
-    made = text_format.of_files(str(folder.path))
+    text = text_format.of_files(str(folder.path))
     special = {key: folder.settings.get(key) for key in text_format.SPECIAL}
-    return dataclasses.replace(made, special=special, eos=tuple(dict.fromkeys([*made.eos, *ids_in(special["eos_token_id"])])))
+    return dataclasses.replace(text, special=special, eos=tuple(dict.fromkeys([*text.eos, *ids_in(special["eos_token_id"])])))
 
 
 def came_from(folder: Folder) -> dict[str, Any]:
     """Return entries of meta.json of an imported folder: its path and config.json, and the length of its sequences."""
-    place = {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}
-    return {"hugging_face": place, "positions": folder.seq_len}
+    record = {"folder": str(folder.path.absolute()), "config": dict(folder.settings)}
+    return {"hugging_face": record, "positions": folder.seq_len}
 
 
 # ---- Tensors onto devices
@@ -207,40 +207,40 @@ def load(folder: Folder, wanted: Tensors, progress: Progress) -> Tensors:
         HuggingFaceError: a tensor is missing, has another shape, differs from its copy, or has values that are not finite
             (NotFinite).
     """
-    found, _ = folder.matched
+    entries, _ = folder.matched
     for name, a in wanted.items():
-        if name not in found:
+        if name not in entries:
             raise HuggingFaceError(f"{name}: not in {folder.path}.")
-        if found[name].shape != a.shape:
-            raise HuggingFaceError(f"{name}: {list(found[name].shape)} in {folder.path}, {list(a.shape)} in this model.")
-    first = {name: folder.tensors[found[name].theirs[0]] for name in wanted}
+        if entries[name].shape != a.shape:
+            raise HuggingFaceError(f"{name}: {list(entries[name].shape)} in {folder.path}, {list(a.shape)} in this model.")
+    first = {name: folder.tensors[entries[name].theirs[0]] for name in wanted}
     order = sorted(wanted, key=lambda name: (first[name].file, first[name].offset))
     read_once = functools.lru_cache(1)(folder.read)  # the parts of a tensor are read one after the other
 
-    def read(name: str) -> list[np.ndarray]:
-        made = [read_once(theirs) for theirs in found[name].read]
-        for copy in found[name].copies:
-            if not same(folder.read(copy), made[0]):
-                rule = f"multi-token prediction shares {found[name].theirs[0]} with the model, but {copy} is another tensor"
+    def read_entry(name: str) -> list[np.ndarray]:
+        arrays = [read_once(hf_name) for hf_name in entries[name].read]
+        for copy in entries[name].copies:
+            if not same(folder.read(copy), arrays[0]):
+                rule = f"multi-token prediction shares {entries[name].theirs[0]} with the model, but {copy} is another tensor"
                 raise HuggingFaceError(f"{folder.path}: {rule}. Leave the modules out: --set num_nextn_predict_layers=0")
-        return made
+        return arrays
 
     out: Tensors = {}
-    sound: dict[str, jax.Array] = {}
+    finite: dict[str, jax.Array] = {}
     with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="safetensors") as reader:
-        following = [reader.submit(read, name) for name in order[:1]]
+        following = [reader.submit(read_entry, name) for name in order[:1]]
         for i, name in enumerate(order):
             stored = following.pop().result()
-            following += [reader.submit(read, after) for after in order[i + 1 : i + 2]]
-            a, entry = wanted[name], found[name]
+            following += [reader.submit(read_entry, after) for after in order[i + 1 : i + 2]]
+            a, entry = wanted[name], entries[name]
             shard = functools.partial(entry.to_ours, stored, np.dtype(a.dtype))
             out[name] = jax.make_array_from_callback(a.shape, a.sharding, shard).block_until_ready()
-            sound[name] = _all_finite(out[name])
+            finite[name] = _all_finite(out[name])
             progress(name, math.prod(a.shape) * stored[0].itemsize)
     # All processes have the same flags, so they raise the same error.
-    if wrong := [name for name, x in jax.device_get(sound).items() if not x]:
-        used = [theirs for name in wrong for theirs in found[name].read]
-        names = [theirs for theirs in used if not np.isfinite(folder.read(theirs).astype(np.float32)).all()]
+    if not_finite := [name for name, x in jax.device_get(finite).items() if not x]:
+        used = [hf_name for name in not_finite for hf_name in entries[name].read]
+        names = [hf_name for hf_name in used if not np.isfinite(folder.read(hf_name).astype(np.float32)).all()]
         rule, fix = "has values that are NaN or infinite", "Fetch the folder again."
         if not names:
             names, rule, fix = used, "has values that bfloat16 cannot hold", "Fix: dtypes.params=f32, or hf import --dtype=f32."
@@ -284,16 +284,16 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
         HuggingFaceError: the folder cannot be imported, and nothing is written.
     """
     check_new(out)
-    found, unused = folder.matched
+    entries, unused = folder.matched
     text = folder_text(folder).record()  # a damaged file is an error before the tensors are read
     dtype = folder.dtype if dtype == "auto" else dtype
-    parameters = sum(math.prod(entry.shape) for entry in found.values())
+    parameters = sum(math.prod(entry.shape) for entry in entries.values())
     devices = jax.local_devices()
     wanted: Tensors = {
         name: jax.ShapeDtypeStruct(
             entry.shape, DTYPES["f32" if entry.how.exact else dtype], sharding=spread(entry.shape, devices)
         )
-        for name, entry in found.items()
+        for name, entry in entries.items()
     }
     wanted = in_bits.tensors if in_bits else wanted
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in wanted.values())
@@ -323,14 +323,14 @@ def import_folder(folder: Folder, out: Path, dtype: str, say: Callable[[str], No
 
     started = time.perf_counter()
     run = folder.run(dtype)
-    bare = not (folder.path / "tokenizer.json").is_file()
-    if not bare:  # a path relative to the run's folder, which can be moved
+    no_tokenizer = not (folder.path / "tokenizer.json").is_file()
+    if not no_tokenizer:  # a path relative to the run's folder, which can be moved
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=COPIED))
     has_tokenizer = any((folder.path / name).is_file() for name in TOKENIZER)
     tokenizer = folder.path if has_tokenizer else None
     save(out, schema.to_dict(run), tensors, {**came_from(folder), "text": text, **more}, tokenizer)
     say(f"wrote {rate(size, time.perf_counter() - started)}, to {out}")
-    if bare:
+    if no_tokenizer:
         say(f"{folder.path} has no tokenizer.json: name one when you train or sample (data.tokenizer, --tokenizer)")
 
 
@@ -378,8 +378,8 @@ def check_new(out: Path) -> None:
 
 def check_space(out: Path, size: int) -> None:
     """Raise HuggingFaceError if the disk of folder `out` has fewer than `size` free bytes."""
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < size:
         raise HuggingFaceError(f"{out}: {decimal(size)} are needed, and {decimal(free)} free. Name another --out.")
 

@@ -27,8 +27,8 @@ class InBits:
         """Args: form: of low_bits.FORMATS. Raises ConfigError if the model has no matrix for it, or uneven blocks."""
         self._folder, self.format = folder, form
         run = folder.run(folder.dtype)
-        if wrong := wrong_base(form, run.model, {}):
-            raise ConfigError([dataclasses.replace(problem, key="--dtype") for problem in wrong])
+        if problems := wrong_base(form, run.model, {}):
+            raise ConfigError([dataclasses.replace(problem, key="--dtype") for problem in problems])
         # The frozen base of any adapters.
         run = dataclasses.replace(run, lora=Lora(rank=1, targets="wo", base=form))
         self._definition, self._placement = placed(run)
@@ -42,8 +42,8 @@ class InBits:
         weights = weights_of(self.tensors, source, self._definition, self._placement)
         stored = {weight.name: weight.stored for weight in weights if weight.stored}
         record = encoded.record(stored, self._folder.dtype, base.digest)
-        of_layers: dict[str, list[str]] = {}
+        by_layer: dict[str, list[str]] = {}
         for name, error in base.errors.items():
             stack, layer, weight = name.removeprefix(PREFIX).split(".", 2)
-            of_layers.setdefault(f"{stack}.{layer}", []).append(f"{weight} {error:.2%}")
-        return base.tensors, record, [f"  {layer}: {', '.join(of_layers[layer])}" for layer in of_layers]
+            by_layer.setdefault(f"{stack}.{layer}", []).append(f"{weight} {error:.2%}")
+        return base.tensors, record, [f"  {layer}: {', '.join(by_layer[layer])}" for layer in by_layer]

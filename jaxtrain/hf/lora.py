@@ -32,17 +32,17 @@ def _sum(x: jax.Array, before: jax.Array, counted: jax.Array) -> jax.Array:
 
     before: added to the index. counted: 0 for elements to leave out. Both are uint32 and broadcast against x.
     """
-    place = jnp.zeros(x.shape, jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):
-        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
-    return jnp.sum(counted * (bits + 1) * (2 * (place + before) * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
+    return jnp.sum(counted * (bits + 1) * (2 * (index + before) * jnp.uint32(0x9E3779B1) + 1), dtype=jnp.uint32)
 
 
 def _sum_stack(x: jax.Array, order: Sequence[int | None]) -> jax.Array:
     """Return `_sum` of a stack of layers as if they were in order. order: the layer of each slot, None for an empty slot."""
     size = math.prod(x.shape[1:])
-    before = [((layer or 0) - at) * size % 2**32 for at, layer in enumerate(order)]
+    before = [((layer or 0) - slot) * size % 2**32 for slot, layer in enumerate(order)]
     one_each = (-1, *[1] * (x.ndim - 1))
     arrays = (np.array(values, np.uint32).reshape(one_each) for values in (before, [layer is not None for layer in order]))
     return _sum(x, *arrays)
@@ -63,35 +63,37 @@ class Digest:
         """Add a tensor, with its name in checkpoints. Those of multi-token prediction do not count: adapters do without it."""
         if name.startswith(f"{PREFIX}{MTP}."):
             return
-        whole, layer = split_layer(name, self._period)
+        stacked_name, layer = split_layer(name, self._period)
         before = np.uint32((layer or 0) * x.size % 2**32)
         lead = () if layer is None else (1,)
-        self._sums.setdefault(whole.removeprefix(PREFIX), []).append(((*lead, *x.shape), int(_sum(x, before, np.uint32(1)))))
+        self._sums.setdefault(stacked_name.removeprefix(PREFIX), []).append(
+            ((*lead, *x.shape), int(_sum(x, before, np.uint32(1))))
+        )
 
     def add_params(self, params: Params, layers: Arrangement | None) -> None:
         """Add the arrays of parameters. layers: order of the layers on pipeline stages (TrainState.layers)."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if layers and is_stacked(path):
-                made = (layers.layers, *x.shape[1:]), int(_sum_stack(x, layers.order))
+                entry = (layers.layers, *x.shape[1:]), int(_sum_stack(x, layers.order))
             else:
-                made = x.shape, int(_sum(x, np.uint32(0), np.uint32(1)))
-            self._sums[dotted_name(path)] = [made]
+                entry = x.shape, int(_sum(x, np.uint32(0), np.uint32(1)))
+            self._sums[dotted_name(path)] = [entry]
 
     def hex(self) -> str:
         """Return the digest of all weights so far."""
-        found = hashlib.sha256()
+        hasher = hashlib.sha256()
         for name, sums in sorted(self._sums.items(), key=lambda item: item[0].split(".")):
             shape = sums[0][0] if len(sums) == 1 else (len(sums), *sums[0][0][1:])
-            key = "".join(f"['{part}']" for part in name.split("."))
-            found.update(f"{key} {shape} {sum(x for _, x in sums) % 2**32}\n".encode())
-        return found.hexdigest()[:32]
+            key = "".join(f"['{level}']" for level in name.split("."))
+            hasher.update(f"{key} {shape} {sum(x for _, x in sums) % 2**32}\n".encode())
+        return hasher.hexdigest()[:32]
 
 
 def digest(params: Params, layers: Arrangement | None = None) -> str:
     """Return the `Digest` of all parameters. layers: as in `Digest.add_params`."""
-    found = Digest()
-    found.add_params(params, layers)
-    return found.hex()
+    total = Digest()
+    total.add_params(params, layers)
+    return total.hex()
 
 
 def base_path(meta: Mapping[str, Any]) -> str:
@@ -117,8 +119,8 @@ def base_on_resume(meta: Mapping[str, Any], init: schema.Init) -> str:
     same = init.from_ == meta["config"]["init"]["from"]
     if same and opened(recorded):
         return recorded
-    named = opened(init.from_)
-    return recorded if (named.adapters if named else same) else init.from_
+    init_origin = opened(init.from_)
+    return recorded if (init_origin.adapters if init_origin else same) else init.from_
 
 
 def opened(path: str) -> Origin | None:
@@ -129,16 +131,16 @@ def opened(path: str) -> Origin | None:
         return None
 
 
-def settings_of(how: schema.Lora) -> schema.Lora:
+def settings_of(settings: schema.Lora) -> schema.Lora:
     """Return the settings of adapters, to be compared: without the base's storage, and with the targets in one order."""
-    return dataclasses.replace(how, base="", targets=",".join(sorted(set(schema.parts_of(how.targets)))))
+    return dataclasses.replace(settings, base="", targets=",".join(sorted(set(schema.parts_of(settings.targets)))))
 
 
 def as_options(adapters: Origin) -> str:
     """Return the settings of adapters as text for a command line."""
-    how = adapters.run().lora
-    more = f", lora.rslora={str(how.rslora).lower()}, lora.experts={how.experts}"
-    return f"lora.rank={how.rank}, lora.alpha={how.alpha:g}{more} and lora.targets={how.targets}"
+    settings = adapters.run().lora
+    more = f", lora.rslora={str(settings.rslora).lower()}, lora.experts={settings.experts}"
+    return f"lora.rank={settings.rank}, lora.alpha={settings.alpha:g}{more} and lora.targets={settings.targets}"
 
 
 def gone(path: str, error: Exception) -> CheckpointError:
@@ -149,12 +151,12 @@ def gone(path: str, error: Exception) -> CheckpointError:
     )
 
 
-def check_same(meta: Mapping[str, Any], path: str, found: str) -> None:
-    """Raise CheckpointError if the base in `path`, whose digest is `found`, is not the base that the adapters belong to."""
-    if found != meta["base"]["digest"]:
+def check_same(meta: Mapping[str, Any], path: str, value: str) -> None:
+    """Raise CheckpointError if the base in `path`, whose digest is `value`, is not the base that the adapters belong to."""
+    if value != meta["base"]["digest"]:
         raise CheckpointError(
             f"the weights in {path} are not the base of the adapters of step {meta['step']}: their digest "
-            f"is {found}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a run, "
+            f"is {value}, and was {meta['base']['digest']} in {meta['base']['path']}. Name the right base (init.base of a run, "
             "--base of a command)."
         )
 
@@ -177,25 +179,25 @@ def merged(tensors: Mapping[str, Any], scale: float) -> Iterator[tuple[str, Any]
         if not {a, b} <= adapters:
             raise ValueError(f"of the adapter of {name}, {a if a not in adapters else b} is missing")
         adapters -= {a, b}
-        yield name, _added(name, np.asarray(tensors[name]), np.asarray(tensors[a]), np.asarray(tensors[b]), scale)
+        yield name, _add_adapter(name, np.asarray(tensors[name]), np.asarray(tensors[a]), np.asarray(tensors[b]), scale)
     if adapters:
         raise ValueError(f"no weight for {', '.join(sorted(adapters))}")
 
 
-def _added(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+def _add_adapter(name: str, w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """Return w + scale a b in the dtype of w. Experts are computed one by one; their a and b may be one pair for all."""
     letters = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")[1]
     if w.ndim == len(letters):
         return (w.astype(np.float32) + scale * product(name, a, b)).astype(w.dtype)
-    each, out = a.ndim + b.ndim > w.ndim + 1, np.empty_like(w)
-    for e, one in enumerate(w):
-        out[e] = _added(name, one, a[e] if each else a, b[e] if each else b, scale)
+    per_expert, out = a.ndim + b.ndim > w.ndim + 1, np.empty_like(w)
+    for expert, expert_w in enumerate(w):
+        out[expert] = _add_adapter(name, expert_w, a[expert] if per_expert else a, b[expert] if per_expert else b, scale)
     return out
 
 
 def product(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the matrix product a b in float32, with its dimensions in the order of the weight `name`."""
     xs, ws = EQUATIONS[name.rpartition(".")[2]].split("->")[0].split(",")
-    made = np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
+    matrix = np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
     letters = sorted(ws, key=lambda c: c not in xs)  # input dimensions first, as in the matmul
-    return made.transpose([letters.index(c) for c in ws])
+    return matrix.transpose([letters.index(c) for c in ws])

@@ -53,11 +53,11 @@ def read_params(source: Origin, run: RunConfig, definition: Definition, placemen
     if not run.lora.rank:
         check_tensors(source, wanted, run.model)
         return from_tensors(abstract, source.read(wanted), fresh).params
-    there = base or lora.base_path(source.meta)
+    base_path = base or lora.base_path(source.meta)
     adapters = {name: a for name, a in wanted.items() if is_adapter(name)}
-    of_base = restore_base(there, {k: a for k, a in wanted.items() if k not in adapters}, definition, placement)
-    lora.check_same(source.meta, there, of_base.digest)
-    return from_tensors(abstract, source.read(adapters) | of_base.tensors, fresh).params
+    base_weights = restore_base(base_path, {k: a for k, a in wanted.items() if k not in adapters}, definition, placement)
+    lora.check_same(source.meta, base_path, base_weights.digest)
+    return from_tensors(abstract, source.read(adapters) | base_weights.tensors, fresh).params
 
 
 def check_tensors(source: Origin, wanted: Mapping[str, Any], model: schema.Model) -> None:
@@ -67,13 +67,13 @@ def check_tensors(source: Origin, wanted: Mapping[str, Any], model: schema.Model
     """
     stored = {name.removeprefix(PREFIX): a for name, a in source.stored.items() if name.startswith(PREFIX)}
     built = {name.removeprefix(PREFIX): a for name, a in wanted.items() if name.startswith(PREFIX)}
-    wrong = [f"{name} is missing" for name in built.keys() - stored.keys()]
-    wrong += [f"{name} is not in the model" for name in stored.keys() - built.keys()]
+    problems = [f"{name} is missing" for name in built.keys() - stored.keys()]
+    problems += [f"{name} is not in the model" for name in stored.keys() - built.keys()]
     for name in built.keys() & stored.keys():
-        if (there := list(stored[name].shape)) != (here := list(built[name].shape)):
-            wrong.append(f"{name} is {there}, and {here} in the model")
-    if wrong:
-        shown = "; ".join(sorted(wrong)[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
+        if (stored_shape := list(stored[name].shape)) != (built_shape := list(built[name].shape)):
+            problems.append(f"{name} is {stored_shape}, and {built_shape} in the model")
+    if problems:
+        shown = "; ".join(sorted(problems)[:SHOWN]) + f"; and {len(problems) - SHOWN} more" * (len(problems) > SHOWN)
         rule = f"its tensors are not those that model.family = {model.family!r} builds"
         raise HuggingFaceError(f"{source.name}: {rule}: {shown}.")
 
@@ -103,11 +103,11 @@ def abstract_of(definition: Definition, placement: Placement) -> TrainState:
 def placed(run: RunConfig) -> tuple[Definition, Placement]:
     """Return (definition, placement) of a run's model, with weights sharded over the devices of this process by `alone`."""
     devices = jax.local_devices()
-    spread = alone(run, devices)
-    placement = make_placement(spread, devices[: spread.mesh.fsdp])
+    sharded_run = alone(run, devices)
+    placement = make_placement(sharded_run, devices[: sharded_run.mesh.fsdp])
     placement = dataclasses.replace(placement, tokens_replicated=True)  # one sequence is too short to shard
-    kernel, _ = choose_kernel(spread, placement.layout.context, devices[0])
-    return make_definition(spread, make_zero(spread.sharding, placement), kernel), placement
+    kernel, _ = choose_kernel(sharded_run, placement.layout.context, devices[0])
+    return make_definition(sharded_run, make_zero(sharded_run.sharding, placement), kernel), placement
 
 
 def alone(run: RunConfig, devices: Sequence[Any]) -> RunConfig:
@@ -132,22 +132,22 @@ def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarr
     segments: the file of document numbers; None: each row is one document. Raises HuggingFaceError.
     """
 
-    def rows(path: Path) -> np.ndarray:
+    def read_rows(path: Path) -> np.ndarray:
         try:
             with path.open("rb") as file:
-                found = np.lib.format.read_array(file, allow_pickle=False)
+                array = np.lib.format.read_array(file, allow_pickle=False)
         except (OSError, ValueError, tokenize.TokenError) as error:  # the last one: of a damaged header
             reason = error.strerror if isinstance(error, OSError) else error
             raise HuggingFaceError(f"{path}: cannot be read as .npy: {reason}.") from error
-        if found.ndim not in (1, 2) or not np.issubdtype(found.dtype, np.integer) or found.size == 0:
-            raise HuggingFaceError(f"{path}: is {found.dtype} of shape {list(found.shape)}; integers [B, T] or [T] are needed.")
-        return np.atleast_2d(found).astype(np.int64)
+        if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
+            raise HuggingFaceError(f"{path}: is {array.dtype} of shape {list(array.shape)}; integers [B, T] or [T] are needed.")
+        return np.atleast_2d(array).astype(np.int64)
 
-    tokens_BT = rows(path)
+    tokens_BT = read_rows(path)
     if tokens_BT.min() < 0 or tokens_BT.max() >= vocab:
         worst = tokens_BT.min() if tokens_BT.min() < 0 else tokens_BT.max()
         raise HuggingFaceError(f"{path}: has the id {worst}, and the model's vocabulary has {vocab}.")
-    segments_BT = np.ones_like(tokens_BT) if segments is None else rows(segments)
+    segments_BT = np.ones_like(tokens_BT) if segments is None else read_rows(segments)
     if segments_BT.shape != tokens_BT.shape:
         raise HuggingFaceError(f"{segments}: is {list(segments_BT.shape)}, the tokens are {list(tokens_BT.shape)}.")
     return tokens_BT.astype(np.int32), segments_BT.astype(np.int32)
@@ -155,9 +155,9 @@ def read_tokens(path: Path, segments: Path | None, vocab: int) -> tuple[np.ndarr
 
 def positions_of(segments_BT: np.ndarray) -> np.ndarray:
     """Return the position of each token in its segment, from 0, int32 (B, T)."""
-    at = np.broadcast_to(np.arange(segments_BT.shape[1]), segments_BT.shape)
+    index = np.broadcast_to(np.arange(segments_BT.shape[1]), segments_BT.shape)
     starts = np.concatenate([np.ones_like(segments_BT[:, :1]), np.diff(segments_BT, axis=1) != 0], axis=1)
-    return (at - np.maximum.accumulate(np.where(starts, at, 0), axis=1)).astype(np.int32)
+    return (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32)
 
 
 def in_precision(run: RunConfig, precision: str) -> RunConfig:
@@ -195,17 +195,17 @@ def logits_of(source: Origin, precision: str = "f32", base: str = "", run: RunCo
     params: list[Params] = []
 
     @functools.lru_cache(1)
-    def compiled(T: int, documents: int) -> Any:
+    def compile_forward(T: int, documents: int) -> Any:
         definition, placement = placed(sized(run, T, documents))
         if not params:
             params.append(read_params(source, run, definition, placement, base))
         return logits_program(definition, placement)
 
-    def logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
-        forward = compiled(tokens_BT.shape[1], max(1, int(segments_BT.max())))
+    def compute_logits(tokens_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
+        forward = compile_forward(tokens_BT.shape[1], max(1, int(segments_BT.max())))
         arrays = tokens_BT, segments_BT, positions_of(segments_BT)
         # Rows are computed one by one: the logits of all rows would be many times the size of the model.
-        one = (np.asarray(forward(params[0], *(jnp.asarray(x[i : i + 1]) for x in arrays))) for i in range(len(tokens_BT)))
-        return np.concatenate(list(one))
+        rows = (np.asarray(forward(params[0], *(jnp.asarray(x[i : i + 1]) for x in arrays))) for i in range(len(tokens_BT)))
+        return np.concatenate(list(rows))
 
-    return logits
+    return compute_logits

@@ -18,8 +18,8 @@ def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     pairs = np.stack([numbers[byte & 15], numbers[byte >> 4]], axis=-1)
     experts, outputs, count = scales.shape
     out = np.empty((experts, count * BYTES * 2, outputs), ml_dtypes.bfloat16)
-    for e in range(experts):  # one expert at a time, because float32 needs twice the memory
-        powers = np.ldexp(np.float32(1), scales[e].astype(np.int32) - BIAS)
-        values = pairs[blocks[e]].reshape(outputs, count, -1) * powers[..., None]
-        out[e] = values.reshape(outputs, -1).T.astype(ml_dtypes.bfloat16)
+    for expert in range(experts):  # one expert at a time, because float32 needs twice the memory
+        powers = np.ldexp(np.float32(1), scales[expert].astype(np.int32) - BIAS)
+        values = pairs[blocks[expert]].reshape(outputs, count, -1) * powers[..., None]
+        out[expert] = values.reshape(outputs, -1).T.astype(ml_dtypes.bfloat16)
     return out

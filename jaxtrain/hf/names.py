@@ -50,12 +50,12 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of jaxtrain's tensor."""
-        return self._merged(self.how.ours)
+        return self._shape(self.how.ours)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Return the shape of each Hugging Face tensor in `theirs`."""
-        return self._merged(SUM.sub("+", self.how.theirs))
+        return self._shape(SUM.sub("+", self.how.theirs))
 
     def to_ours(self, stored: Sequence[np.ndarray], dtype: np.dtype[Any], index: Any) -> np.ndarray:
         """Return a shard of jaxtrain's array, contiguous.
@@ -66,25 +66,27 @@ class Entry:
             index: the shard, as a slice of each axis of jaxtrain's array.
         """
         if not self.how.each_expert:
-            return copied(self._turned(stored[0])[index]).astype(dtype, copy=False)
-        experts, *rest = index
-        return np.stack([copied(self._turned(x)[tuple(rest)]).astype(dtype, copy=False) for x in stored[experts]])
+            return copied(self._to_jax_layout(stored[0])[index]).astype(dtype, copy=False)
+        experts, *slices = index
+        return np.stack([copied(self._to_jax_layout(x)[tuple(slices)]).astype(dtype, copy=False) for x in stored[experts]])
 
-    def to_theirs(self, x: np.ndarray, at: int = 0, others: np.ndarray | None = None) -> np.ndarray:
-        """Return the contiguous array of tensor `theirs[at]` from jaxtrain's global array: the inverse of `to_ours`.
+    def to_theirs(self, x: np.ndarray, index: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the contiguous array of tensor `theirs[index]` from jaxtrain's global array: the inverse of `to_ours`.
 
-        others: the result with the tensor's other parts, into which this part is written; None: the other parts are zero.
+        out: the result with the tensor's other parts, into which this part is written; None: the other parts are zero.
         """
-        theirs, ours = flat(self.how.alone), flat(self.how.each)
-        one = self._ordered((x[at] if self.how.each_expert else x).reshape([self.sizes[a] for a in ours]), ours, back=True)
-        one = one.transpose([ours.index(a) for a in theirs])
+        hf_axes, jax_axes = flat(self.how.alone), flat(self.how.each)
+        array = self._reorder_rotary(
+            (x[index] if self.how.each_expert else x).reshape([self.sizes[a] for a in jax_axes]), jax_axes, inverse=True
+        )
+        array = array.transpose([jax_axes.index(a) for a in hf_axes])
         if not self.how.parts:
-            return copied(one).reshape(self.their_shape)
-        whole = np.zeros(self.their_shape, x.dtype) if others is None else others
-        words(self._part(whole))[...] = words(one)
-        return whole
+            return copied(array).reshape(self.their_shape)
+        merged = np.zeros(self.their_shape, x.dtype) if out is None else out
+        words(self._section_view(merged))[...] = words(array)
+        return merged
 
-    def _merged(self, axes: str) -> tuple[int, ...]:
+    def _shape(self, axes: str) -> tuple[int, ...]:
         """Return the size of each axis. "+": the axis of the parts."""
         sizes = {**self.sizes, "+": sum(self._widths)}
         return tuple(math.prod(sizes[a] for a in group) for group in grouped(axes))
@@ -92,9 +94,9 @@ class Entry:
     @property
     def _widths(self) -> list[int]:
         """Return the size of each part along their axis."""
-        return [math.prod(self.sizes[a] for a in flat(part)) for part in self.how.parts]
+        return [math.prod(self.sizes[a] for a in flat(axes)) for axes in self.how.parts]
 
-    def _part(self, x: np.ndarray) -> np.ndarray:
+    def _section_view(self, x: np.ndarray) -> np.ndarray:
         """Return a view of a Hugging Face tensor: the part that is jaxtrain's array, with each axis by itself."""
         if self.how.parts:
             before, after = (flat(axes) for axes in SUM.sub("+", self.how.theirs).split("+"))
@@ -104,24 +106,24 @@ class Entry:
             x = x[(*(slice(None) for _ in before), within)]
         return x.reshape([self.sizes[a] for a in flat(self.how.alone)])
 
-    def _turned(self, x: np.ndarray) -> np.ndarray:
+    def _to_jax_layout(self, x: np.ndarray) -> np.ndarray:
         """Return the array of a Hugging Face tensor, reshaped and transposed to jaxtrain's axes."""
-        theirs, ours = flat(self.how.alone), flat(self.how.each)
-        return self._ordered(self._part(x).transpose([theirs.index(a) for a in ours]), ours).reshape(
-            self._merged(self.how.each)
+        hf_axes, jax_axes = flat(self.how.alone), flat(self.how.each)
+        return self._reorder_rotary(self._section_view(x).transpose([hf_axes.index(a) for a in jax_axes]), jax_axes).reshape(
+            self._shape(self.how.each)
         )
 
-    def _ordered(self, x: np.ndarray, axes: list[str], back: bool = False) -> np.ndarray:
-        """Return an array with rotary pairs as two halves, if the Hugging Face tensor interleaves them. back: the inverse."""
+    def _reorder_rotary(self, x: np.ndarray, axes: list[str], inverse: bool = False) -> np.ndarray:
+        """Return an array with rotary pairs as two halves, if the Hugging Face tensor interleaves them. inverse: undo it."""
         if not self.how.interleaved:
             return x
         width, rotary = self.sizes[self.how.interleaved], self.sizes["rotary"]
         order = halves_of_pairs(width, rotary, width - rotary if self.sizes["L"] else 0)
-        return np.take(words(x), np.argsort(order) if back else order, axes.index(self.how.interleaved)).view(x.dtype)
+        return np.take(words(x), np.argsort(order) if inverse else order, axes.index(self.how.interleaved)).view(x.dtype)
 
-    def called(self, at: int) -> str:
-        """Return jaxtrain's name of tensor `theirs[at]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
-        return self.ours.removeprefix(PREFIX) + (f"[{at}]" if self.how.each_expert else "")
+    def called(self, index: int) -> str:
+        """Return jaxtrain's name of tensor `theirs[index]`: layers.0.mlp_norm.scale, or layers.0.mlp.gate[3] for expert 3."""
+        return self.ours.removeprefix(PREFIX) + (f"[{index}]" if self.how.each_expert else "")
 
 
 def halves_of_pairs(width: int, rotary: int, start: int) -> np.ndarray:
@@ -137,7 +139,7 @@ def flat(axes: str) -> list[str]:
 
 def grouped(axes: str) -> list[list[str]]:
     """Return the letters of each axis, merged axes in one list: [[N, H], [D]] for "(N H) D"."""
-    return [flat(part) for part in re.findall(r"\([^)]*\)|\S+", axes)]
+    return [flat(group) for group in re.findall(r"\([^)]*\)|\S+", axes)]
 
 
 def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, Entry]:
@@ -152,27 +154,27 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
         HuggingFaceError: the model's family has no FORMAT, or its FORMAT has an axis of unknown size.
         ConfigError: the model's family cannot be imported.
     """
-    known: dict[str, HfTensor] = dict(format_of(model.family).tensors)
+    specs: dict[str, HfTensor] = dict(format_of(model.family).tensors)
     sizes = {axis: sum(getattr(model, key) for key in keys) for axis, keys in AXES.items()}
-    for name, how in known.items():
-        if unknown := [a for a in (*flat(how.ours), *flat(how.theirs.replace("+", " "))) if a not in sizes]:
+    for name, spec in specs.items():
+        if unknown := [a for a in (*flat(spec.ours), *flat(spec.theirs.replace("+", " "))) if a not in sizes]:
             rule = f"{name} has an axis {unknown[0]}. Known: {', '.join(sorted(sizes))}"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
-        held = {other.part for other in known.values() if other.name == how.name}
-        if lacking := [part for i, part in enumerate(how.parts) if i not in held]:
-            rule = f"{how.name} has a part ({lacking[0]}) that is no array of jaxtrain"
+        present = {sibling.part for sibling in specs.values() if sibling.name == spec.name}
+        if lacking := [section for i, section in enumerate(spec.parts) if i not in present]:
+            rule = f"{spec.name} has a part ({lacking[0]}) that is no array of jaxtrain"
             raise HuggingFaceError(f"model.family = {model.family!r}: its FORMAT: {rule}.")
     sizes["rotary"] = model.rotary_dim
     if stored is not None:
         gate = "layers.{i}.mlp.gate"
         together = EXPERTS_TOGETHER[gate].name.replace("{i}", str(model.dense_layers))
-        if gate in known and known[gate].each_expert and together in stored:
-            known |= EXPERTS_TOGETHER
-        first = {name: how.parameter.replace("{i}", "0") for name, how in known.items() if how.parameter}
-        known |= {k: dataclasses.replace(known[k], name=known[k].parameter) for k, name in first.items() if name in stored}
+        if gate in specs and specs[gate].each_expert and together in stored:
+            specs |= EXPERTS_TOGETHER
+        first = {name: spec.parameter.replace("{i}", "0") for name, spec in specs.items() if spec.parameter}
+        specs |= {k: dataclasses.replace(specs[k], name=specs[k].parameter) for k, name in first.items() if name in stored}
         # safetensors' save_model writes a tied head and embedding once, under either name.
         if model.tied_head and EMBEDDING not in stored and HEAD in stored:
-            known = {k: dataclasses.replace(how, name=HEAD) if how.name == EMBEDDING else how for k, how in known.items()}
+            specs = {k: dataclasses.replace(spec, name=HEAD) if spec.name == EMBEDDING else spec for k, spec in specs.items()}
     absent = ("head",) * model.tied_head + (".bq", ".bk", ".bv") * (not model.qkv_bias)
     absent += (".bo",) * (not model.attention_out_bias)
     absent += (".gate_bias", ".up_bias", ".down_bias") * (not model.mlp_bias and not model.expert_bias)
@@ -187,7 +189,7 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
     stacks = {"embed": range(1), DENSE: range(model.dense_layers), STACK: range(model.dense_layers, model.num_layers)}
     stacks |= {MTP: modules, "": range(1)}
     in_stack: dict[str, list[str]] = {stack: [] for stack in stacks}
-    for name in known:
+    for name in specs:
         stack = name.partition(".")[0]
         in_stack[stack if stack in stacks else ""].append(name)
     out: dict[str, Entry] = {}
@@ -196,13 +198,13 @@ def entries(model: Model, stored: Mapping[str, Any] | None = None) -> dict[str, 
             without = ".attention." if model.kinds[layer : layer + 1] == DELTA else ".delta."
             if name.endswith(absent) or (stack == STACK and without in name):
                 continue
-            how, ours = known[name], PREFIX + name.replace("{i}", str(layer - layers.start))
-            theirs = how.name.replace("{i}", str(layer))
-            each = tuple(theirs.replace("{e}", str(e)) for e in range(model.num_experts if how.each_expert else 1))
-            copies = tuple(how.copy.replace("{i}", str(module)) for module in modules if how.copy)
+            spec, jax_name = specs[name], PREFIX + name.replace("{i}", str(layer - layers.start))
+            hf_name = spec.name.replace("{i}", str(layer))
+            hf_names = tuple(hf_name.replace("{e}", str(e)) for e in range(model.num_experts if spec.each_expert else 1))
+            copies = tuple(spec.copy.replace("{i}", str(module)) for module in modules if spec.copy)
             if stored is not None:  # a tensor that several places of the model share may be written once
                 copies = tuple(copy for copy in copies if copy in stored)
-            out[ours] = Entry(ours, each, how, sizes, copies)
+            out[jax_name] = Entry(jax_name, hf_names, spec, sizes, copies)
     return out
 
 
@@ -216,16 +218,16 @@ def text_names(stored: Collection[str], path: Path) -> dict[str, str]:
     Raises:
         HuggingFaceError: the folder has tensors of a text part at no known place, or at two.
     """
-    layers = {place: place + "model.layers.".removeprefix(its) for place, its in TEXT_PLACES.items()}
-    places = [place for place, prefix in layers.items() if any(name.startswith(prefix) for name in stored)]
-    if len(places) != 1:
+    layers = {root: root + "model.layers.".removeprefix(own_prefix) for root, own_prefix in TEXT_PLACES.items()}
+    roots = [root for root, prefix in layers.items() if any(name.startswith(prefix) for name in stored)]
+    if len(roots) != 1:
         rule = f"layers of its text part must be at one of {', '.join(layers.values())}"
-        raise HuggingFaceError(f"{path}: {rule}; it has {' and '.join(layers[x] for x in places) or 'none'}. Fetch it again.")
-    (place,) = places
-    out = {name: TEXT_PLACES[place] + name.removeprefix(place) for name in stored if name.startswith(place)}
+        raise HuggingFaceError(f"{path}: {rule}; it has {' and '.join(layers[x] for x in roots) or 'none'}. Fetch it again.")
+    (root,) = roots
+    out = {name: TEXT_PLACES[root] + name.removeprefix(root) for name in stored if name.startswith(root)}
     if HEAD in stored:
         if HEAD in out.values():
-            raise HuggingFaceError(f"{path}: has two heads, {place}{HEAD} and {HEAD}. Remove the wrong one.")
+            raise HuggingFaceError(f"{path}: has two heads, {root}{HEAD} and {HEAD}. Remove the wrong one.")
         out[HEAD] = HEAD
     return out
 
@@ -240,8 +242,8 @@ def as_stored(stored: Mapping[str, Any], exact: Collection[str] = ()) -> dict[st
     out = {}
     for name, a in stored.items():
         letters = string.ascii_lowercase[: len(a.shape)]
-        how = HfTensor(name, " ".join(letters), " ".join(letters), exact=name in exact)
-        out[PREFIX + name] = Entry(PREFIX + name, (name,), how, dict(zip(letters, a.shape, strict=True)))
+        spec = HfTensor(name, " ".join(letters), " ".join(letters), exact=name in exact)
+        out[PREFIX + name] = Entry(PREFIX + name, (name,), spec, dict(zip(letters, a.shape, strict=True)))
     return out
 
 
@@ -260,29 +262,29 @@ def match(
     Raises:
         HuggingFaceError: tensors are missing, or have wrong shapes or unknown names. The error lists these tensors.
     """
-    wrong, known = [], set()
+    problems, known_names = [], set()
     for entry in wanted.values():
-        for at, name in enumerate(entry.theirs):
-            known.add(name)
+        for index, name in enumerate(entry.theirs):
+            known_names.add(name)
             if name not in shapes:
-                wrong.append(f"{name}: missing (it is {entry.called(at)}, {list(entry.their_shape)})")
+                problems.append(f"{name}: missing (it is {entry.called(index)}, {list(entry.their_shape)})")
             elif shapes[name] != entry.their_shape:
-                theirs, ours = list(shapes[name]), list(entry.their_shape)
-                wrong.append(f"{name}: its shape is {theirs}, config.json makes it {ours}")
+                actual, expected = list(shapes[name]), list(entry.their_shape)
+                problems.append(f"{name}: its shape is {actual}, config.json makes it {expected}")
     unused = {}
     beyond = format_of(model.family).beyond if model else ""
-    for name in sorted(shapes.keys() - known):
+    for name in sorted(shapes.keys() - known_names):
         if DERIVED.fullmatch(name):
             unused[name] = "follows from config.json"
-        elif name == HEAD and EMBEDDING in known:
+        elif name == HEAD and EMBEDDING in known_names:
             unused[name] = TIED
         elif beyond and (name.startswith(BEYOND) or (model and layer_of(name) >= model.num_layers)):
             unused[name] = beyond
         else:
-            wrong.append(f"{name}: {list(shapes[name])}, not known in models of this family")
-    if wrong:
-        more = [f"... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
-        raise HuggingFaceError("\n  ".join([rule, *wrong[:SHOWN], *more]))
+            problems.append(f"{name}: {list(shapes[name])}, not known in models of this family")
+    if problems:
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise HuggingFaceError("\n  ".join([rule, *problems[:SHOWN], *more]))
     return unused
 
 

@@ -62,8 +62,8 @@ class Difference:
 
     def above(self, tolerance: float) -> dict[str, float]:
         """Return the differences above `tolerance`, and those that are NaN, by their names here."""
-        found = {"activations": self.activations, "gradients": self.gradients, f"gradient of {self.worst}": self.weights}
-        return {name: value for name, value in found.items() if not value <= tolerance}  # NaN is above
+        values = {"activations": self.activations, "gradients": self.gradients, f"gradient of {self.worst}": self.weights}
+        return {name: value for name, value in values.items() if not value <= tolerance}  # NaN is above
 
 
 WHOLE = 10  # the limit of the whole model's logits, relative to that of a part
@@ -116,26 +116,26 @@ class Comparison:
 
         Rounding adds up over the layers, so the logits of the whole model may differ by WHOLE times as much.
         """
-        found = ((part.part, part.above(tolerance)) for part in self.parts)
-        named = next(((name, above) for name, above in found if above), None)
-        if named is None:
+        exceeding = ((difference.part, difference.above(tolerance)) for difference in self.parts)
+        first_part = next(((name, above) for name, above in exceeding if above), None)
+        if first_part is None:
             return "" if self.logits <= WHOLE * tolerance else f"no part, but the logits of the whole model, {self.logits:.2g}"
-        return f"{named[0]}: " + ", ".join(f"{name} {value:.2g}" for name, value in named[1].items())
+        return f"{first_part[0]}: " + ", ".join(f"{name} {value:.2g}" for name, value in first_part[1].items())
 
 
-def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
-    """Return the differences of a model from what torch_reference.py has written to `theirs`.
+def against(hf_dir: Path, source: Origin, base: str = "") -> Comparison:
+    """Return the differences of a model from what torch_reference.py has written to `hf_dir`.
 
     base: for a run with adapters, the folder of the base model if it was moved.
 
     Raises:
         HuggingFaceError: the weights cannot be read, or are others than transformers has.
     """
-    tokens_BT, theirs_BTV = np.load(theirs / "tokens.npy"), np.load(theirs / "logits.npy")
+    tokens_BT, hf_BTV = np.load(hf_dir / "tokens.npy"), np.load(hf_dir / "logits.npy")
     run = run_on(source, tokens_BT)
     wanted = (*tokens_BT.shape, run.model.vocab_size)
-    if theirs_BTV.shape != wanted:
-        raise HuggingFaceError(f"{source.name}: logits are {list(wanted)}, those of transformers {list(theirs_BTV.shape)}.")
+    if hf_BTV.shape != wanted:
+        raise HuggingFaceError(f"{source.name}: logits are {list(wanted)}, those of transformers {list(hf_BTV.shape)}.")
     definition, placement = placed(run)
     params = read_params(source, run, definition, placement, base)
     if definition.stored:  # gradients are of whole weights
@@ -144,14 +144,14 @@ def against(theirs: Path, source: Origin, base: str = "") -> Comparison:
         homes = jax.tree.map(lambda spec: NamedSharding(placement.mesh, spec), definition.specs(placement))
         params = jax.jit(decode, out_shardings=homes)(params)
     alone = not_by_parts(run)
-    parts = () if alone else tuple(differences(run, definition, placement, params, theirs))
+    parts = () if alone else tuple(differences(run, definition, placement, params, hf_dir))
     forward, ones_BT = logits_program(definition, placement), np.ones_like(tokens_BT)
     rows = tokens_BT, ones_BT, positions_of(ones_BT)
-    ours_BTV = np.concatenate([forward(params, *(a[b : b + 1] for a in rows)) for b in range(len(tokens_BT))])
-    absolute, same = np.abs(ours_BTV - theirs_BTV).max(), (ours_BTV.argmax(-1) == theirs_BTV.argmax(-1)).mean()
-    logits = largest(ours_BTV, theirs_BTV, theirs_BTV)
-    of_range, not_used = float(np.abs(theirs_BTV).max()), tuple(unused(run, tokens_BT, parts))
-    return Comparison(parts, alone, logits, float(absolute), of_range, float(same), not_used)
+    jax_BTV = np.concatenate([forward(params, *(a[b : b + 1] for a in rows)) for b in range(len(tokens_BT))])
+    absolute, same = np.abs(jax_BTV - hf_BTV).max(), (jax_BTV.argmax(-1) == hf_BTV.argmax(-1)).mean()
+    logits = largest(jax_BTV, hf_BTV, hf_BTV)
+    hf_range, not_used = float(np.abs(hf_BTV).max()), tuple(unused(run, tokens_BT, parts))
+    return Comparison(parts, alone, logits, float(absolute), hf_range, float(same), not_used)
 
 
 def unused(run: RunConfig, tokens_BT: np.ndarray, parts: Sequence[Difference]) -> Iterator[str]:
@@ -162,7 +162,7 @@ def unused(run: RunConfig, tokens_BT: np.ndarray, parts: Sequence[Difference]) -
     ids = len(np.unique(tokens_BT))
     if not model.tied_head and ids < model.vocab_size:
         yield f"{model.vocab_size - ids:,} of {model.vocab_size:,} rows of the embedding"
-    if idle := sum(part.idle for part in parts):
+    if idle := sum(difference.idle for difference in parts):
         yield f"{idle:,} of {model.num_experts * model.stacked_layers:,} experts"
     if model.mtp_layers:
         yield "the modules of multi-token prediction"
@@ -201,15 +201,15 @@ def norms_of(run: RunConfig) -> list[str]:
     """
     if not_by_parts(run):
         return []
-    known, out = entries(run.model), []
-    theirs = {name.removeprefix(PREFIX): entry.theirs[0].removesuffix(".weight") for name, entry in known.items()}
+    by_name, out = entries(run.model), []
+    hf_modules = {name.removeprefix(PREFIX): entry.theirs[0].removesuffix(".weight") for name, entry in by_name.items()}
     for layer in (f"{stack}.{at}." for stack, at in stacks(run.model)):
         if run.model.norm_placement == "post":  # attention and feed-forward see the stream itself
-            first = theirs.get(f"{layer}mlp.router") or theirs[f"{layer}mlp.gate"]
-            out += [theirs[f"{layer}attention.wq"], first.rpartition(".")[0]]
+            first = hf_modules.get(f"{layer}mlp.router") or hf_modules[f"{layer}mlp.gate"]
+            out += [hf_modules[f"{layer}attention.wq"], first.rpartition(".")[0]]
         else:
-            out += [theirs[f"{layer}{norm}_norm.scale"] for norm in ("attention", "mlp")]
-    return [*out, theirs["final_norm.scale"]]
+            out += [hf_modules[f"{layer}{norm}_norm.scale"] for norm in ("attention", "mlp")]
+    return [*out, hf_modules["final_norm.scale"]]
 
 
 def stacks(model: schema.Model) -> list[tuple[str, int]]:
@@ -221,24 +221,24 @@ def sections(model: schema.Model, chunk: int) -> Iterator[Section]:
     """Yield the parts of a model in order. chunk: tokens whose logits exist at one time in the loss."""
     once, kinds = functools.cache(functools.partial), layer_kinds(model)  # equal arguments give the same function
     yield Section("embedding", ("embed",), 0, embedding)
-    for i, (stack, at) in enumerate(stacks(model)):
-        dense, kind = (at, 0) if stack == DENSE else (None, kinds[at])
-        element, place = divmod(at, model.period)
-        within, element = (STACK, element) if dense is None else (f"{stack}.{at}", 0)
-        within += f".{place_name(place, model.period)}" if model.period > 1 else ""
-        mixer = f"{within}.attention", f"{within}.delta"
-        yield Section(f"layer {i}, attention", mixer, element, once(attention, dense, place, kind))
-        yield Section(f"layer {i}, mlp", (f"{within}.mlp",), element, once(feed_forward, dense, place))
+    for i, (stack, index) in enumerate(stacks(model)):
+        dense, kind = (index, 0) if stack == DENSE else (None, kinds[index])
+        element, position = divmod(index, model.period)
+        prefix, element = (STACK, element) if dense is None else (f"{stack}.{index}", 0)
+        prefix += f".{place_name(position, model.period)}" if model.period > 1 else ""
+        mixer = f"{prefix}.attention", f"{prefix}.delta"
+        yield Section(f"layer {i}, attention", mixer, element, once(attention, dense, position, kind))
+        yield Section(f"layer {i}, mlp", (f"{prefix}.mlp",), element, once(feed_forward, dense, position))
     weights = "final_norm", "embed" if model.tied_head else "head"
     yield Section("final norm and head", weights, 0, once(head, chunk))
 
 
-def block_of(model: Transformer, dense: int | None, place: int) -> Block:
+def block_of(model: Transformer, dense: int | None, position: int) -> Block:
     """Return a dense layer, or the layer at a place of the stack's only element, with its weights gathered."""
     if dense is not None:
         return model.ctx.zero.gather_module(model.dense_layers.blocks[dense])
     element: Block | Period = layer_at(model.layers, 0)
-    return model.ctx.zero.gather_module(element if isinstance(element, Block) else element.layers[place][0])
+    return model.ctx.zero.gather_module(element if isinstance(element, Block) else element.layers[position][0])
 
 
 def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array) -> Outputs:
@@ -248,18 +248,18 @@ def embedding(model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: j
 
 
 def attention(
-    dense: int | None, place: int, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+    dense: int | None, position: int, kind: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
 ) -> Outputs:
     """Return the residual stream after attention, twice."""
-    y_BTD, _ = block_of(model, dense, place).attend(x_BTD, shared, kind, None)
+    y_BTD, _ = block_of(model, dense, position).attend(x_BTD, shared, kind, None)
     return y_BTD, y_BTD
 
 
 def feed_forward(
-    dense: int | None, place: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
+    dense: int | None, position: int, model: Transformer, shared: Shared, x_BTD: jax.Array, tokens_BT: jax.Array
 ) -> Outputs:
     """Return the residual stream after the feed-forward block, twice."""
-    y_BTD, _ = block_of(model, dense, place).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
+    y_BTD, _ = block_of(model, dense, position).feed_forward((x_BTD, no_statistics(model.model, 1)), shared)
     return y_BTD, y_BTD
 
 
@@ -281,73 +281,73 @@ def program(definition: Definition, placement: Placement, compute: Compute, weig
     chosen = jax.tree.map(lambda name: name.startswith(weights) and not is_adapter(name), names(definition.abstract))
     axes, specs = part(definition.axes, chosen), definition.specs(placement)
 
-    def run(params: Params, at: jax.Array, x: jax.Array, dy: jax.Array, *rows: jax.Array) -> tuple[Any, jax.Array, Params]:
+    def step(params: Params, index: jax.Array, x: jax.Array, dy: jax.Array, *rows: jax.Array) -> tuple[Any, jax.Array, Params]:
         tokens_BT, segments_BT, positions_BT = rows
-        params = {**params, STACK: jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, at, 1), params[STACK])}
+        params = {**params, STACK: jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), params[STACK])}
 
-        def outputs(own: Params, x: jax.Array) -> Outputs:
-            model = definition.bind(filled(params, own))
+        def outputs(subtree: Params, x: jax.Array) -> Outputs:
+            model = definition.bind(filled(params, subtree))
             return compute(model, model.share(segments_BT, positions_BT), x, tokens_BT)
 
         _, vjp, y = jax.vjp(outputs, part(params, chosen), x, has_aux=True)
         # All devices have the same tokens, and so equal shares of the loss (sharding.py).
-        own, dx = vjp(dy / placement.mesh.size)
-        own = definition.bind(params).ctx.zero.reduce_gradients(own, axes)
-        return y, all_reduce(dx, placement.all_axes), own
+        weight_grads, dx = vjp(dy / placement.mesh.size)
+        weight_grads = definition.bind(params).ctx.zero.reduce_gradients(weight_grads, axes)
+        return y, all_reduce(dx, placement.all_axes), weight_grads
 
-    return jax.jit(placement.shard_map(run, (specs, *(P(),) * 6), (P(), P(), part(specs, chosen))))
+    return jax.jit(placement.shard_map(step, (specs, *(P(),) * 6), (P(), P(), part(specs, chosen))))
 
 
 def differences(
-    run: RunConfig, definition: Definition, placement: Placement, params: Params, theirs: Path
+    run: RunConfig, definition: Definition, placement: Placement, params: Params, hf_dir: Path
 ) -> Iterator[Difference]:
     """Yield the differences of each part, in the order of the model. Rows are computed one by one.
 
     Args:
         run, definition, placement, params: the model, and its weights in float32.
-        theirs: the folder that torch_reference.py has written.
+        hf_dir: the folder that torch_reference.py has written.
     """
-    tokens_BT = np.load(theirs / "tokens.npy")
+    tokens_BT = np.load(hf_dir / "tokens.npy")
     rows = tokens_BT, np.ones_like(tokens_BT), positions_of(np.ones_like(tokens_BT))
-    states, cotangents = (np.load(theirs / f"{name}.npy", mmap_mode="r").swapaxes(0, 1) for name in ("states", "cotangents"))
-    logits_BTV = np.load(theirs / "logits.npy", mmap_mode="r")
-    files = {file.stem: file for file in (theirs / "weights").glob("*.npy")}
-    known = entries(run.model, files)
+    states, cotangents = (np.load(hf_dir / f"{name}.npy", mmap_mode="r").swapaxes(0, 1) for name in ("states", "cotangents"))
+    logits_BTV = np.load(hf_dir / "logits.npy", mmap_mode="r")
+    files = {file.stem: file for file in (hf_dir / "weights").glob("*.npy")}
+    by_name = entries(run.model, files)
     if run.model.tied_head:
-        known[PREFIX + "head"] = dataclasses.replace(known[f"{PREFIX}embed.embedding"], read=(HEAD,), copies=())
-    named = {x for entry in known.values() for x in entry.theirs}
-    if unknown := sorted(files.keys() - named):
+        by_name[PREFIX + "head"] = dataclasses.replace(by_name[f"{PREFIX}embed.embedding"], read=(HEAD,), copies=())
+    hf_names = {x for entry in by_name.values() for x in entry.theirs}
+    if unknown := sorted(files.keys() - hf_names):
         rule = f"transformers computes with {unknown[0]}, which is not in this model"
         raise HuggingFaceError(f"{rule}. Fix: compare a folder that was exported from it, or imported as it.")
-    built = functools.cache(functools.partial(program, definition, placement))
+    compiled = functools.cache(functools.partial(program, definition, placement))
     nothing = np.zeros((len(tokens_BT), 1, 1), np.float32)
-    of_loss = np.full(len(tokens_BT), 1 / tokens_BT.size, np.float32)
+    loss_cotangent = np.full(len(tokens_BT), 1 / tokens_BT.size, np.float32)
     for i, section in enumerate(sections(run.model, run.loss.chunk)):
         last = i == len(states)
         x, dx = (states[i - 1], cotangents[i - 1]) if i else (nothing, nothing)
-        y, dy = (logits_BTV, of_loss) if last else (states[i], cotangents[i])
-        outputs, inputs, own = [], [], {}
+        y, dy = (logits_BTV, loss_cotangent) if last else (states[i], cotangents[i])
+        outputs, inputs, weight_grads = [], [], {}
         for b in range(len(tokens_BT)):
-            given = x[b : b + 1], dy[b] if last else dy[b : b + 1], *(a[b : b + 1] for a in rows)
-            y_b, dx_b, own_b = built(section.compute, section.weights)(params, np.int32(section.at), *given)
+            arguments = x[b : b + 1], dy[b] if last else dy[b : b + 1], *(a[b : b + 1] for a in rows)
+            y_b, dx_b, weight_grads_b = compiled(section.compute, section.weights)(params, np.int32(section.at), *arguments)
             outputs.append(np.asarray(y_b))
             inputs.append(np.asarray(dx_b))
-            own = jax.tree.map(jnp.add, own, own_b) if own else own_b
+            weight_grads = jax.tree.map(jnp.add, weight_grads, weight_grads_b) if weight_grads else weight_grads_b
         activations = largest(np.concatenate(outputs), y, y - x if i and not last else y)
         gradients = largest(np.concatenate(inputs), dx, dx if last else dx - dy) if i else 0.0
-        of_weights, idle = {}, 0
-        for name, gradient in zip(jax.tree.leaves(names(own)), jax.tree.leaves(own), strict=True):
+        weight_errors, idle = {}, 0
+        for name, gradient in zip(jax.tree.leaves(names(weight_grads)), jax.tree.leaves(weight_grads), strict=True):
             stacked = name.startswith(f"{STACK}.")
             full = layer_name(PREFIX + name, section.at).removeprefix(PREFIX) if stacked else name
-            entry = known[PREFIX + ("head" if last and name.startswith("embed") else full)]
-            wanted = gradient_of(entry, files)
-            off = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - wanted)
-            of_weights[full] = ratio(off, np.linalg.norm(wanted))
+            entry = by_name[PREFIX + ("head" if last and name.startswith("embed") else full)]
+            expected = gradient_of(entry, files)
+            error = np.linalg.norm(np.asarray(gradient[0] if stacked else gradient) - expected)
+            weight_errors[full] = ratio(error, np.linalg.norm(expected))
             if entry.how.ours.startswith("E ") and name.endswith("down"):
-                idle = int((~wanted.reshape(len(wanted), -1).any(1)).sum())
+                idle = int((~expected.reshape(len(expected), -1).any(1)).sum())
         # NaN counts as the largest.
-        worst = max(of_weights, key=lambda name: np.nan_to_num(of_weights[name], nan=np.inf))
-        yield Difference(section.name, activations, gradients, of_weights[worst], worst, idle)
+        worst = max(weight_errors, key=lambda name: np.nan_to_num(weight_errors[name], nan=np.inf))
+        yield Difference(section.name, activations, gradients, weight_errors[worst], worst, idle)
 
 
 def gradient_of(entry: Entry, files: Mapping[str, Path]) -> np.ndarray:
@@ -356,12 +356,12 @@ def gradient_of(entry: Entry, files: Mapping[str, Path]) -> np.ndarray:
     return entry.to_ours(stored, np.dtype(np.float32), (slice(None),) * len(entry.shape))
 
 
-def largest(ours_BTX: np.ndarray, theirs_BTX: np.ndarray, added_BTX: np.ndarray) -> float:
+def largest(jax_BTX: np.ndarray, hf_BTX: np.ndarray, added_BTX: np.ndarray) -> float:
     """Return the largest difference of a token, relative to the root mean square over the tokens of `added_BTX`."""
-    off_BT, added_BT = (np.linalg.norm(a, axis=-1) for a in (ours_BTX - theirs_BTX, added_BTX))
-    return ratio(off_BT.max(), np.sqrt(np.mean(added_BT**2)))
+    error_BT, added_BT = (np.linalg.norm(a, axis=-1) for a in (jax_BTX - hf_BTX, added_BTX))
+    return ratio(error_BT.max(), np.sqrt(np.mean(added_BT**2)))
 
 
-def ratio(difference: Any, of: Any) -> float:
-    """Return difference / of; 0 for 0 / 0."""
-    return float(difference / of) if of else float("inf" if difference else 0)
+def ratio(difference: Any, reference: Any) -> float:
+    """Return difference / reference; 0 for 0 / 0."""
+    return float(difference / reference) if reference else float("inf" if difference else 0)

@@ -80,11 +80,11 @@ def adapter_entries(model: Model, rank: int, ranks: Mapping[str, int] = MappingP
         if weight.ours.rpartition(".")[2] not in EQUATIONS or ".delta." in weight.ours or is_of_experts(weight):
             continue
         outputs, inputs = weight.how.axes
-        ours = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
+        jax_axes = [" ".join(c for c in flat(weight.how.ours) if c in axes) for axes in (outputs, inputs)]
         layer = MODEL + weight.theirs[0].removesuffix(".weight")
         sizes = {**weight.sizes, "R": ranks.get(layer.rpartition(".")[2], rank)}
-        a = HfTensor(layer + A_NAME, f"{ours[1]} R", f"R {inputs}")
-        b = HfTensor(layer + B_NAME, f"R {ours[0]}", f"{outputs} R", weight.how.part, weight.how.interleaved)
+        a = HfTensor(layer + A_NAME, f"{jax_axes[1]} R", f"R {inputs}")
+        b = HfTensor(layer + B_NAME, f"R {jax_axes[0]}", f"{outputs} R", weight.how.part, weight.how.interleaved)
         out |= _pair(weight.ours, a, b, sizes)
     return out
 
@@ -116,17 +116,17 @@ def expert_entries(model: Model, targets: Collection[str], ranks: Mapping[str, i
     """
     out: dict[str, Entry] = {}
     for weight in filter(is_of_experts, entries(model).values()):
-        ours, _, name = weight.ours.rpartition(".")
-        how = EXPERTS_TOGETHER[f"layers.{{i}}.mlp.{name}"] if weight.how.each_expert else weight.how
-        found = LAYER.match(weight.theirs[0])
-        if name not in targets or found is None:
+        prefix, _, name = weight.ours.rpartition(".")
+        spec = EXPERTS_TOGETHER[f"layers.{{i}}.mlp.{name}"] if weight.how.each_expert else weight.how
+        layer = LAYER.match(weight.theirs[0])
+        if name not in targets or layer is None:
             continue
-        module, _, parameter = (how.parameter or how.name).replace("{i}", found[1]).rpartition(".")
+        module, _, parameter = (spec.parameter or spec.name).replace("{i}", layer[1]).rpartition(".")
         inner = INNER if parameter == GATE_UP and "down" in targets else ""
         into = "F" if name == "down" else "D"
-        outputs = next(axis for axis in how.axes[1:] if into not in axis)
+        outputs = next(axis for axis in spec.axes[1:] if into not in axis)
         a = HfTensor(MODEL + module + inner + A_NAME, f"E {into} R", f"(E R) {into}")
-        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", how.part)
+        b = HfTensor(MODEL + module + inner + B_NAME, f"E R {'D' if name == 'down' else 'F'}", f"{outputs} (R E)", spec.part)
         out |= _pair(weight.ours, a, b, {**weight.sizes, "R": ranks[parameter]})
     return out
 
@@ -147,32 +147,32 @@ def module_entries(model: Model, rank: int) -> dict[str, Entry]:
 def _pair(weight: str, a: HfTensor, b: HfTensor, sizes: Mapping[str, int], modules: Sequence[str] = ()) -> dict[str, Entry]:
     """Return the entries of a weight's two matrices. modules: those with the matrices, if each expert has a module."""
     out = {}
-    for half, suffix, how in ((A, A_NAME, a), (B, B_NAME, b)):
+    for half, suffix, spec in ((A, A_NAME, a), (B, B_NAME, b)):
         name = adapter_of(weight, half)
-        out[name] = Entry(name, tuple(module + suffix for module in modules) or (how.name,), how, sizes)
+        out[name] = Entry(name, tuple(module + suffix for module in modules) or (spec.name,), spec, sizes)
     return out
 
 
-def widened(x: np.ndarray, at: int, wide: int, axis: int) -> np.ndarray:
-    """Return an adapter matrix with `wide` times its rank: its own ranks are part `at`, and all others are zero.
+def widened(x: np.ndarray, index: int, multiple: int, axis: int) -> np.ndarray:
+    """Return an adapter matrix with `multiple` times its rank: its own ranks are part `index`, and all others are zero.
 
     axis: that of the ranks.
     """
-    return np.concatenate([x if i == at else np.zeros_like(x) for i in range(wide)], axis)
+    return np.concatenate([x if i == index else np.zeros_like(x) for i in range(multiple)], axis)
 
 
 def _axis_of_ranks(name: str, experts: bool) -> int:
     return -1 if name.endswith(A) else int(experts)
 
 
-def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: schema.Lora, base: str) -> list[str]:
+def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config: schema.Lora, base: str) -> list[str]:
     """Write an adapter for PEFT and return the names of its tensors.
 
     Args:
         folder: the folder to write.
         adapters: all adapter matrices of the model, by jaxtrain's names.
         model: the config of the base model.
-        how: the settings of the adapters.
+        config: the settings of the adapters.
         base: base_model_name_or_path in adapter_config.json.
 
     Raises:
@@ -180,18 +180,18 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
     """
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
         raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
-    targets, modules_of = parts_of(how.targets), fused_modules(model)
-    wide = {module: len(names) for module, names in modules_of.items()}
-    plain = adapter_entries(model, how.rank, {module: n * how.rank for module, n in wide.items()})
-    fused = [name for name in IN_ORDER if name in targets and how.experts != "none" and model.num_experts]
-    ranks = {GATE_UP: len(fused) * how.rank, DOWN: how.rank}
+    targets, modules_of = parts_of(config.targets), fused_modules(model)
+    multiples = {module: len(names) for module, names in modules_of.items()}
+    plain = adapter_entries(model, config.rank, {module: n * config.rank for module, n in multiples.items()})
+    fused = [name for name in IN_ORDER if name in targets and config.experts != "none" and model.num_experts]
+    ranks = {GATE_UP: len(fused) * config.rank, DOWN: config.rank}
     experts = expert_entries(model, targets, ranks)
     tensors: dict[str, np.ndarray] = {}
     modules, parameters = set(), set()
     for name, x in adapters.items():
         x, entry = np.asarray(x, np.float32), plain.get(name) or experts[name]
-        theirs = entry.theirs[0]
-        module = theirs.removesuffix(A_NAME).removesuffix(B_NAME)
+        hf_name = entry.theirs[0]
+        module = hf_name.removesuffix(A_NAME).removesuffix(B_NAME)
         if name in plain:
             names = modules_of.get(module.rpartition(".")[2])
             # PEFT takes gate_proj among target_modules for that of experts.
@@ -208,34 +208,36 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, how: s
             block = ".".join(module.removesuffix(INNER).split(".")[-2:])
             parameters.add(f"{block}.{DOWN if weight_of(name) == 'down' else GATE_UP}")
         # Weights in one tensor have ranks and outputs of their own, and zeros in the others'.
-        tensors[theirs] = tensors.get(theirs, np.float32(0)) + entry.to_theirs(x)
-    wide = {module: n for module, n in wide.items() if module in modules} | ({GATE_UP: len(fused)} if len(fused) > 1 else {})
+        tensors[hf_name] = tensors.get(hf_name, np.float32(0)) + entry.to_theirs(x)
+    multiples = {module: n for module, n in multiples.items() if module in modules} | (
+        {GATE_UP: len(fused)} if len(fused) > 1 else {}
+    )
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": how.rank,
-        "lora_alpha": int(how.alpha) if how.alpha == int(how.alpha) else how.alpha,
+        "r": config.rank,
+        "lora_alpha": int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,
         "target_modules": sorted(modules),
         **({"target_parameters": sorted(parameters)} if parameters else {}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": how.rslora,
+        "use_rslora": config.rslora,
         "use_dora": False,
         "modules_to_save": None,
-        "rank_pattern": {PATTERN + module: how.rank * n for module, n in wide.items()},
-        "alpha_pattern": {PATTERN + module: wide_alpha(how, n) for module, n in wide.items()},
+        "rank_pattern": {PATTERN + module: config.rank * n for module, n in multiples.items()},
+        "alpha_pattern": {PATTERN + module: wide_alpha(config, n) for module, n in multiples.items()},
     }
     write_atomic(folder / TENSORS, safetensors.numpy.save(tensors, metadata={"format": "pt"}))
     write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     return sorted(tensors)
 
 
-def wide_alpha(how: schema.Lora, wide: int) -> float:
-    """Return the alpha with which a rank `wide` times as large has the same scale."""
-    return how.alpha * (math.sqrt(wide) if how.rslora else wide)
+def wide_alpha(config: schema.Lora, multiple: int) -> float:
+    """Return the alpha with which a rank `multiple` times as large has the same scale."""
+    return config.alpha * (math.sqrt(multiple) if config.rslora else multiple)
 
 
 def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray], list[str]]:
@@ -246,142 +248,148 @@ def read(folder: Path, model: Model) -> tuple[schema.Lora, dict[str, np.ndarray]
     """
     if not (folder / CONFIG).is_file():
         raise HuggingFaceError(f"{folder} holds no adapter of PEFT: it has no {CONFIG}. Name the adapter's folder.")
-    found = read_object(folder / CONFIG)
+    settings = read_object(folder / CONFIG)
     try:
         tensors = safetensors.numpy.load_file(folder / TENSORS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise HuggingFaceError(f"{folder / TENSORS}: cannot be read ({error}). Fetch it again.") from error
-    kind = found.get("peft_type")
+    kind = settings.get("peft_type")
     if kind != "LORA":
         raise HuggingFaceError(f"{folder / CONFIG}: peft_type is {kind!r}; LORA can be read, and nothing else.")
     fused = fused_modules(model)
     modules = {PATTERN + module for module in (*fused, *[GATE_UP] * bool(model.num_experts))}
-    known_keys = (*WITHOUT_EFFECT, *READ, *(key for key in READ_OF_MODULES if {*(found.get(key) or {})} <= modules))
-    unknown = [f"{k} = {value!r}" for k, value in found.items() if k not in known_keys and value not in OFF]
-    if found.get("init_lora_weights", True) not in INITIAL:
-        unknown.append(f"init_lora_weights = {found['init_lora_weights']!r}")
+    known_keys = (*WITHOUT_EFFECT, *READ, *(key for key in READ_OF_MODULES if {*(settings.get(key) or {})} <= modules))
+    unknown = [f"{k} = {value!r}" for k, value in settings.items() if k not in known_keys and value not in OFF]
+    if settings.get("init_lora_weights", True) not in INITIAL:
+        unknown.append(f"init_lora_weights = {settings['init_lora_weights']!r}")
     if unknown:
         rule = f"{'; '.join(unknown)}: jaxtrain's adapters have nothing of the kind"
         raise HuggingFaceError(f"{folder / CONFIG}: {rule}. {MERGE}")
-    rank, alpha, notes = found.get("r"), found.get("lora_alpha"), []
+    rank, alpha, notes = settings.get("r"), settings.get("lora_alpha"), []
     if type(rank) is not int or rank < 1:
         raise HuggingFaceError(f"{folder / CONFIG}: r = {rank!r}: must be a whole number above 0.")
-    alpha = _alpha(folder, "lora_alpha", alpha)
-    rslora, parameters = found.get("use_rslora") or False, found.get("target_parameters") or []
+    alpha = _parse_alpha(folder, "lora_alpha", alpha)
+    rslora, parameters = settings.get("use_rslora") or False, settings.get("target_parameters") or []
     if type(rslora) is not bool:
         raise HuggingFaceError(f"{folder / CONFIG}: use_rslora = {rslora!r}: must be true or false.")
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         raise HuggingFaceError(f"{folder / CONFIG}: target_parameters = {parameters!r}: must be a list of names.")
-    how = schema.Lora(rank, alpha, rslora=rslora)
-    if found.get("lora_dropout"):
-        notes.append(f"lora_dropout = {found['lora_dropout']}: jaxtrain has none, which matters for training only")
-    if wrong := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
-        raise HuggingFaceError(f"{folder / TENSORS}: {wrong} has values that are NaN or infinite. Fetch it again.")
-    if wrong := next((name for name in sorted(tensors) if ".linear_attn." in name), None):
-        raise HuggingFaceError(f"{folder / TENSORS}: {wrong}: gated delta nets have no adapters in jaxtrain. {MERGE}")
-    multiples = {module: _multiple(folder, how, found, module, names) for module, names in fused.items()}
-    known = adapter_entries(model, rank, {module: n * rank for module, n in multiples.items()})
-    adapted = {weight_of(name) for name, e in known.items() if e.theirs[0] in tensors}
-    wanted = {name: e for name, e in known.items() if weight_of(name) in adapted}
-    experts, wide = _of_experts(folder, model, how, found, tensors)
+    config = schema.Lora(rank, alpha, rslora=rslora)
+    if settings.get("lora_dropout"):
+        notes.append(f"lora_dropout = {settings['lora_dropout']}: jaxtrain has none, which matters for training only")
+    if bad_name := next((name for name, x in sorted(tensors.items()) if not np.isfinite(x.astype(np.float32)).all()), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {bad_name} has values that are NaN or infinite. Fetch it again.")
+    if bad_name := next((name for name in sorted(tensors) if ".linear_attn." in name), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {bad_name}: gated delta nets have no adapters in jaxtrain. {MERGE}")
+    multiples = {module: _rank_multiple(folder, config, settings, module, names) for module, names in fused.items()}
+    known_entries = adapter_entries(model, rank, {module: n * rank for module, n in multiples.items()})
+    adapted = {weight_of(name) for name, entry in known_entries.items() if entry.theirs[0] in tensors}
+    wanted = {name: entry for name, entry in known_entries.items() if weight_of(name) in adapted}
+    experts, multiple = _read_expert_entries(folder, model, config, settings, tensors)
     wanted |= experts
     shapes = {name: x.shape for name, x in tensors.items()}
     match(wanted, shapes, f"{folder}: the adapter does not fit this model. Name the base that it was made for. Its tensors:")
-    ours: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     written: dict[str, np.ndarray] = {}
-    for name, e in wanted.items():
-        x = e.to_ours([tensors[theirs] for theirs in e.theirs], np.dtype("float32"), tuple(slice(None) for _ in e.shape))
-        if e.how.parts and len(e.theirs) == 1:
-            written[e.theirs[0]] = e.to_theirs(x, others=written.get(e.theirs[0]))
-        module = module_of(e.theirs[0])
-        names, n = (IN_ORDER, wide) if name in experts else (fused.get(module, ()), multiples.get(module, 1))
+    for name, entry in wanted.items():
+        x = entry.to_ours(
+            [tensors[hf_name] for hf_name in entry.theirs], np.dtype("float32"), tuple(slice(None) for _ in entry.shape)
+        )
+        if entry.how.parts and len(entry.theirs) == 1:
+            written[entry.theirs[0]] = entry.to_theirs(x, out=written.get(entry.theirs[0]))
+        module = module_of(entry.theirs[0])
+        names, n = (IN_ORDER, multiple) if name in experts else (fused.get(module, ()), multiples.get(module, 1))
         if n > 1 and weight_of(name) in names:
-            x = _narrowed(folder, e.theirs[0], name, x, rank, names, _axis_of_ranks(name, name in experts))
-        ours[name] = x
-    if left := next((name for name, x in written.items() if not np.array_equal(x, tensors[name].astype(np.float32))), None):
-        raise HuggingFaceError(f"{folder / TENSORS}: {left} adapts outputs that have no adapters in jaxtrain. {MERGE}")
+            x = _narrow(folder, entry.theirs[0], name, x, rank, names, _axis_of_ranks(name, name in experts))
+        arrays[name] = x
+    if extra := next((name for name, x in written.items() if not np.array_equal(x, tensors[name].astype(np.float32))), None):
+        raise HuggingFaceError(f"{folder / TENSORS}: {extra} adapts outputs that have no adapters in jaxtrain. {MERGE}")
     for module in (module for module, n in multiples.items() if n > 1):  # an export has zeros for weights without adapters
         for weight in fused[module]:
-            of_weight = [name for name in ours if name in known and weight_of(name) == weight]
-            if not any(ours[name].any() for name in of_weight if name.endswith(A)):
+            weight_names = [name for name in arrays if name in known_entries and weight_of(name) == weight]
+            if not any(arrays[name].any() for name in weight_names if name.endswith(A)):
                 adapted.discard(weight)
-                ours = {name: x for name, x in ours.items() if name not in of_weight}
-    if wide == 1:
-        notes += _drop_unused_half(ours, experts)
+                arrays = {name: x for name, x in arrays.items() if name not in weight_names}
+    if multiple == 1:
+        notes += _drop_unused_half(arrays, experts)
     adapted |= {weight_of(name) for name in experts}
     targets = ",".join(name for name in EQUATIONS if name in adapted)
     none = bool(model.num_experts and adapted & {*FEED_FORWARD} and not experts)
-    return dataclasses.replace(how, targets=targets, experts="none" if none else "each"), ours, notes
+    return dataclasses.replace(config, targets=targets, experts="none" if none else "each"), arrays, notes
 
 
-def _alpha(folder: Path, key: str, value: Any) -> float:
+def _parse_alpha(folder: Path, key: str, value: Any) -> float:
     """Return an alpha of adapter_config.json as a number above 0. Raises HuggingFaceError."""
     try:
         alpha = math.nan if isinstance(value, bool | str) else float(value)
     except (OverflowError, TypeError):
         alpha = math.nan
-    if wrong := schema.declared()["lora.alpha"].out_of_range(alpha):
-        raise HuggingFaceError(f"{folder / CONFIG}: {key} = {value!r}: {wrong[0]}.")
+    if problems := schema.declared()["lora.alpha"].out_of_range(alpha):
+        raise HuggingFaceError(f"{folder / CONFIG}: {key} = {value!r}: {problems[0]}.")
     return alpha
 
 
-def _of_experts(
-    folder: Path, model: Model, how: schema.Lora, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+def _read_expert_entries(
+    folder: Path, model: Model, config: schema.Lora, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Entry], int]:
     """Return the entries of experts' adapters in PEFT's files, and the rank of gate_up_proj as a multiple of the others'.
 
     Raises HuggingFaceError if rank_pattern or alpha_pattern are others than an export has.
     """
-    modules = {name: e for name, e in module_entries(model, how.rank).items() if {*e.theirs} & tensors.keys()}
+    modules = {name: e for name, e in module_entries(model, config.rank).items() if {*e.theirs} & tensors.keys()}
     if modules:
         present = {weight_of(name) for name in modules}
-        return {name: e for name, e in module_entries(model, how.rank).items() if weight_of(name) in present}, 1
-    asked = {name.rpartition(".")[2] for name in config.get("target_parameters") or ()}
-    names = [*(IN_ORDER if GATE_UP in asked else ()), *(["down"] if DOWN in asked else [])]
+        return {name: e for name, e in module_entries(model, config.rank).items() if weight_of(name) in present}, 1
+    parameters = {name.rpartition(".")[2] for name in settings.get("target_parameters") or ()}
+    names = [*(IN_ORDER if GATE_UP in parameters else ()), *(["down"] if DOWN in parameters else [])]
     if not model.num_experts:
         return {}, 1
-    wide = _multiple(folder, how, config, GATE_UP, IN_ORDER)
-    return expert_entries(model, names, {GATE_UP: wide * how.rank, DOWN: how.rank}), wide
+    multiple = _rank_multiple(folder, config, settings, GATE_UP, IN_ORDER)
+    return expert_entries(model, names, {GATE_UP: multiple * config.rank, DOWN: config.rank}), multiple
 
 
-def _multiple(folder: Path, how: schema.Lora, config: Mapping[str, Any], module: str, names: Sequence[str]) -> int:
+def _rank_multiple(folder: Path, config: schema.Lora, settings: Mapping[str, Any], module: str, names: Sequence[str]) -> int:
     """Return the rank of a module with the weights `names` as a multiple of the others': 1, or the number of weights.
 
     Raises HuggingFaceError if rank_pattern or alpha_pattern are others than an export has.
     """
-    rank, alpha = ((config.get(key) or {}).get(PATTERN + module) for key in READ_OF_MODULES)
-    rank = how.rank if rank is None else rank
-    alpha = how.alpha if alpha is None else _alpha(folder, f"alpha_pattern of {module}", alpha)
-    wide = len(names) if rank == len(names) * how.rank else 1
-    if (rank, alpha) == (wide * how.rank, wide_alpha(how, wide)):
-        return wide
-    rule = f"rank {rank!r} and alpha {alpha!r} of {module}: must be {how.rank} and {how.alpha:g}, as for the other weights"
-    all_of_them = f"{len(names) * how.rank} and {wide_alpha(how, len(names)):g}, of separate adapters of {' and '.join(names)}"
+    rank, alpha = ((settings.get(key) or {}).get(PATTERN + module) for key in READ_OF_MODULES)
+    rank = config.rank if rank is None else rank
+    alpha = config.alpha if alpha is None else _parse_alpha(folder, f"alpha_pattern of {module}", alpha)
+    multiple = len(names) if rank == len(names) * config.rank else 1
+    if (rank, alpha) == (multiple * config.rank, wide_alpha(config, multiple)):
+        return multiple
+    rule = (
+        f"rank {rank!r} and alpha {alpha!r} of {module}: must be {config.rank} and {config.alpha:g}, as for the other weights"
+    )
+    all_of_them = (
+        f"{len(names) * config.rank} and {wide_alpha(config, len(names)):g}, of separate adapters of {' and '.join(names)}"
+    )
     raise HuggingFaceError(f"{folder / CONFIG}: {rule}, or {all_of_them}. {MERGE}")
 
 
-def _narrowed(folder: Path, tensor: str, name: str, x: np.ndarray, rank: int, names: Sequence[str], axis: int) -> np.ndarray:
+def _narrow(folder: Path, tensor: str, name: str, x: np.ndarray, rank: int, names: Sequence[str], axis: int) -> np.ndarray:
     """Return the matrix of one of the weights `names` from PEFT's `tensor` of their module: the inverse of `widened`."""
     start = names.index(weight_of(name)) * rank
-    own = np.take(x, range(start, start + rank), axis)
-    if name.endswith(B) and np.count_nonzero(x) != np.count_nonzero(own):
+    selected = np.take(x, range(start, start + rank), axis)
+    if name.endswith(B) and np.count_nonzero(x) != np.count_nonzero(selected):
         rule = f"in {tensor}, the outputs of {weight_of(name)} depend on ranks of another weight"
         raise HuggingFaceError(f"{folder / TENSORS}: {rule}, so these are no adapters of rank {rank}. {MERGE}")
-    return own
+    return selected
 
 
-def _drop_unused_half(ours: dict[str, np.ndarray], experts: dict[str, Entry]) -> list[str]:
+def _drop_unused_half(arrays: dict[str, np.ndarray], experts: dict[str, Entry]) -> list[str]:
     """Leave out the adapters of gate or up of gate_up_proj if their outputs are zero in all layers. Return notes on it.
 
     PEFT has the zeros of one half if only the other was trained.
     """
-    used = {half: any(ours[name].any() for name in experts if name.endswith(half + B)) for half in IN_ORDER}
-    here = {weight_of(name) for name in experts}
-    unused = [half for half in IN_ORDER if half in here and not used[half]]
-    if len(unused) != 1 or not here >= {*IN_ORDER}:
+    used = {half: any(arrays[name].any() for name in experts if name.endswith(half + B)) for half in IN_ORDER}
+    present = {weight_of(name) for name in experts}
+    unused = [half for half in IN_ORDER if half in present and not used[half]]
+    if len(unused) != 1 or not present >= {*IN_ORDER}:
         return []
     for name in [name for name in experts if weight_of(name) == unused[0]]:
-        del ours[name], experts[name]
+        del arrays[name], experts[name]
     return [f"the experts' {unused[0]}: its half of {GATE_UP} is zero, and has no adapters here"]
 
 
@@ -415,8 +423,8 @@ def export_adapter(path: str, folder: Path, base: str = "", ema: bool = False) -
         raise HuggingFaceError(f"{source.name} is of a run without adapters: lora.rank is 0.")
     if not base or (Path(base).is_dir() and not is_folder(base)):
         base = base_name(base or lora.base_path(source.meta))
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {name: a.update(sharding=here) for name, a in source.stored.items() if name.startswith(PREFIX)}
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = {name: a.update(sharding=sharding) for name, a in source.stored.items() if name.startswith(PREFIX)}
     adapters = {name: np.asarray(x) for name, x in source.read(wanted).items()}
     written = write(folder, adapters, run.model, run.lora, base)
     if template := source.text().template:
@@ -438,17 +446,17 @@ def base_name(path: str) -> str:
         CheckpointError: `path` does not exist, or has no weights.
         HuggingFaceError: the base is a run that jaxtrain trained, or the folder it was imported from is gone.
     """
-    found = Path(path)
+    folder = Path(path)
     if not is_folder(path):
         try:
             meta = open_origin(path).meta
         except CheckpointError as error:
             raise lora.gone(path, error) from error
-        found = Path(meta["hugging_face"]["folder"]) if "hugging_face" in meta else found
-    if found.parent.name == "snapshots" and found.parent.parent.name.startswith("models--"):  # a folder of the hub's cache
-        return found.parent.parent.name.removeprefix("models--").replace("--", "/")
-    if is_folder(found):
-        return str(found.absolute())
+        folder = Path(meta["hugging_face"]["folder"]) if "hugging_face" in meta else folder
+    if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):  # a folder of the hub's cache
+        return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+    if is_folder(folder):
+        return str(folder.absolute())
     raise HuggingFaceError(
         spelled(
             f"--base: is needed, because the base of these adapters, {path}, is no Hugging Face model that PEFT could load. "
@@ -480,11 +488,11 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     check_new(out)
     source = open_origin(base)
     if source.adapters:
-        own = lora.base_path(source.meta)
-        raise HuggingFaceError(f"--base = {base}: holds adapters, and no model. Fix: --base={own}, which is their base.")
+        base_path = lora.base_path(source.meta)
+        raise HuggingFaceError(f"--base = {base}: holds adapters, and no model. Fix: --base={base_path}, which is their base.")
     source.announce()
     run = source.run()
-    settings, found, notes = read(folder, run.model)
+    settings, adapters, notes = read(folder, run.model)
     if not settings.targets:
         raise HuggingFaceError(
             f"{folder}: adapts none of {', '.join(run.model.adaptable(experts=True))}, which are all that jaxtrain can."
@@ -496,17 +504,17 @@ def import_adapter(folder: Path, base: str, out: Path) -> tuple[RunConfig, list[
     run = dataclasses.replace(run, lora=settings, init=schema.Init(path), train=dataclasses.replace(run.train, freeze=""))
     definition, placement = placed(run)
     wanted = {n: a for n, a in abstract_tensors(abstract_of(definition, placement)).items() if n.startswith(PREFIX)}
-    of_base = {name: a for name, a in wanted.items() if not is_adapter(name)}
-    begun = {name: a for name, a in wanted.items() if is_adapter(name) and name not in found}
-    if begun:
-        halves = sorted(name.removeprefix(PREFIX).replace(f".{MODULE}.", ".") for name in begun if name.endswith(A))
+    base_tensors = {name: a for name, a in wanted.items() if not is_adapter(name)}
+    new_adapters = {name: a for name, a in wanted.items() if is_adapter(name) and name not in adapters}
+    if new_adapters:
+        halves = sorted(name.removeprefix(PREFIX).replace(f".{MODULE}.", ".") for name in new_adapters if name.endswith(A))
         weights = [name.removesuffix(A) for name in halves]
         notes.append(f"no adapters in {folder.name}: {', '.join(weights)}; they begin with outputs of zero")
-    for name, a in begun.items():  # of feed-forward blocks, whose weights have one dimension of inputs
+    for name, a in new_adapters.items():  # of feed-forward blocks, whose weights have one dimension of inputs
         init = uniform(a.shape[-2]) if name.endswith(A) else constant(0.0)
-        found[name] = np.asarray(init(jax.random.key(zlib.crc32(name.encode())), a.shape, a.dtype))
-    digest = base_digest(source, of_base, definition, placement)
-    tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in found.items()}
+        adapters[name] = np.asarray(init(jax.random.key(zlib.crc32(name.encode())), a.shape, a.dtype))
+    digest = base_digest(source, base_tensors, definition, placement)
+    tensors = {name: jax.device_put(x, wanted[name].sharding) for name, x in adapters.items()}
     more = {
         "base": {"path": path, "digest": digest},
         "peft": {"folder": str(folder)},

@@ -91,44 +91,44 @@ def weight_files(path: Path) -> tuple[list[str], dict[str, str], list[str]]:
 
     Raises HuggingFaceError if there are no weights, or if the index is damaged.
     """
-    named = {}
+    weight_map = {}
     if os.path.lexists(path / INDEX):
-        named = read_object(path / INDEX).get("weight_map")
-        if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        weight_map = read_object(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
             raise HuggingFaceError(f"{path / INDEX}: weight_map is no object with the file of each tensor. Fetch it again.")
     if os.path.lexists(path / SINGLE):
-        files, named = [SINGLE], named if set(named.values()) == {SINGLE} else {}
+        files, weight_map = [SINGLE], weight_map if set(weight_map.values()) == {SINGLE} else {}
     else:
-        files = sorted(set(named.values()))
-    there = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in OF_TRAINING)
-    left = [name for name in there if name not in files]
+        files = sorted(set(weight_map.values()))
+    present = sorted(p.name for p in path.iterdir() if p.name.lower().endswith(WEIGHTS) and p.name not in OF_TRAINING)
+    other_files = [name for name in present if name not in files]
     if not files:
         fix = "Name a model's folder."
         if (path / ADAPTER).is_file():
             raise HuggingFaceError(adapter_alone(path))
-        if shards := [name for name in left if name.lower().endswith(".safetensors")]:
+        if shards := [name for name in other_files if name.lower().endswith(".safetensors")]:
             fix = f"It has {shards[0]}: fetch {INDEX}, too, or rename a file that has all tensors to {SINGLE}."
-        elif left:
-            fix = f"It has {left[0]}: save it as safetensors with transformers first."
+        elif other_files:
+            fix = f"It has {other_files[0]}: save it as safetensors with transformers first."
         raise HuggingFaceError(f"{path}: has neither {SINGLE} nor {INDEX}. {fix}")
-    unused = [INDEX] if os.path.lexists(path / INDEX) and not named else []
-    return files, named, unused + left
+    unused = [INDEX] if os.path.lexists(path / INDEX) and not weight_map else []
+    return files, weight_map, unused + other_files
 
 
 def list_tensors(path: Path) -> dict[str, Stored]:
     """Return the tensors of a folder's safetensors files by name. Raises HuggingFaceError for a damaged file or wrong index."""
-    files, named, _ = weight_files(path)
+    files, weight_map, _ = weight_files(path)
     out: dict[str, Stored] = {}
     for file in files:
-        found = list_file(path / file)
-        for name in sorted(found.keys() & out.keys()):
-            if not same(out[name].read(name), found[name].read(name)):
+        tensors = list_file(path / file)
+        for name in sorted(tensors.keys() & out.keys()):
+            if not same(out[name].read(name), tensors[name].read(name)):
                 rule = f"{name} is another tensor in {out[name].file.name} than in {file}"
                 raise HuggingFaceError(f"{path}: {rule}. Fetch both again.")
-        out |= {name: stored for name, stored in found.items() if name not in out or named.get(name) == file}
-    lost = sorted(name for name in named if name not in out or out[name].file.name != named[name])
+        out |= {name: stored for name, stored in tensors.items() if name not in out or weight_map.get(name) == file}
+    lost = sorted(name for name in weight_map if name not in out or out[name].file.name != weight_map[name])
     if lost:
-        raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {named[lost[0]]}, which does not hold it.")
+        raise HuggingFaceError(f"{path / INDEX}: {lost[0]} should be in {weight_map[lost[0]]}, which does not hold it.")
     return out
 
 
@@ -150,15 +150,15 @@ def with_scales(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             raise HuggingFaceError(f"{stored.file}: {name} {rule}: {scales}.")
         out[name] = dataclasses.replace(stored, scale=scale)
     for name in [name for name in out if name.endswith(BLOCKS)]:
-        whole = name.removesuffix(BLOCKS)
-        blocks, scale = out[name], out.get(whole + SCALES)
+        tensor_name = name.removesuffix(BLOCKS)
+        blocks, scale = out[name], out.get(tensor_name + SCALES)
         if scale is None or {blocks.dtype, scale.dtype} != {MXFP4}:
             continue
         if blocks.dims != (*scale.dims, mxfp4.BYTES) or len(scale.dims) != 3:
             rule = f"{list(blocks.dims)} does not fit its scales, {list(scale.dims)}"
             raise HuggingFaceError(f"{blocks.file}: {name}: {rule}. Fetch it again.")
-        del out[name], out[whole + SCALES]
-        out[whole] = dataclasses.replace(blocks, scale=scale)
+        del out[name], out[tensor_name + SCALES]
+        out[tensor_name] = dataclasses.replace(blocks, scale=scale)
     return out
 
 
@@ -167,19 +167,19 @@ def scaled(x: np.ndarray, scale: np.ndarray, block: tuple[int, int]) -> np.ndarr
 
     Raises HuggingFaceError unless there is one scale for each block.
     """
-    wanted = tuple(-(-size // of) for size, of in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
+    wanted = tuple(-(-size // extent) for size, extent in zip(x.shape, block, strict=True)) if x.ndim == 2 else ()
     if scale.shape != wanted:
         raise HuggingFaceError(
             f"scales {list(scale.shape)} of a tensor {list(x.shape)} in FP8: blocks of {block} have {wanted}."
         )
-    rows, columns = (np.repeat(np.arange(n), of)[:size] for n, of, size in zip(wanted, block, x.shape, strict=True))
+    rows, columns = (np.repeat(np.arange(n), extent)[:size] for n, extent, size in zip(wanted, block, x.shape, strict=True))
     return (x.astype(np.float32) * scale.astype(np.float32)[rows][:, columns]).astype(BF16)
 
 
-def same(one: np.ndarray, two: np.ndarray) -> bool:
+def same(first: np.ndarray, second: np.ndarray) -> bool:
     """Return whether two arrays have the same dtype, shape and bits."""
-    bits = [x.reshape(-1).view(np.uint8) for x in (one, two)]
-    return (one.dtype, one.shape) == (two.dtype, two.shape) and np.array_equal(bits[0], bits[1])
+    bits = [x.reshape(-1).view(np.uint8) for x in (first, second)]
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and np.array_equal(bits[0], bits[1])
 
 
 def list_file(file: Path) -> dict[str, Stored]:
@@ -189,12 +189,12 @@ def list_file(file: Path) -> dict[str, Stored]:
     """
     first = b""
     try:
-        with open(file, "rb") as read:
-            first = read.read(len(LFS))
+        with open(file, "rb") as f:
+            first = f.read(len(LFS))
             with safetensors.safe_open(file, framework="np"):  # it checks that sizes fit, and that no tensors overlap
-                read.seek(0)
-                start = 8 + int.from_bytes(read.read(8), "little")
-                header = json.loads(read.read(start - 8), object_pairs_hook=once)
+                f.seek(0)
+                start = 8 + int.from_bytes(f.read(8), "little")
+                header = json.loads(f.read(start - 8), object_pairs_hook=once)
     except FileNotFoundError as error:
         raise HuggingFaceError(f"{file}: no such file. Fetch it again.") from error
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -204,26 +204,26 @@ def list_file(file: Path) -> dict[str, Stored]:
         raise HuggingFaceError(f"{file}: is no safetensors file, damaged or cut off ({error}). Fetch it again.") from error
     header.pop("__metadata__", None)
     out = {}
-    for name, about in header.items():
-        kind, (at, end) = about["dtype"], about["data_offsets"]
-        known = kind in DTYPES
-        dtype, dims = (DTYPES[kind], tuple(about["shape"])) if known else (np.dtype("uint8"), (end - at,))
-        out[name] = Stored(file, start + at, dtype, dims, unread="" if known else kind)
+    for name, entry in header.items():
+        kind, (begin, end) = entry["dtype"], entry["data_offsets"]
+        readable = kind in DTYPES
+        dtype, dims = (DTYPES[kind], tuple(entry["shape"])) if readable else (np.dtype("uint8"), (end - begin,))
+        out[name] = Stored(file, start + begin, dtype, dims, unread="" if readable else kind)
     return out
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the contents of a file that holds a JSON object. Raises HuggingFaceError if it cannot be read or is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_no_number)
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once, parse_constant=_reject_number)
     except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError(f"{path}: cannot be read as JSON ({error}). Fetch it again, or correct it.") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise HuggingFaceError(f"{path}: is no JSON object. Fetch it again.")
-    return found
+    return value
 
 
-def _no_number(word: str) -> Any:
+def _reject_number(word: str) -> Any:
     raise ValueError(f"it has the number {word}")
 
 

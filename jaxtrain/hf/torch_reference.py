@@ -33,13 +33,13 @@ def main():
     torch.set_grad_enabled(bool(norms))
     # sdpa would be wrong for some models: its kernels have no soft cap, and transformers only warns about that.
     kind = transformers.AutoModelForCausalLM
-    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    if described.get("text_config"):
-        kind = getattr(transformers, described["architectures"][0])
+    settings = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if settings.get("text_config"):
+        kind = getattr(transformers, settings["architectures"][0])
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     modules = {name for name, _ in model.named_modules()}
-    place = next((f"{name}." for name in ("model.language_model", "model.text_model") if name in modules), "model.")
+    prefix = next((f"{name}." for name in ("model.language_model", "model.text_model") if name in modules), "model.")
     head = model.get_output_embeddings()
     if norms and head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -47,36 +47,36 @@ def main():
     inputs = {}
 
     def watch(name):
-        model.get_submodule(name.replace("model.", place, 1)).register_forward_pre_hook(
+        model.get_submodule(name.replace("model.", prefix, 1)).register_forward_pre_hook(
             lambda _, args: inputs.update({name: args[0]})
         )
 
-    def keep(name, parameter):
-        def write(_):
+    def save_gradient(name, parameter):
+        def write_gradient(_):
             file = out / "weights" / f"{name}.npy"
             np.save(file, parameter.grad.numpy() + (np.load(file) if file.exists() else 0))
             parameter.grad = None
 
-        parameter.register_post_accumulate_grad_hook(write)
+        parameter.register_post_accumulate_grad_hook(write_gradient)
 
     (out / "weights").mkdir()
     for name in norms:
         watch(name)
     for name, parameter in model.named_parameters() if norms else ():
-        keep("model." + name.removeprefix(place) if name.startswith(place) else name, parameter)
-    made = {"logits": [], "states": [], "cotangents": []}
+        save_gradient("model." + name.removeprefix(prefix) if name.startswith(prefix) else name, parameter)
+    outputs = {"logits": [], "states": [], "cotangents": []}
     for row in rows:
         logits = model(row[None], use_cache=False).logits.float()
-        made["logits"].append(logits[0].detach().numpy())
+        outputs["logits"].append(logits[0].detach().numpy())
         if norms:
             states = [inputs[name] for name in norms]
             for state in states:
                 state.retain_grad()
             loss = torch.nn.functional.cross_entropy(logits[0], row.roll(-1), reduction="sum") / rows.numel()
             loss.backward()
-            made["states"].append(np.stack([state[0].detach().numpy() for state in states]))
-            made["cotangents"].append(np.stack([state.grad[0].numpy() for state in states]))
-    for name, arrays in made.items():
+            outputs["states"].append(np.stack([state[0].detach().numpy() for state in states]))
+            outputs["cotangents"].append(np.stack([state.grad[0].numpy() for state in states]))
+    for name, arrays in outputs.items():
         if arrays:
             np.save(out / f"{name}.npy", np.stack(arrays))
 

@@ -27,7 +27,7 @@ Read = Callable[[Sequence[str]], Iterator[tuple[str, np.ndarray]]]
 
 
 def open_weights(
-    source: Origin, base: str = "", wide: bool = False, say: Callable[[str], None] | None = None
+    source: Origin, base: str = "", as_float32: bool = False, say: Callable[[str], None] | None = None
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], Read]:
     """Return (shapes and dtypes as stored, reader) of a model's weights, by their names in checkpoints.
 
@@ -37,7 +37,7 @@ def open_weights(
     Args:
         source: the weights' run, checkpoint or folder.
         base: the folder of the adapters' base, if it was moved; "": its path in the checkpoint.
-        wide: read base and adapters in float32, although all of the base is bfloat16.
+        as_float32: read base and adapters in float32, although all of the base is bfloat16.
         say: as in `Origin.announce`, for the base of adapters.
 
     Raises:
@@ -47,24 +47,24 @@ def open_weights(
     if not run.lora.rank:
         if base:
             raise HuggingFaceError(f"--base={base}: {source.name} is of a run without adapters. Leave it out.")
-        return _parameters(source), functools.partial(_read, source)
-    there = base or lora.base_path(source.meta)
+        return _parameters(source), functools.partial(_read_stored, source)
+    base_path = base or lora.base_path(source.meta)
     try:
-        of_base = open_origin(there)
+        base_origin = open_origin(base_path)
         # Adapters are trained without the base's modules of multi-token prediction.
-        stored = {name: a for name, a in _parameters(of_base).items() if not name.startswith(f"{PREFIX}{MTP}.")}
+        stored = {name: a for name, a in _parameters(base_origin).items() if not name.startswith(f"{PREFIX}{MTP}.")}
     except (CheckpointError, HuggingFaceError) as error:
-        raise lora.gone(there, error) from error
-    of_base.announce(say)
-    wide = wide or any(a.dtype != jnp.bfloat16 for a in stored.values())
-    return stored, _merged(source, base, wide)
+        raise lora.gone(base_path, error) from error
+    base_origin.announce(say)
+    as_float32 = as_float32 or any(a.dtype != jnp.bfloat16 for a in stored.values())
+    return stored, _merged_reader(source, base, as_float32)
 
 
 def _parameters(source: Origin) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: a for name, a in source.stored.items() if name.startswith(PREFIX)}
 
 
-def _read(source: Origin, wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+def _read_stored(source: Origin, wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, array in its stored dtype) of all wanted tensors. Each batch but the last has at least AT_ONCE bytes."""
     try:
         host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -73,42 +73,42 @@ def _read(source: Origin, wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarr
     batch: list[str] = []
     for name in wanted:
         batch.append(name)
-        held = sum(math.prod(source.stored[n].shape) * source.stored[n].dtype.itemsize for n in batch)
-        if held >= AT_ONCE or name is wanted[-1]:
+        batch_bytes = sum(math.prod(source.stored[n].shape) * source.stored[n].dtype.itemsize for n in batch)
+        if batch_bytes >= AT_ONCE or name is wanted[-1]:
             tensors = source.read({n: source.stored[n].update(sharding=host) for n in batch})
             for n in batch:
                 yield n, np.asarray(tensors.pop(n))
             batch = []
 
 
-def _merged(source: Origin, base: str, wide: bool) -> Read:
+def _merged_reader(source: Origin, base: str, as_float32: bool) -> Read:
     """Return a reader of a run's weights with its adapters merged into the base.
 
-    Base and adapters must fit into device memory. wide: read both in float32.
+    Base and adapters must fit into device memory. as_float32: read both in float32.
     """
     run = source.run()
 
-    asked = dataclasses.replace(run, precision="f32") if wide else run
-    definition, placement = placed(asked)
+    run_to_read = dataclasses.replace(run, precision="f32") if as_float32 else run
+    definition, placement = placed(run_to_read)
 
     @functools.cache
-    def places() -> dict[str, tuple[Any, Any]]:
-        found = read_params(source, asked, definition, placement, base)
-        leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), found, ()))
-        out = {name: (leaf.array, at) for leaf in leaves for at, name in leaf.places}
+    def arrays_by_name() -> dict[str, tuple[Any, Any]]:
+        params = read_params(source, run_to_read, definition, placement, base)
+        leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
+        out = {name: (leaf.array, index) for leaf in leaves for index, name in leaf.places}
         return out | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
 
     def array(name: str) -> jax.Array:
-        x, at = places()[name]
-        return x if at is None else x[at]
+        x, index = arrays_by_name()[name]
+        return x if index is None else x[index]
 
     def value(name: str) -> np.ndarray | None:
         """Return a weight or a matrix of an adapter; None if there is none."""
         stored = definition.stored.get(split_layer(name, definition.period)[0].removeprefix(PREFIX))
         if stored is None:
-            return np.asarray(array(name)) if name in places() else None
-        parts = {part: array(f"{name}.{part}") for part in stored.abstract}
-        return np.asarray(stored.decode(parts, DTYPES[asked.compute]))
+            return np.asarray(array(name)) if name in arrays_by_name() else None
+        arrays = {suffix: array(f"{name}.{suffix}") for suffix in stored.abstract}
+        return np.asarray(stored.decode(arrays, DTYPES[run_to_read.compute]))
 
     def read(wanted: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in wanted:

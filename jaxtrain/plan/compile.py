@@ -63,12 +63,12 @@ def no_garbage_collection() -> Iterator[None]:
 
     Tracing and parsing a program create millions of objects that stay alive. The collector would scan them and free nothing.
     """
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
@@ -91,17 +91,17 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
     with tempfile.TemporaryDirectory() as folder:
         # Only a dump contains the buffer assignment: on GPUs, the executable's own copy is empty. A later compile takes equal
         # kernels from the cache.
-        files: dict[str, str | bool] = {
+        dump_options: dict[str, str | bool] = {
             "xla_dump_to": folder,
             "xla_dump_hlo_as_proto": True,
             "xla_gpu_kernel_cache_file": str(Path(folder) / "kernels"),
         }
-        extra = NO_TUNING | files
+        extra = NO_TUNING | dump_options
         if topology.description:
-            extra |= _no_assembling(Path(folder) / "cuda") | (cudnn.options(topology.gpu.sm) if cudnn else {})
+            extra |= _make_stub_toolkit(Path(folder) / "cuda") | (cudnn.options(topology.gpu.sm) if cudnn else {})
 
         @functools.cache
-        def read(executable: Any) -> tuple[str, hlo.Module, bytes, assignment.Workspace, assignment.Assignment]:
+        def parse_executable(executable: Any) -> tuple[str, hlo.Module, bytes, assignment.Workspace, assignment.Assignment]:
             text = executable.as_text()
             if text is None:
                 raise RuntimeError("this jaxlib gives no text of a compiled GPU program")
@@ -109,16 +109,16 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
             workspace = assignment.read_workspace(module, chosen.options)
             return text, module, buffers, workspace, assignment.read(buffers, workspace.missing)
 
-        def taken(executable: Any) -> float:
-            return read(executable)[-1].allocated / 2**30
+        def allocated_gib(executable: Any) -> float:
+            return parse_executable(executable)[-1].allocated / 2**30
 
-        program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=taken)
-        found = read(executable)
+        program, executable = compile_to_fit(program, chosen.options, card.usable_gib, extra=extra, taken=allocated_gib)
+        parsed = parse_executable(executable)
     seconds = time.perf_counter() - began
-    return Compiled(program, run.remat.policy == "auto", executable, *found, chosen, card, seconds)
+    return Compiled(program, run.remat.policy == "auto", executable, *parsed, chosen, card, seconds)
 
 
-def _no_assembling(folder: Path) -> dict[str, str | bool]:
+def _make_stub_toolkit(folder: Path) -> dict[str, str | bool]:
     """Make a CUDA folder with ASSEMBLER and the toolkit's libdevice, and return the options with which XLA uses this folder.
 
     Where the file system of `folder` runs no programs, XLA finds the toolkit's own ptxas instead.
@@ -134,7 +134,7 @@ def _no_assembling(folder: Path) -> dict[str, str | bool]:
 
 def _newest_dump(folder: str) -> bytes:
     """Return the serialized HloProto, with the buffer assignment, of the program that was dumped last."""
-    found = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
-    if not found:
+    dumps = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: path.stat().st_mtime_ns)
+    if not dumps:
         raise RuntimeError("XLA dumped no buffer assignment; is xla_dump_to set in XLA_FLAGS?")
-    return found[-1].read_bytes()
+    return dumps[-1].read_bytes()

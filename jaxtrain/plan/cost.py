@@ -94,12 +94,12 @@ def wall(solve_s: float, interval_s: float, save_s: float, restart_s: float, bet
         return math.inf
 
 
-def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: int, asked: Asked) -> Cost:
+def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: int, options: Asked) -> Cost:
     """Return the whole run of a plan. Raises ConfigError if failures follow so fast that it has no end."""
     gpus, ramp = topology.total, run.ramp
-    steps = ramp.steps_for(fractions.Fraction(asked.tokens * ramp.full, plan.tokens_per_step))
+    steps = ramp.steps_for(fractions.Fraction(options.tokens * ramp.full, plan.tokens_per_step))
     full_steps = ramp.before(steps) / ramp.full  # of the plan's batch, with the same sequences
-    rate, storage = asked.failures or FAILURES, asked.storage_gb_s or STORAGE_GB_S * topology.nodes
+    rate, storage = options.failures or FAILURES, options.storage_gb_s or STORAGE_GB_S * topology.nodes
     copy_s = checkpoint_bytes / gpus / (plan.rates.host_gb_s * 1e9)
     write_s = checkpoint_bytes / (storage * 1e9)
     restart_s = HEARTBEAT_S + START_S + plan.compile_s + write_s
@@ -107,7 +107,7 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
     lost_s = restart_s + write_s  # besides repeated steps: a failure during a write goes back to the save before it
     if between_s < lost_s:
         rule = f"a failure every {number(between_s)} s, which costs {number(lost_s)} s and repeated steps: the run has no end"
-        if asked.failures:
+        if options.failures:
             raise ConfigError([Problem("--failures-per-1000-gpu-days", rate, rule, f"The default is {FAILURES}.")])
         enough = f"{2 * storage * lost_s / between_s:.2g}"  # a write is most of what a failure costs, or no rate is enough
         raise ConfigError([Problem("--storage-gb-s", storage, rule, f"Set {enough} or more, or fewer GPUs.")])
@@ -115,29 +115,29 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
     best_s = daly(copy_s, between_s)
     every = min(steps, max(1, math.ceil(write_s / step_s[0]), round(best_s / step_s[0])))
 
-    def end(step_s: float, every: int) -> End:
+    def estimate_end(step_s: float, every: int) -> End:
         interval_s, solve_s = min(every, steps) * step_s, full_steps * step_s
         save_s = copy_s + max(0.0, write_s - interval_s)
         all_s = wall(solve_s, interval_s, save_s, lost_s, between_s)
         saves_s, gpu_hours = solve_s / interval_s * save_s, all_s / HOUR * gpus
-        money = gpu_hours * asked.price if asked.price else None
+        money = gpu_hours * options.price if options.price else None
         failed_s = all_s - solve_s - saves_s
         return End(step_s, all_s / DAY, gpu_hours, money, all_s / between_s, failed_s, saves_s)
 
-    own = end(step_s[0], run.checkpoint.every_steps or steps)
+    config_estimate = estimate_end(step_s[0], run.checkpoint.every_steps or steps)
     kind = f"the expected range, by published runs ({plan.kind})" if plan.time.expected_step_ms else "roofline: a lower bound"
     by_report = f"{REPORT}, table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs"
     by_storage = f"{STORAGE_GB_S:g} GB/s a node, as in {REPORT}, section 3.3.1: 2 TB/s for 2,048 nodes"
     hang_s = parse_budgets(run.train.timeouts)[0]["step"]
     assumptions = (
-        *([("price of a GPU-hour", f"{asked.price:g}", "--price-per-gpu-hour")] if asked.price else []),
+        *([("price of a GPU-hour", f"{options.price:g}", "--price-per-gpu-hour")] if options.price else []),
         ("step", f"{' to '.join(f'{each:.4g}' for each in step_s)} s", kind),
         (
             "independent failures per 1,000 GPU-days",
             f"{rate:g}",
-            "--failures-per-1000-gpu-days" if asked.failures else by_report,
+            "--failures-per-1000-gpu-days" if options.failures else by_report,
         ),
-        ("storage, all nodes together", f"{storage:g} GB/s", "--storage-gb-s" if asked.storage_gb_s else by_storage),
+        ("storage, all nodes together", f"{storage:g} GB/s", "--storage-gb-s" if options.storage_gb_s else by_storage),
         ("checkpoint", f"{checkpoint_bytes:,} bytes", "the tensors of this config's parameters and optimizer"),
         ("copies of a save", f"{copy_s:.2g} s", f"no step runs; {plan.rates.host_gb_s:.3g} GB/s from each GPU to its host"),
         ("write or read of a checkpoint", f"{write_s:.3g} s", "by the storage; steps run beside a write, the next save waits"),
@@ -147,10 +147,10 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         ("left out", "", "evaluations, samples, waits for data, slow nodes, planned stops, other waits at a save"),
     )
     return Cost(
-        tokens=asked.tokens,
+        tokens=options.tokens,
         steps=steps,
         gpus=gpus,
-        ends=tuple(end(each, every) for each in step_s),
+        ends=tuple(estimate_end(each, every) for each in step_s),
         checkpoint_bytes=checkpoint_bytes,
         restart_s=restart_s,
         between_failures_s=between_s,
@@ -160,6 +160,6 @@ def estimate(plan: Plan, run: RunConfig, topology: Topology, checkpoint_bytes: i
         every_steps=every,
         config_steps=run.train.steps,
         config_every_steps=run.checkpoint.every_steps,
-        config_lost_s=own.failures_s + own.saves_s if math.isfinite(own.days) else None,
+        config_lost_s=config_estimate.failures_s + config_estimate.saves_s if math.isfinite(config_estimate.days) else None,
         assumptions=assumptions,
     )

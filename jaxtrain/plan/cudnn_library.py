@@ -82,37 +82,37 @@ def load() -> Library:
     """
     if "jax" in sys.modules:
         raise LibraryError("JAX is imported in this process already, and looks for cuDNN's libraries once")
-    paths = [_path(package, file) for package, file in LIBRARIES]
+    paths = [_library_path(package, file) for package, file in LIBRARIES]
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise LibraryError("there is no C compiler (cc) to stand in for the driver with; install gcc")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _stub(compiler, _DRIVER_SOURCE, Path(folder) / "libcuda.so.1")
-            runtime = _stub(compiler, _RUNTIME_SOURCE, Path(folder) / "libcudart.so.12")
+            _build_stub(compiler, _DRIVER_SOURCE, Path(folder) / "libcuda.so.1")
+            runtime = _build_stub(compiler, _RUNTIME_SOURCE, Path(folder) / "libcudart.so.12")
         for path in paths:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        raise LibraryError(f"it cannot be loaded: {said}") from error
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise LibraryError(f"it cannot be loaded: {reason}") from error
     return Library(runtime)
 
 
-def _path(package: str, file: str) -> Path:
+def _library_path(package: str, file: str) -> Path:
     try:
-        found = importlib.metadata.distribution(package)
+        distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         raise LibraryError(f"{package} is not installed; {REMEDY}") from None
-    if package == "nvidia-cudnn-cu12" and found.version != VERSION:
-        raise LibraryError(f"{package} is {found.version}, and plans are made with {VERSION}; {REMEDY}")
-    path = Path(str(found.locate_file(file)))
+    if package == "nvidia-cudnn-cu12" and distribution.version != VERSION:
+        raise LibraryError(f"{package} is {distribution.version}, and plans are made with {VERSION}; {REMEDY}")
+    path = Path(str(distribution.locate_file(file)))
     if not path.is_file():
         raise LibraryError(f"{package} has no file {file}; {REMEDY}")
     return path
 
 
-def _stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
+def _build_stub(compiler: str, source: str, path: Path) -> ctypes.CDLL:
     """Compile C source to a stub library at `path`, and load it. Libraries that link to this file name then use the stub."""
-    build = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
-    subprocess.run(build, input=source, encoding="utf-8", capture_output=True, check=True)
+    command = [compiler, "-w", "-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-o", str(path), "-xc", "-"]
+    subprocess.run(command, input=source, encoding="utf-8", capture_output=True, check=True)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -84,58 +84,58 @@ class Diff:
         return {"format": FORMAT, "same": self.same, **dataclasses.asdict(self)}
 
 
-def diff(a: Plan, b: Plan) -> Diff:
-    """Return what changed from plan `a` to plan `b`."""
-    parts, others = _parts(a), _parts(b)
-    rows = [row for key in dict.fromkeys([*parts, *others]) if (row := _row(key, parts.get(key, {}), others.get(key, {})))]
+def diff(old_plan: Plan, new_plan: Plan) -> Diff:
+    """Return what changed from plan `old_plan` to plan `new_plan`."""
+    before, after = _amounts(old_plan), _amounts(new_plan)
+    rows = [row for key in dict.fromkeys([*before, *after]) if (row := _row(key, before.get(key, {}), after.get(key, {})))]
     rows.sort(key=lambda row: tuple(-abs(row.more(field)) for field in ("ms", "link_ms", "bytes")))
-    least_ms = SMALL * max(a.time.step_ms, b.time.step_ms)
-    least_bytes = SMALL * max(a.memory.taken_gib, b.memory.taken_gib) * GIB
+    least_ms = SMALL * max(old_plan.time.step_ms, new_plan.time.step_ms)
+    least_bytes = SMALL * max(old_plan.memory.taken_gib, new_plan.memory.taken_gib) * GIB
 
-    def small(row: Row) -> bool:
+    def is_small(row: Row) -> bool:
         if row.key.what in TIMES:
             return max(abs(row.more("ms")), abs(row.more("link_ms"))) < least_ms
         return row.key.what in SIZES and abs(row.more("bytes")) < least_bytes
 
-    figures = {name: (value, _figures(b)[name]) for name, value in _figures(a).items()}
-    return Diff(figures, tuple(r for r in rows if not small(r)), tuple(r for r in rows if small(r)))
+    figures = {name: (value, _figures(new_plan)[name]) for name, value in _figures(old_plan).items()}
+    return Diff(figures, tuple(r for r in rows if not is_small(r)), tuple(r for r in rows if is_small(r)))
 
 
 def _figures(plan: Plan) -> dict[str, float]:
     t, m = plan.time, plan.memory
     shortest, longest = t.expected_step_ms or (0.0, 0.0)
-    found = {"step ms": t.step_ms, "expected step ms, shortest": shortest, "expected step ms, longest": longest}
-    found |= {"GEMM ms": t.gemm_ms, "attention ms": t.attention_ms, "memory-bound ms": t.memory_ms}
-    found |= {"exposed communication ms": t.exposed_ms, "exposed host copies ms": t.host_exposed_ms}
-    found |= {"tokens a step": plan.tokens_per_step, "tokens/s/GPU": t.tokens_per_s_per_device}
-    return found | {"allocated GiB": m.taken_gib, "peak GiB": m.peak_gib, "usable GiB": m.usable_gib, "host GiB": m.host_gib}
+    figures = {"step ms": t.step_ms, "expected step ms, shortest": shortest, "expected step ms, longest": longest}
+    figures |= {"GEMM ms": t.gemm_ms, "attention ms": t.attention_ms, "memory-bound ms": t.memory_ms}
+    figures |= {"exposed communication ms": t.exposed_ms, "exposed host copies ms": t.host_exposed_ms}
+    figures |= {"tokens a step": plan.tokens_per_step, "tokens/s/GPU": t.tokens_per_s_per_device}
+    return figures | {"allocated GiB": m.taken_gib, "peak GiB": m.peak_gib, "usable GiB": m.usable_gib, "host GiB": m.host_gib}
 
 
-def _parts(plan: Plan) -> dict[Key, dict[str, Amount]]:
+def _amounts(plan: Plan) -> dict[Key, dict[str, Amount]]:
     """Return the parts of a plan: key -> line -> sum of the parts on this line."""
     out: dict[Key, dict[str, Amount]] = {}
-    for key, source, amount in (*_settings(plan), *_step(plan)):
+    for key, source, amount in (*_setting_amounts(plan), *_step_amounts(plan)):
         file, _, line = source.rpartition(":")
         lines = out.setdefault(dataclasses.replace(key, file=file), {})
         lines[line] = lines[line] + amount if line in lines else amount
     return out
 
 
-def _settings(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+def _setting_amounts(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     """Yield everything that a plan follows from, its verdict, and its warnings."""
-    named = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
-    named |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
-    named |= {"workspace by": plan.memory.workspace_by}
+    plan_facts = {"verdict": "fits" if plan.fits else "does not fit", "config": plan.config, "topology": plan.topology}
+    plan_facts |= {"chip": plan.chip, "attention": plan.attention, "remat": plan.kept, "comparable runs": plan.kind}
+    plan_facts |= {"workspace by": plan.memory.workspace_by}
     overrides = {key: value for key, _, value in (o.partition("=") for o in plan.overrides)}
-    groups = {"plan": named, "override": overrides, "compiler option": plan.options, "version": plan.versions}
-    for what, found in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
-        yield from ((Key(what, name), "", Amount(str(value))) for name, value in found.items() if value != "")
+    groups = {"plan": plan_facts, "override": overrides, "compiler option": plan.options, "version": plan.versions}
+    for kind, values in (groups | {"rate": dataclasses.asdict(plan.rates)}).items():
+        yield from ((Key(kind, name), "", Amount(str(value))) for name, value in values.items() if value != "")
     yield from ((Key("mesh", axis), "", Amount(str(n), n)) for axis, n in plan.mesh.items() if n > 1)
     for text in (re.sub(r"(\.py):\d+", r"\1", warning) for warning in plan.warnings):
         yield Key("plan", "warning", scope=re.sub(r"\d[\d.,]*", "N", text)), "", Amount(text)
 
 
-def _step(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
+def _step_amounts(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     """Yield the collectives, kernels and arrays of a step with their sources, and the classes of memory."""
     for c in plan.collectives:
         key = Key("collective", c.kind, c.dtype, c.axis, _scope(c.op_name, c.instruction))
@@ -146,9 +146,9 @@ def _step(plan: Plan) -> Iterator[tuple[Key, str, Amount]]:
     for b in plan.memory.largest:
         key = Key("array", b.kind, b.shape.partition("[")[0], scope=_scope(b.op_name, b.instruction))
         yield key, b.source, Amount(b.shape, bytes=b.gib * GIB)
-    m = plan.memory
-    classes = {name: gib for name, gib in m.by_class.items() if name != "temporaries" or not m.temporaries}
-    for name, gib in (classes | {f"temporaries: {part}": gib for part, gib in m.temporaries.items()}).items():
+    memory = plan.memory
+    classes = {name: gib for name, gib in memory.by_class.items() if name != "temporaries" or not memory.temporaries}
+    for name, gib in (classes | {f"temporaries: {part}": gib for part, gib in memory.temporaries.items()}).items():
         yield Key("memory class", name), "", Amount(bytes=gib * GIB)
 
 
@@ -160,29 +160,29 @@ def _scope(op_name: str, instruction: str) -> str:
     if op_name.startswith(("state.", "batch[")):
         return op_name
     prefix, combined, inside = op_name.partition("/(")
-    names = {label(f"{prefix}/{part}") for part in inside[:-1].split(":")} if combined else {label(op_name)}
+    names = {label(f"{prefix}/{path}") for path in inside[:-1].split(":")} if combined else {label(op_name)}
     return "; ".join(sorted(names)) or re.sub(r"[.\d]+$", "", instruction)
 
 
 def _row(key: Key, before: Mapping[str, Amount], after: Mapping[str, Amount]) -> Row | None:
     """Return the difference of one key; None if its sums are equal. before, after: line -> amount."""
     x, y = sum(before.values(), NONE), sum(after.values(), NONE)
-    apart = [
+    differing = [
         field for field in ("ms", "link_ms", "bytes", "count") if not math.isclose(getattr(x, field), getattr(y, field))
     ]  # sums in another order
-    if not apart and x.text == y.text:
+    if not differing and x.text == y.text:
         return None
-    change = "changed" if not apart else "grew" if getattr(y, apart[0]) > getattr(x, apart[0]) else "shrank"
+    change = "changed" if not differing else "grew" if getattr(y, differing[0]) > getattr(x, differing[0]) else "shrank"
     change = change if before and after else "came" if after else "went"
-    lines = sorted(_changed(before, after) or _changed(after, before), key=lambda line: int(line or 0))
+    lines = sorted(_changed_lines(before, after) or _changed_lines(after, before), key=lambda line: int(line or 0))
     return Row(key, change, x if before else None, y if after else None, f"{key.file}:{','.join(lines)}".strip(":"))
 
 
-def _changed(before: Mapping[str, Amount], after: Mapping[str, Amount]) -> list[str]:
+def _changed_lines(before: Mapping[str, Amount], after: Mapping[str, Amount]) -> list[str]:
     """Return the lines of `after` whose amount no line of `before` has: a line that only moved is not among them."""
-    left = Counter(before.values())
-    left.subtract(after.values())
-    return [line for line, amount in after.items() if left[amount] < 0]
+    counts = Counter(before.values())
+    counts.subtract(after.values())
+    return [line for line, amount in after.items() if counts[amount] < 0]
 
 
 def read(name: str, path: str) -> Plan:

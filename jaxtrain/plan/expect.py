@@ -44,8 +44,8 @@ class Expected:
         if self.range_s:
             low, high = self.range_s
             return not low <= step_s <= high
-        apart = step_s / self.step_s - 1
-        return apart < -APART or (apart > APART and self.longest_s is not None)
+        difference = step_s / self.step_s - 1
+        return difference < -APART or (difference > APART and self.longest_s is not None)
 
 
 def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: int) -> Expected:
@@ -56,12 +56,12 @@ def expect(program: Program, executable: Any, gpu: hardware.Gpu, gpus_per_node: 
     run = program.run
     rates = rates_for(gpu, run.precision)
     module = hlo.parse(executable.as_text())
-    found = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
+    collective_ops = collectives.read(module, dict(program.placement.mesh.shape), gpus_per_node)
     filled = expert_fill(run.model, run.moe, program.placement.size(program.placement.compute_axes("experts")))
-    timed = roofline.predict(module, rates, found, filled=filled)
-    found_ms = expected_ms(timed.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
-    range_s = (found_ms[0] / 1e3, found_ms[1] / 1e3) if found_ms else None
-    return Expected(timed.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
+    timing = roofline.predict(module, rates, collective_ops, filled=filled)
+    range_ms = expected_ms(timing.step_ms, kind(run, gpu, program.placement.mesh.size, program.kernel.name), rates)
+    range_s = (range_ms[0] / 1e3, range_ms[1] / 1e3) if range_ms else None
+    return Expected(timing.step_ms / 1e3, taken_gib(executable), rates.source, range_s)
 
 
 class Watch:
@@ -86,18 +86,18 @@ class Watch:
         if len(self.steps) != ENOUGH:
             return []
         planned, measured = self.expected, self.measured()
-        said = []
+        warnings = []
         step_s, peak_gib = measured["step_s"], measured["peak_gib"]
         if step_s and planned.is_unexpected(step_s):
-            to = f"{planned.range_s[0]:.3g} to {planned.range_s[1]:.3g}" if planned.range_s else f"{planned.step_s:.3g}"
-            said.append(self._apart("step time", "s", step_s, planned.step_s, to))
+            text = f"{planned.range_s[0]:.3g} to {planned.range_s[1]:.3g}" if planned.range_s else f"{planned.step_s:.3g}"
+            warnings.append(self._warning("step time", "s", step_s, planned.step_s, text))
         if peak_gib and abs(peak_gib / planned.peak_gib - 1) > APART:
-            said.append(self._apart("peak memory", "GiB", peak_gib, planned.peak_gib, f"{planned.peak_gib:.3g}"))
-        return said
+            warnings.append(self._warning("peak memory", "GiB", peak_gib, planned.peak_gib, f"{planned.peak_gib:.3g}"))
+        return warnings
 
-    def _apart(self, what: str, unit: str, seen: float, planned: float, to: str) -> str:
+    def _warning(self, name: str, unit: str, value: float, planned: float, text: str) -> str:
         return (
-            f"{what}: {seen:.3g} {unit} measured, {to} {unit} planned ({self.expected.rates}): {seen / planned:.2f} times "
+            f"{name}: {value:.3g} {unit} measured, {text} {unit} planned ({self.expected.rates}): {value / planned:.2f} times "
             f"{planned:.3g}. {spelled('python -m jaxtrain plan --calibrate')} measures the rates of this machine."
         )
 

@@ -63,69 +63,74 @@ def least(run: RunConfig, topology: Topology) -> Least:
     params, zero = program.state.params, program.zero
     state = local_bytes((params, program.state.ema, program.batch, () if program.offload else program.state.optimizer))
     sharding, axes = run.sharding, program.definition.axes
-    gathered = jax.tree.map(lambda a, of: _in_use(program, a, of), params, axes)
-    learnt = part(params, program.trained)
+    gathered = jax.tree.map(lambda a, dims: _gathered_size(program, a, dims), params, axes)
+    trained_params = part(params, program.trained)
     if run.train.grad_accum > 1:
-        summed = part(gathered, program.trained) if zero.reduce_once else jax.tree.map(_on_device, learnt)
+        summed = part(gathered, program.trained) if zero.reduce_once else jax.tree.map(_shard_size, trained_params)
         gradients = sum(jax.tree.leaves(summed)) * zero.numerics.sums.itemsize
     else:
         clipped = run.optimizer.clip_norm > 0
-        gradients = sum(map(_on_device, jax.tree.leaves(learnt))) * zero.numerics.reduce.itemsize * clipped
+        gradients = sum(map(_shard_size, jax.tree.leaves(trained_params))) * zero.numerics.reduce.itemsize * clipped
     width = 1 if run.precision == "fp8" else zero.numerics.compute.itemsize
-    used = dict(zip(jax.tree.leaves(names(params)), _pairs(params, axes), strict=True))
+    used = dict(zip(jax.tree.leaves(names(params)), _params_with_axes(params, axes), strict=True))
     if zero.gather_once:
-        in_use = sum(_in_use(program, a, of) * (1 if a.dtype == BITS else width) for a, of in used.values())
+        in_use = sum(_gathered_size(program, a, dims) * (1 if a.dtype == BITS else width) for a, dims in used.values())
     else:
         stored = program.definition.stored  # weights in fewer bits, which the layer that uses them decodes
         used = {name: pair for name, pair in used.items() if name.rpartition(".")[0] not in stored}
-        used |= {name: (how, how.axes) for name, how in stored.items()}
+        used |= {name: (weight, weight.axes) for name, weight in stored.items()}
         if (sharding.zero, sharding.gather) == (3, "forward"):
-            in_use = sum(_in_use(program, *pair) for name, pair in used.items() if name.startswith(f"{STACK}.")) * width
+            in_use = sum(_gathered_size(program, *pair) for name, pair in used.items() if name.startswith(f"{STACK}.")) * width
         else:
-            in_use = max(_in_use(program, *pair, one=True) for pair in used.values()) * width
+            in_use = max(_gathered_size(program, *pair, one_layer=True) for pair in used.values()) * width
     saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards)
-    known = not run.model.outside and "=offload" not in run.remat.tensors
-    inputs = saved.bytes_kept(("residual",)) / run.remat.every if known else 0.0  # they have the shape of the residual stream
+    has_inputs = not run.model.outside and "=offload" not in run.remat.tensors
+    inputs = (
+        saved.bytes_kept(("residual",)) / run.remat.every if has_inputs else 0.0
+    )  # they have the shape of the residual stream
     while_used = in_use + inputs
     total = state + (gradients + while_used if run.train.grad_accum > 1 else max(gradients, while_used))
-    left = topology.usable_gib(run.train.memory_fraction) * 2**30 - total
-    return Least(*(n / 2**30 for n in (state, gradients, in_use, inputs, total)), repeated=_repeated(program, saved, left))
+    spare = topology.usable_gib(run.train.memory_fraction) * 2**30 - total
+    return Least(
+        *(n / 2**30 for n in (state, gradients, in_use, inputs, total)), repeated=_repeated_work(program, saved, spare)
+    )
 
 
-def _on_device(a: jax.ShapeDtypeStruct) -> int:
+def _shard_size(a: jax.ShapeDtypeStruct) -> int:
     """Return the elements of a device's shard."""
     return math.prod(a.sharding.shard_shape(a.shape))
 
 
-def _in_use(program: Program, a: jax.ShapeDtypeStruct | Stored, axes: Axes, one: bool = False) -> int:
-    """Return the elements of a gathered weight on a device: of all layers, or of `one`."""
-    p = program.placement
-    skip = int(one and axes[:1] == ("layers",))
-    return math.prod(n // p.size(p.compute_axes(axis)) for n, axis in zip(a.shape[skip:], axes[skip:], strict=True))
+def _gathered_size(program: Program, a: jax.ShapeDtypeStruct | Stored, axes: Axes, one_layer: bool = False) -> int:
+    """Return the elements of a gathered weight on a device: of all layers, or of `one_layer`."""
+    placement = program.placement
+    skip = int(one_layer and axes[:1] == ("layers",))
+    return math.prod(
+        n // placement.size(placement.compute_axes(axis)) for n, axis in zip(a.shape[skip:], axes[skip:], strict=True)
+    )
 
 
-def _pairs(params: Params, axes: Params) -> Iterator[tuple[jax.ShapeDtypeStruct, Axes]]:
-    """Yield each parameter and its logical axes."""
+def _params_with_axes(params: Params, axes: Params) -> Iterator[tuple[jax.ShapeDtypeStruct, Axes]]:
     return zip(jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True)
 
 
-def _repeated(program: Program, saved: auto_remat.Activations, left: float) -> float:
-    """Return `Least.repeated` of a program with `left` bytes for further activations."""
+def _repeated_work(program: Program, saved: auto_remat.Activations, spare: float) -> float:
+    """Return `Least.repeated` of a program with `spare` bytes for further activations."""
     run, bubble = program.run, schedule_of(program.layout).bubble
     if run.model.outside:  # it names its own activations
         return 1 / (1 - bubble) - 1
-    remat = saved.least_recompute(left / BESIDE_SAVED)
+    remat = saved.least_recompute(spare / BESIDE_SAVED)
     if remat is None:
         return math.inf
     length = run.data.seq_len
-    again = flops.recompute(run.model, remat, length).causal / flops.per_token(run.model, length).causal
-    return (1 + again) / (1 - bubble) - 1
+    recomputed = flops.recompute(run.model, remat, length).causal / flops.per_token(run.model, length).causal
+    return (1 + recomputed) / (1 - bubble) - 1
 
 
 def training_check(topology: Topology, source: str = "") -> Check:
     """Return a function that returns the problems of training a run on this machine. source: the machine's name in errors."""
-    where = source or topology.name
+    machine_name = source or topology.name
     devices = hardware.Devices(
-        "gpu", topology.device_kind, topology.total, topology.memory_gib, where, topology.gpu.sm, topology.gpus
+        "gpu", topology.device_kind, topology.total, topology.memory_gib, machine_name, topology.gpu.sm, topology.gpus
     )
     return lambda run: validate_step(run, devices, fits=False)

@@ -38,8 +38,8 @@ def make_plan(
 
     Raises ConfigError, RuntimeError (see `compile_step`), and HloError for a program that cannot be read.
     """
-    how = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
-    return read_plan(compile_step(run, topology), topology, **how)
+    options = {"rates": rates, "name": name, "overrides": overrides, "experts_load": experts_load}
+    return read_plan(compile_step(run, topology), topology, **options)
 
 
 @no_garbage_collection()
@@ -55,7 +55,7 @@ def read_plan(
     """Return the plan of a compiled step. For the other arguments see `make_plan`."""
     program = compiled.program
     run = program.run
-    kept = auto_remat.words(run.model, run.remat) if compiled.auto else ""
+    remat_words = auto_remat.words(run.model, run.remat) if compiled.auto else ""
     rates = rates or rates_for(topology.gpu, run.precision)
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run.model, run.moe, ranks, experts_load) if run.model.num_experts else 1
@@ -63,10 +63,10 @@ def read_plan(
     mesh = dict(program.placement.mesh.shape)
 
     memory = buffers.memory(compiled.assigned, program, module, compiled.card, compiled.workspace)
-    found = collectives.read(module, mesh, topology.gpus)
+    collective_ops = collectives.read(module, mesh, topology.gpus)
     filled = auto_remat.expert_fill(run.model, run.moe, ranks, experts_load)
-    timed = roofline.predict(module, rates, found, filled=filled)
-    moved = tuple(sorted((c for c in timed.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
+    timing = roofline.predict(module, rates, collective_ops, filled=filled)
+    step_collectives = tuple(sorted((c for c in timing.collectives if c.wire_gib), key=lambda c: -c.wire_gib))
 
     tokens = run.train.global_batch * run.data.seq_len
     matmuls = warnings.fp8_matmuls(program, module)
@@ -79,77 +79,77 @@ def read_plan(
         attention=program.kernel.name,
         fits=memory.taken_gib <= memory.usable_gib,
         memory=memory,
-        flops=_flops(program, topology, timed),
-        collectives=moved,
-        time=_time(program, topology, tokens, timed, rates),
-        kernels=timed.kernels,
+        flops=_flops(program, topology, timing),
+        collectives=step_collectives,
+        time=_time(program, topology, tokens, timing, rates),
+        kernels=timing.kernels,
         rates=rates,
         tokens_per_step=tokens,
         compile_s=compiled.seconds,
-        trip_counts=_loops(module),
+        trip_counts=_trip_counts(module),
         host_waits=_host_waits(module),
         warnings=(
             *compiled.chosen.warnings(),
             *filter(None, [model_flops(run).note]),
-            *warnings.config_warnings(program, moved, memory, timed, rates),
-            *warnings.program_warnings(program, module, found.values(), moved, timed.step_ms),
+            *warnings.config_warnings(program, step_collectives, memory, timing, rates),
+            *warnings.program_warnings(program, module, collective_ops.values(), step_collectives, timing.step_ms),
             *warnings.fp8_warnings(program, matmuls),
         ),
         versions=installed.versions(),
         options=compiled.chosen.options,
-        kept=kept,
+        kept=remat_words,
         matmuls=matmuls,
-        pipeline=pipeline_moe.pipeline(program.layout, moved, memory),
-        experts=pipeline_moe.experts(program, moved, experts_load),
+        pipeline=pipeline_moe.pipeline(program.layout, step_collectives, memory),
+        experts=pipeline_moe.experts(program, step_collectives, experts_load),
         kind=kind(run, topology.gpu, topology.total, program.kernel.name),
     )
 
 
-def _flops(program: Program, topology: Topology, timed: roofline.Roofline) -> Flops:
-    found = model_flops(program.run)
-    per_token = found.training
-    by_rank = program.context.size > 1 and found.by_formula
+def _flops(program: Program, topology: Topology, timing: roofline.Roofline) -> Flops:
+    analytic = model_flops(program.run)
+    per_token = analytic.training
+    by_rank = program.context.size > 1 and analytic.by_formula
     return Flops(
         per_token_causal=per_token.causal,
         per_token_full=per_token.full,
-        hardware_per_step=timed.flops,
+        hardware_per_step=timing.flops,
         expected_per_step=roofline.expected_flops(program),
-        attention_per_step=timed.flops - timed.gemm_flops,
+        attention_per_step=timing.flops - timing.gemm_flops,
         attention_by_rank=roofline.attention_by_rank(program) if by_rank else (),
     )
 
 
-def _time(program: Program, topology: Topology, tokens: int, timed: roofline.Roofline, rates: Rates) -> Time:
+def _time(program: Program, topology: Topology, tokens: int, timing: roofline.Roofline, rates: Rates) -> Time:
     # In the bubble a stage runs the same kernels, and their results are discarded.
     run, layout = program.run, program.layout
     with_bubble = roofline.expected_flops(program)
-    without = roofline.expected_flops(program, dataclasses.replace(layout, stages=Arrangement(layout.stages.layers)))
-    useful = without / with_bubble if with_bubble else 1 - schedule_of(layout).bubble
-    step_s = timed.step_ms / 1e3
+    without_bubble = roofline.expected_flops(program, dataclasses.replace(layout, stages=Arrangement(layout.stages.layers)))
+    useful = without_bubble / with_bubble if with_bubble else 1 - schedule_of(layout).bubble
+    step_s = timing.step_ms / 1e3
     per_token = model_flops(run).training
     # FLOPs of one GPU at its peak during a step. Under fp8 the peak is that of bfloat16, since its steps have matmuls in both.
-    most = topology.gpu.peak(run.compute) * 1e12 * step_s
-    each = tokens / topology.total
-    mfu = per_token.causal * each / most
-    expected = expected_ms(timed.step_ms, kind(run, topology.gpu, topology.total, program.kernel.name), rates)
+    peak_flops = topology.gpu.peak(run.compute) * 1e12 * step_s
+    gpu_tokens = tokens / topology.total
+    mfu = per_token.causal * gpu_tokens / peak_flops
+    expected = expected_ms(timing.step_ms, kind(run, topology.gpu, topology.total, program.kernel.name), rates)
     return Time(
-        gemm_ms=timed.gemm_ms,
-        attention_ms=timed.attention_ms,
-        memory_ms=timed.memory_ms,
-        compute_ms=timed.gemm_ms + timed.attention_ms + timed.memory_ms,
-        communication_ms=timed.communication_ms,
-        exposed_ms=timed.exposed_ms,
-        host_exposed_ms=timed.host_exposed_ms,
-        step_ms=timed.step_ms,
+        gemm_ms=timing.gemm_ms,
+        attention_ms=timing.attention_ms,
+        memory_ms=timing.memory_ms,
+        compute_ms=timing.gemm_ms + timing.attention_ms + timing.memory_ms,
+        communication_ms=timing.communication_ms,
+        exposed_ms=timing.exposed_ms,
+        host_exposed_ms=timing.host_exposed_ms,
+        step_ms=timing.step_ms,
         tokens_per_s=tokens / step_s,
-        tokens_per_s_per_device=each / step_s,
+        tokens_per_s_per_device=gpu_tokens / step_s,
         mfu_causal=mfu,
-        mfu_full=per_token.full * each / most,
-        hfu=useful * timed.flops / most,
-        bound_by=timed.bound_by,
+        mfu_full=per_token.full * gpu_tokens / peak_flops,
+        hfu=useful * timing.flops / peak_flops,
+        bound_by=timing.bound_by,
         mfu_fp8_peak=mfu * topology.gpu.bf16 / topology.gpu.fp8 if run.precision == "fp8" else None,
         expected_step_ms=expected,
-        expected_tokens_per_s_per_device=(each * 1e3 / expected[1], each * 1e3 / expected[0]) if expected else None,
+        expected_tokens_per_s_per_device=(gpu_tokens * 1e3 / expected[1], gpu_tokens * 1e3 / expected[0]) if expected else None,
     )
 
 
@@ -157,7 +157,7 @@ def _name(i: hlo.Instruction) -> str:
     return roofline.label(i.op_name) or i.name
 
 
-def _loops(module: hlo.Module) -> dict[str, int]:
+def _trip_counts(module: hlo.Module) -> dict[str, int]:
     """Return name of a loop -> its trip count. Loops of equal names are numbered."""
     out: dict[str, int] = {}
     for i, _, _, _ in hlo.walk(module):

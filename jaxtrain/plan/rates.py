@@ -116,9 +116,9 @@ def kind(run: RunConfig, gpu: hardware.Gpu, gpus: int, attention: str) -> str:
     all_weights = not (run.lora.rank or run.train.freeze) and run.optimizer.name == "adamw"
     dense = not (run.model.outside or run.model.num_experts or run.model.sliding_window)
     data_parallel = all(size == 1 for size in (run.mesh.tensor, run.mesh.seq, run.mesh.stage, run.mesh.expert))
-    sixteen = attention == "cudnn" and run.attention.forward == "compute"
-    alike = gpu.name in COMPARED_GPUS and sixteen and run.data.seq_len <= LONGEST and least <= gpus <= most
-    return f"{run.precision} dense" if alike and dense and all_weights and on_device and data_parallel else ""
+    in_16_bits = attention == "cudnn" and run.attention.forward == "compute"
+    comparable = gpu.name in COMPARED_GPUS and in_16_bits and run.data.seq_len <= LONGEST and least <= gpus <= most
+    return f"{run.precision} dense" if comparable and dense and all_weights and on_device and data_parallel else ""
 
 
 def compared() -> dict[str, dict[str, Any]]:
@@ -190,12 +190,12 @@ def fraction(curve: result.Curve, size: float) -> float:
     last entry has the last entry's fraction.
     """
     sizes = [s for s, _ in curve]
-    at = bisect.bisect_right(sizes, size)
-    if at == 0:
+    index = bisect.bisect_right(sizes, size)
+    if index == 0:
         return curve[0][1] * size / sizes[0]
-    if at == len(curve):
+    if index == len(curve):
         return curve[-1][1]
-    (low, below), (high, above) = curve[at - 1], curve[at]
+    (low, below), (high, above) = curve[index - 1], curve[index]
     return below * (above / below) ** (math.log(size / low) / math.log(high / low))
 
 
@@ -240,7 +240,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
 def _check_curve(name: str, curve: result.Curve) -> None:
     """Raise ValueError unless a curve has entries, increasing sizes, positive values, and fractions of at most 1."""
     increasing = all(a < b for (a, _), (b, _) in itertools.pairwise([(0.0, 0.0), *curve]))
-    if not (curve and increasing and all(0 < part <= 1 for _, part in curve)):
+    if not (curve and increasing and all(0 < share <= 1 for _, share in curve)):
         raise ValueError(f"{name} = {curve!r} is no table of increasing sizes in bytes and fractions of a rate")
 
 

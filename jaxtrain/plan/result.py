@@ -266,10 +266,10 @@ def decoded(kind: Any, data: Any) -> Any:
         return decoded(kind.__value__, data)
     if dataclasses.is_dataclass(kind):
         return kind(**{name: decoded(_hints(kind).get(name), value) for name, value in data.items()})  # pyright: ignore[reportCallIssue]
-    parts = typing.get_args(kind)
-    if types.NoneType in parts and data is not None:
-        return decoded(parts[0], data)
+    args = typing.get_args(kind)
+    if types.NoneType in args and data is not None:
+        return decoded(args[0], data)
     if typing.get_origin(kind) is tuple and data is not None:
-        each = itertools.repeat(parts[0]) if parts[-1] is Ellipsis else parts
-        return tuple(decoded(part, value) for part, value in zip(each, data, strict=False))
+        each = itertools.repeat(args[0]) if args[-1] is Ellipsis else args
+        return tuple(decoded(arg, value) for arg, value in zip(each, data, strict=False))
     return data

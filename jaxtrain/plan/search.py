@@ -81,9 +81,9 @@ class Choice:
 
     def overrides(self, run: RunConfig) -> Overrides | None:
         """Return the layout as overrides of a run; None if the run's batch does not divide."""
-        accum, rest = divmod(run.train.global_batch, self.data * self.fsdp * self.expert * self.rows)
+        accum, remainder = divmod(run.train.global_batch, self.data * self.fsdp * self.expert * self.rows)
         # With fewer microbatches than stages, a pipeline is idle for about half of the step.
-        if rest or accum < self.stage:
+        if remainder or accum < self.stage:
             return None
         axes = tuple((f"mesh.{axis}", getattr(self, axis)) for axis in ("data", "fsdp", "expert", "tensor", "seq", "stage"))
         out = (*axes, ("train.grad_accum", accum), ("sharding.zero", self.zero[0]), ("sharding.gather", self.zero[1]))
@@ -194,7 +194,7 @@ def search(
     jobs: int = 0,
     cache: Cache | None = None,
     timeout_s: float = TIMEOUT_S,
-    on_progress: Callable[[SearchResult], None] = lambda found: None,
+    on_progress: Callable[[SearchResult], None] = lambda result: None,
 ) -> SearchResult:
     """Search for the fastest layout of a config on a machine. No layout changes the global batch.
 
@@ -216,85 +216,87 @@ def search(
     began = time.monotonic()
     machines.parse(topology.name)
     check, rates = check or training_check(topology), rates or rates_for(topology.gpu, run.precision)
-    found = SearchResult(name, topology, run, topology.usable_gib(run.train.memory_fraction), most)
-    found.own_problems = tuple(check(run))
-    space = Space(run, topology, check, found)
-    how = {"jobs": jobs, "cache": cache, "plan_one": plan_one}
+    result = SearchResult(name, topology, run, topology.usable_gib(run.train.memory_fraction), most)
+    result.own_problems = tuple(check(run))
+    space = Space(run, topology, check, result)
+    options = {"jobs": jobs, "cache": cache, "plan_one": plan_one}
 
-    def compile(some: list[Candidate]) -> None:
-        some = some[: most - len(found.tried)]
-        if not some:
+    def compile_batch(batch: list[Candidate]) -> None:
+        batch = batch[: most - len(result.tried)]
+        if not batch:
             return
-        left = began + budget_s - time.monotonic() if budget_s else 0.0
-        if left < 0:
+        remaining_s = began + budget_s - time.monotonic() if budget_s else 0.0
+        if remaining_s < 0:
             raise TimeoutError
-        requests = {c: Request(c.run, topology, name, (*overrides, *c.changes), rates) for c in some}
+        requests = {c: Request(c.run, topology, name, (*overrides, *c.changes), rates) for c in batch}
 
-        def start(c: Candidate) -> None:
-            found.running.append(c)
-            on_progress(found)
+        def note_start(candidate: Candidate) -> None:
+            result.running.append(candidate)
+            on_progress(result)
 
-        def end(c: Candidate, outcome: Outcome) -> None:
-            found.running = [other for other in found.running if other is not c]
-            c.outcome = outcome
+        def note_end(candidate: Candidate, outcome: Outcome) -> None:
+            result.running = [other for other in result.running if other is not candidate]
+            candidate.outcome = outcome
             if outcome.kind != "stopped":
-                found.tried.append(c)
-            on_progress(found)
+                result.tried.append(candidate)
+            on_progress(result)
 
-        longest = max((c.plan.compile_s for c in found.tried if c.plan), default=math.inf)
+        longest = max((c.plan.compile_s for c in result.tried if c.plan), default=math.inf)
         limit = min(timeout_s, max(LEAST_S, PATIENCE * longest))
-        outcomes = plan_many(requests, budget_s=left, timeout_s=limit, on_start=start, on_done=end, **how)
+        outcomes = plan_many(requests, budget_s=remaining_s, timeout_s=limit, on_start=note_start, on_done=note_end, **options)
         if all(outcome.problems and _is_of_every_layout(outcome.problems) for outcome in outcomes.values()):
             raise ConfigError([p for outcome in outcomes.values() for p in outcome.problems][:1])
         if any(outcome.kind == "stopped" for outcome in outcomes.values()):
             raise TimeoutError
 
     try:
-        own = [] if found.own_problems else [*filter(None, [space.own()])]
+        config_layouts = [] if result.own_problems else [*filter(None, [space.own()])]
         for stored in space.storage():
-            found.stored, found.running = stored, []
-            listed = space.listed(stored)
-            on_progress(found)
-            compile([*own, *space.first_of_each_kind(listed, max(1, most // 2 - len(own)))])
-            own = []
-            while not any(c.plan for c in found.tried) and (rest := [c for c in listed if not c.outcome]) and not found.is_full:
-                compile(rest[:ROUND])  # all failed
-            if not found.best:
-                compile(space.smallest(listed))
-            if found.best or found.is_full:
+            result.stored, result.running = stored, []
+            layouts = space.listed(stored)
+            on_progress(result)
+            compile_batch([*config_layouts, *space.first_of_each_kind(layouts, max(1, most // 2 - len(config_layouts)))])
+            config_layouts = []
+            while (
+                not any(c.plan for c in result.tried) and (todo := [c for c in layouts if not c.outcome]) and not result.is_full
+            ):
+                compile_batch(todo[:ROUND])  # all failed
+            if not result.best:
+                compile_batch(space.smallest(layouts))
+            if result.best or result.is_full:
                 break
-        while found.best and not found.is_full and (near := space.near(found.best)):
-            compile(near[:ROUND])
-        found.ended = "most" if found.is_full else "complete"
+        while result.best and not result.is_full and (neighbours := space.near(result.best)):
+            compile_batch(neighbours[:ROUND])
+        result.ended = "most" if result.is_full else "complete"
     except TimeoutError:
-        found.ended = "budget"
+        result.ended = "budget"
     except KeyboardInterrupt:
-        found.ended = "interrupted"
-    if not found.tried and not found.listed and found.own_problems and not found.too_big:
-        raise ConfigError(list(found.own_problems))
-    found.running.clear()
-    found.tried.sort(key=lambda c: c.rank)
-    found.seconds = time.monotonic() - began
-    return found
+        result.ended = "interrupted"
+    if not result.tried and not result.listed and result.own_problems and not result.too_big:
+        raise ConfigError(list(result.own_problems))
+    result.running.clear()
+    result.tried.sort(key=lambda c: c.rank)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 class Space:
     """The layouts of a run on a machine, each judged once."""
 
-    def __init__(self, run: RunConfig, topology: Topology, check: Check, found: SearchResult):
-        self.run, self.topology, self.check, self.found = run, topology, check, found
-        self._seen: dict[tuple[str, ...], Candidate | None] = {}
+    def __init__(self, run: RunConfig, topology: Topology, check: Check, result: SearchResult):
+        self.run, self.topology, self.check, self.found = run, topology, check, result
+        self._candidates: dict[tuple[str, ...], Candidate | None] = {}
         self._too_big = 0
 
     def own(self) -> Candidate | None:
         """Return the config's own layout, which is legal; None if its least memory does not fit."""
-        r, sizes = self.run, layout_of(self.run, self.topology).sizes
-        rows = r.train.global_batch // r.train.grad_accum // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
-        zero, schedule = (r.sharding.zero, r.sharding.gather), (r.pipeline.schedule, r.pipeline.groups)
+        run, sizes = self.run, layout_of(self.run, self.topology).sizes
+        rows = run.train.global_batch // run.train.grad_accum // (sizes["data"] * sizes["fsdp"] * sizes["expert"])
+        zero, schedule = (run.sharding.zero, run.sharding.gather), (run.pipeline.schedule, run.pipeline.groups)
         axes: dict[str, Any] = sizes
-        choice = Choice(**axes, context=r.parallel.context, schedule=schedule, zero=zero, rows=rows)
-        own = self._seen[()] = self._counted(r, choice, ())
-        return own
+        choice = Choice(**axes, context=run.parallel.context, schedule=schedule, zero=zero, rows=rows)
+        candidate = self._candidates[()] = self._candidate_that_fits(run, choice, ())
+        return candidate
 
     def storage(self) -> Iterator[Overrides]:
         """Yield the config's dtypes of the state, as (), and then narrower ones."""
@@ -308,17 +310,17 @@ class Space:
         """Return all layouts with one sequence for each shard, sorted."""
         choices = (dataclasses.replace(c, stored=stored) for c in meshes(self.run, self.topology))
         before = self._too_big
-        own = None if stored else self._seen.get(())
-        some = sorted(dict.fromkeys(filter(None, [own, *map(self._judged, choices)])), key=self._order)
-        self.found.listed, self.found.too_big = len(some), self._too_big - before
-        return some
+        config_layout = None if stored else self._candidates.get(())
+        layouts = sorted(dict.fromkeys(filter(None, [config_layout, *map(self._candidate, choices)])), key=self._sort_key)
+        self.found.listed, self.found.too_big = len(layouts), self._too_big - before
+        return layouts
 
-    def first_of_each_kind(self, listed: list[Candidate], most: int) -> list[Candidate]:
+    def first_of_each_kind(self, layouts: list[Candidate], most: int) -> list[Candidate]:
         """Return the first layout of each kind, with as many sequences of a microbatch as add no recomputation."""
         first: dict[tuple[str, ...], Candidate] = {}
-        for c in listed:
+        for c in layouts:
             first.setdefault(c.choice.kind, c)
-        return [c for c in map(self._widened, first.values()) if c.changes][:most]
+        return [c for c in map(self._widen_microbatch, first.values()) if c.changes][:most]
 
     def near(self, best: Candidate) -> list[Candidate]:
         """Return layouts near the best one that were not compiled, sorted.
@@ -326,57 +328,57 @@ class Space:
         First the meshes of other compiled layouts of its kind with its microbatches, then its neighbours: other kinds last, and
         before them other ZeRO stages.
         """
-        own = best.choice
-        how = {"rows": own.rows, "zero": own.zero, "schedule": own.schedule, "stored": own.stored}
-        alike = [c.choice for c in self.found.tried if c.choice.kind == own.kind]
-        crossed = [dataclasses.replace(choice, **how) for choice in alike]
-        new = dict.fromkeys(c for c in map(self._judged, (*crossed, *own.neighbours())) if c and not c.outcome)
+        base = best.choice
+        settings = {"rows": base.rows, "zero": base.zero, "schedule": base.schedule, "stored": base.stored}
+        same_kind = [c.choice for c in self.found.tried if c.choice.kind == base.kind]
+        crossed = [dataclasses.replace(choice, **settings) for choice in same_kind]
+        neighbours = dict.fromkeys(c for c in map(self._candidate, (*crossed, *base.neighbours())) if c and not c.outcome)
 
-        def key(c: Candidate) -> tuple[Any, ...]:
-            return c.choice.kind != own.kind, c.choice not in crossed, c.choice.zero != own.zero, self._order(c)
+        def sort_key(c: Candidate) -> tuple[Any, ...]:
+            return c.choice.kind != base.kind, c.choice not in crossed, c.choice.zero != base.zero, self._sort_key(c)
 
-        return sorted(new, key=key)
+        return sorted(neighbours, key=sort_key)
 
-    def smallest(self, listed: list[Candidate]) -> list[Candidate]:
+    def smallest(self, layouts: list[Candidate]) -> list[Candidate]:
         """Return the layout with the least memory, if it was not compiled."""
-        return [c for c in sorted(listed, key=lambda c: c.least.gib)[:1] if not c.outcome]
+        return [c for c in sorted(layouts, key=lambda c: c.least.gib)[:1] if not c.outcome]
 
-    def _widened(self, c: Candidate) -> Candidate:
-        while 2 * c.choice.rows * self.run.data.seq_len <= ENOUGH:
-            wider = self._judged(dataclasses.replace(c.choice, rows=2 * c.choice.rows))
-            if not wider or not wider.changes or wider.least.repeated > c.least.repeated:
+    def _widen_microbatch(self, candidate: Candidate) -> Candidate:
+        while 2 * candidate.choice.rows * self.run.data.seq_len <= ENOUGH:
+            wider = self._candidate(dataclasses.replace(candidate.choice, rows=2 * candidate.choice.rows))
+            if not wider or not wider.changes or wider.least.repeated > candidate.least.repeated:
                 break
-            c = wider
-        return c
+            candidate = wider
+        return candidate
 
-    def _judged(self, choice: Choice) -> Candidate | None:
+    def _candidate(self, choice: Choice) -> Candidate | None:
         """Return the candidate of a layout; None if training refuses it, or its least memory does not fit."""
         overrides = choice.overrides(self.run)
         if overrides is None or choice.tensor > self.topology.gpus:
             return None
         changed = changes(self.run, overrides, None if self.found.own_problems else self.topology)
-        if changed not in self._seen:
-            self._seen[changed] = self._new(choice, overrides, changed)
-        return self._seen[changed]
+        if changed not in self._candidates:
+            self._candidates[changed] = self._make_candidate(choice, overrides, changed)
+        return self._candidates[changed]
 
-    def _new(self, choice: Choice, overrides: Overrides, changed: tuple[str, ...]) -> Candidate | None:
+    def _make_candidate(self, choice: Choice, overrides: Overrides, changed: tuple[str, ...]) -> Candidate | None:
         run = with_overrides(self.run, overrides)
         if self.check(run):
             return None
-        return self._counted(run, choice, changed)
+        return self._candidate_that_fits(run, choice, changed)
 
-    def _counted(self, run: RunConfig, choice: Choice, changed: tuple[str, ...]) -> Candidate | None:
+    def _candidate_that_fits(self, run: RunConfig, choice: Choice, changed: tuple[str, ...]) -> Candidate | None:
         try:
-            needs = least(run, self.topology)
+            memory = least(run, self.topology)
         except ConfigError:  # a rule that only `build` knows
             return None
-        self.found.least_gib = min(self.found.least_gib, needs.gib)
-        if math.isinf(needs.repeated):
+        self.found.least_gib = min(self.found.least_gib, memory.gib)
+        if math.isinf(memory.repeated):
             self._too_big += 1
             return None
-        return Candidate(run, choice, changed, needs)
+        return Candidate(run, choice, changed, memory)
 
-    def _order(self, c: Candidate) -> tuple[float, ...]:
+    def _sort_key(self, c: Candidate) -> tuple[float, ...]:
         return c.least.repeated + c.choice.cost(self.topology.gpus), -c.choice.rows, -c.choice.fsdp
 
 
@@ -396,10 +398,10 @@ def meshes(run: RunConfig, topology: Topology) -> Iterator[Choice]:
     experts = {*_powers(run.model.num_experts, node), run.mesh.expert} if run.model.num_experts else {1}
     for stage in _powers(total if run.mesh.stage != 1 else topology.nodes):
         for expert, seq, tensor in itertools.product(sorted(experts), seqs, _powers(node)):
-            shards, rest = divmod(total, stage * expert * seq * tensor)
+            shards, remainder = divmod(total, stage * expert * seq * tensor)
             inside = max(1, node // (expert * seq * tensor))
             widths = {inside * n for n in _powers(topology.nodes)} | {1, shards}
-            for fsdp in sorted(width for width in widths if not rest and shards and shards % width == 0):
+            for fsdp in sorted(width for width in widths if not remainder and shards and shards % width == 0):
                 zero = (1, "layer") if stage > 1 else ZEROS[0]
                 yield Choice(shards // fsdp, fsdp, expert, tensor, seq, stage, run.parallel.context, zero=zero)
 
@@ -415,14 +417,14 @@ def with_overrides(run: RunConfig, overrides: Iterable[tuple[str, Any]]) -> RunC
     tree: dict[str, Any] = {schema.public_name(f.name): getattr(run, f.name) for f in dataclasses.fields(run)}
     for key, value in overrides:
         *sections, name = key.split(".")
-        place = tree
+        subtree = tree
         for section in sections:
-            if dataclasses.is_dataclass(place[section]):
-                place[section] = schema.to_dict(place[section])
-            elif isinstance(place[section], tuple):  # config.OWN
-                place[section] = dict(place[section])
-            place = place[section]
-        place[name] = value
+            if dataclasses.is_dataclass(subtree[section]):
+                subtree[section] = schema.to_dict(subtree[section])
+            elif isinstance(subtree[section], tuple):  # config.OWN
+                subtree[section] = dict(subtree[section])
+            subtree = subtree[section]
+        subtree[name] = value
     changed, problems = schema.from_dict(tree)
     if problems:
         raise ConfigError(problems)

@@ -72,7 +72,7 @@ class Cache:
     def path(self, request: Request, plan_one: str) -> Path:
         """Return the cache file of a request. plan_one: "package.module:function" that makes the plan."""
         run, topology = request.run, request.topology
-        own = [value for key, value in run.flat.items() if key in OWN and ":" in value]
+        user_modules = [value for key, value in run.flat.items() if key in OWN and ":" in value]
         facts = {
             "config": relevant(run, topology),
             "topology": [topology.name, topology.device_kind, topology.memory_bytes, topology.description],
@@ -81,7 +81,7 @@ class Cache:
             "by": plan_one,
             "versions": installed.versions(PACKAGES),
             "flags": os.environ.get("XLA_FLAGS", ""),
-            "code": {name: _digest_of_module(name) for name in ("jaxtrain", *own)},
+            "code": {name: _digest_of_module(name) for name in ("jaxtrain", *user_modules)},
         }
         return self.folder / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json.gz"
 

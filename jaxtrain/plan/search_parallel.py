@@ -94,16 +94,19 @@ def work(folder: str) -> None:
     # Every error is returned to the parent as the outcome of this plan.
     except Exception as error:
         traceback.print_exc()
-        own = own_parts.problem_of(error)
-        problems = (own,) if own else tuple(error.problems) if isinstance(error, ConfigError) else ()
+        user_problem = own_parts.problem_of(error)
+        problems = (user_problem,) if user_problem else tuple(error.problems) if isinstance(error, ConfigError) else ()
         reason = "; ".join(map(str, problems)) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         outcome = Outcome(
-            None, "refused" if problems else _kind(error), reason if len(reason) <= 400 else reason[:400] + "...", problems
+            None,
+            "refused" if problems else _error_kind(error),
+            reason if len(reason) <= 400 else reason[:400] + "...",
+            problems,
         )
     write_atomic(Path(folder) / "outcome", pickle.dumps(outcome))
 
 
-def _kind(error: Exception) -> str:
+def _error_kind(error: Exception) -> str:
     """Return the kind of outcome of an error. Only "failed" is cached, since a full disk or full memory may be temporary."""
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
         return "out of memory"
@@ -149,7 +152,7 @@ def plan_many[Id](
     deadline = time.monotonic() + (budget_s or float("inf"))
     todo, running, outcomes = dict(requests), {}, {}
 
-    def done(ident: Id, outcome: Outcome) -> None:
+    def finish(ident: Id, outcome: Outcome) -> None:
         outcomes[ident] = outcome
         on_done(ident, outcome)
 
@@ -158,8 +161,8 @@ def plan_many[Id](
             while todo and len(running) < (jobs or len(os.sched_getaffinity(0))):
                 ident, request = next(iter(todo.items()))
                 del todo[ident]
-                if known := cache and cache.get(request, plan_one):
-                    done(ident, known)
+                if cached := cache and cache.get(request, plan_one):
+                    finish(ident, cached)
                     continue
                 on_start(ident)
                 with _delayed_interrupt():
@@ -170,10 +173,10 @@ def plan_many[Id](
                 ident = running.pop(child)
                 if cache:
                     cache.put(requests[ident], plan_one, outcome)
-                done(ident, outcome)
+                finish(ident, outcome)
     finally:
         for child in running:
             child.end()
     for ident in [*running.values(), *todo]:
-        done(ident, Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent"))
+        finish(ident, Outcome(None, "stopped", f"the budget of {duration(budget_s)} was spent"))
     return outcomes

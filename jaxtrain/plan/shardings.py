@@ -94,26 +94,26 @@ class Row:
 
 def of_step(program: Program) -> tuple[Row, ...]:
     """Return the row of every array of a train step. The devices need not be present."""
-    named = _named_activations(program)
-    saved = _saved_activations(program, named)
+    named_arrays = _named_activations(program)
+    saved = _saved_activations(program, named_arrays)
     batch = (row_of(name, "batch", a, MICROBATCHES) for name, a in program.batch.items())
-    return (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named, saved), *batch)
+    return (*_state_rows(program), *_gathered_rows(program, saved), *_activation_rows(program, named_arrays, saved), *batch)
 
 
-def row_of(name: str, kind: str, a: Any, axes: Axes | None = None, copies: int = 1, saved: str = "") -> Row:
+def row_of(name: str, kind: str, array: Any, axes: Axes | None = None, copies: int = 1, saved: str = "") -> Row:
     """Return the row of an array.
 
     Args:
-        a: global shape, dtype and sharding. Without a sharding, the shape is that of a device's shard.
+        array: global shape, dtype and sharding. Without a sharding, the shape is that of a device's shard.
     """
-    shape, local = (a.shape, a.sharding.shard_shape(a.shape)) if a.sharding else (None, a.shape)
-    dtype = str(a.dtype).replace("float", "f").replace("uint", "u").replace("int", "i")  # bf16, f32, u8, i32
-    return Row(name, kind, shape, local, dtype, math.prod(local) * a.dtype.itemsize, axes, a.sharding, copies, saved)
+    shape, local = (array.shape, array.sharding.shard_shape(array.shape)) if array.sharding else (None, array.shape)
+    dtype = str(array.dtype).replace("float", "f").replace("uint", "u").replace("int", "i")  # bf16, f32, u8, i32
+    return Row(name, kind, shape, local, dtype, math.prod(local) * array.dtype.itemsize, axes, array.sharding, copies, saved)
 
 
-def _leaves(tree: Any, **how: Any) -> dict[str, Any]:
+def _leaves(tree: Any, **options: Any) -> dict[str, Any]:
     """Return dotted name -> leaf of a pytree."""
-    return {dotted_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **how)}
+    return {dotted_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, **options)}
 
 
 def _axes(program: Program) -> dict[str, Axes]:
@@ -127,10 +127,10 @@ def _state_rows(program: Program) -> Iterator[Row]:
     for name, a in params.items():
         yield row_of(name, "parameter", a, axes[name])
     for name, a in _leaves(program.state.optimizer).items():
-        whole = name.removesuffix(".codes").removesuffix(".scales")  # arrays of 8-bit moments
-        of = next((p for p in params if whole.endswith("." + p) and a.ndim == params[p].ndim), None)
+        base_name = name.removesuffix(".codes").removesuffix(".scales")  # arrays of 8-bit moments
+        param_name = next((p for p in params if base_name.endswith("." + p) and a.ndim == params[p].ndim), None)
         saved = "offload" if program.offload and a.shape else ""
-        yield row_of(name, "moment" if a.shape else "counter", a, axes[of] if of else None, saved=saved)
+        yield row_of(name, "moment" if a.shape else "counter", a, axes[param_name] if param_name else None, saved=saved)
     for name, a in _leaves(program.state.ema).items():
         yield row_of(name, "average", a, axes[name])
     # Gradients leave the step's shard_map sharded like their parameter, in the dtype in which they are summed.
@@ -140,30 +140,30 @@ def _state_rows(program: Program) -> Iterator[Row]:
 
 def _gathered_rows(program: Program, saved: "Saved") -> Iterator[Row]:
     """Yield the rows of gathered weights, by the same rules as the step (jaxtrain/models/zero.py)."""
-    p, zero, numerics = program.placement, program.zero, program.zero.numerics
+    placement, zero, numerics = program.placement, program.zero, program.zero.numerics
     params, all_axes, exact = _leaves(program.state.params), _axes(program), _leaves(program.definition.exact)
     fp8 = _leaves(fp8_weights(program.run.precision, program.run.fp8.exclude, program.definition))
     rows = []
 
-    def in_use(axes: Axes) -> NamedSharding:
-        return NamedSharding(p.mesh, P(*(p.compute_axes(axis) or None for axis in axes)))
+    def gathered_sharding(axes: Axes) -> NamedSharding:
+        return NamedSharding(placement.mesh, P(*(placement.compute_axes(axis) or None for axis in axes)))
 
     for name, a in params.items():
         if name == EMBEDDING and HEAD in params and not zero.reduce_once:
             continue  # the lookup sends rows of the sharded embedding and gathers nothing
-        of_layer = all_axes[name][0] == "layers" and not zero.gather_once
-        axes, shape = (all_axes[name][1:], a.shape[1:]) if of_layer else (all_axes[name], a.shape)
+        per_layer = all_axes[name][0] == "layers" and not zero.gather_once
+        axes, shape = (all_axes[name][1:], a.shape[1:]) if per_layer else (all_axes[name], a.shape)
         dtype = jnp.dtype("uint8") if fp8[name] else a.dtype if exact[name] else numerics.compute
-        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=in_use(axes)), axes))
-    for name, how in program.definition.stored.items():
-        cut = int(how.axes[0] == "layers")
-        decoded = jax.ShapeDtypeStruct(how.shape[cut:], numerics.compute, sharding=in_use(how.axes[cut:]))
-        rows.append(row_of(name, "gathered", decoded, how.axes[cut:]))
+        rows.append(row_of(name, "gathered", jax.ShapeDtypeStruct(shape, dtype, sharding=gathered_sharding(axes)), axes))
+    for name, weight in program.definition.stored.items():
+        skip = int(weight.axes[0] == "layers")
+        decoded = jax.ShapeDtypeStruct(weight.shape[skip:], numerics.compute, sharding=gathered_sharding(weight.axes[skip:]))
+        rows.append(row_of(name, "gathered", decoded, weight.axes[skip:]))
     # Saved gathered weights have no names, so their copies are divided among the weights of that shape.
-    alike = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))
+    same_shape = collections.Counter(row.local_shape for row in rows if row.name.startswith(f"{STACK}."))
     for row in rows:
-        kept = sum(count for (name, shape, *_), count in saved.items() if (name, shape) == (WEIGHT, row.local_shape))
-        copies = kept // alike[row.local_shape] if row.name.startswith(f"{STACK}.") else 1
+        saved_count = sum(count for (name, shape, *_), count in saved.items() if (name, shape) == (WEIGHT, row.local_shape))
+        copies = saved_count // same_shape[row.local_shape] if row.name.startswith(f"{STACK}.") else 1
         yield dataclasses.replace(row, copies=copies, saved="keep") if copies > 1 else row
 
 
@@ -173,7 +173,7 @@ Saved = dict[tuple[str, tuple[int, ...], Any, str], int]  # (name, shape on a de
 
 def _named_activations(program: Program) -> Named:
     """Return the arrays that the model names by `checkpoint_name`, in the order of the traced step."""
-    found: Named = {}
+    named_arrays: Named = {}
 
     def walk(jaxpr: Jaxpr) -> None:
         for eqn in jaxpr.eqns:
@@ -181,20 +181,20 @@ def _named_activations(program: Program) -> Named:
                 walk(body)
             if eqn.primitive.name == "name" and eqn.params["name"] != WEIGHT:
                 aval: Any = eqn.outvars[0].aval
-                found.setdefault((eqn.params["name"], aval.shape), aval.dtype)
+                named_arrays.setdefault((eqn.params["name"], aval.shape), aval.dtype)
 
     walk(program.train_step.trace(program.state, program.batch).jaxpr.jaxpr)
-    return found
+    return named_arrays
 
 
-def _saved_activations(program: Program, named: Named) -> Saved:
+def _saved_activations(program: Program, named_arrays: Named) -> Saved:
     """Return (name, local shape, dtype, keep | offload) -> number of such saved activations in memory at the same time."""
     counts = collections.Counter(k for k in saved_activations(program) if not k.again and 0 not in k.dims)
     # A layer's input has the shape of the residual stream. Other saved arrays can have the name "layer input" too.
-    stream = next((shape for name, shape in named if name == "residual"), None)
+    stream = next((shape for name, shape in named_arrays if name == "residual"), None)
     # A loop over layers saves a layer's input once. A pipeline saves it in each of its phases, in the same buffers.
     entry = next((k for k in counts if k.stacked and k.name == "layer input" and stream in (None, k.dims[1:])), None)
-    found: collections.Counter[tuple[str, tuple[int, ...], Any, str]] = collections.Counter()
+    copies: collections.Counter[tuple[str, tuple[int, ...], Any, str]] = collections.Counter()
     for k, count in counts.items():
         if k.stacked and entry is not None and k.dims[0] != entry.dims[0]:
             continue  # saved by a loop within a layer
@@ -205,33 +205,38 @@ def _saved_activations(program: Program, named: Named) -> Saved:
         # The input of a layer outside of a loop is the sum that the previous layer returns.
         if stream in (None, local) and (k.name == "layer input" or k.name.endswith("mlp)/add")):
             name = LAYER_INPUT
-        found[name, local, k.dtype, "offload" if k.offloaded else "keep"] += count
+        copies[name, local, k.dtype, "offload" if k.offloaded else "keep"] += count
     if entry is None:  # the first layer's input is the output of the embedding
-        found.update({key: 1 for key in found if key[0] == LAYER_INPUT})
-    return found
+        copies.update({key: 1 for key in copies if key[0] == LAYER_INPUT})
+    return copies
 
 
-def _activation_rows(program: Program, named: Named, saved: Saved) -> list[Row]:
+def _activation_rows(program: Program, named_arrays: Named, saved: Saved) -> list[Row]:
     """Return the rows of activations in the order of the model. Activations without a name are last.
 
     The global layout is unknown for the tokens of a device's experts and for arrays without a name. It is also unknown for
     outputs of Ulysses attention, since their shards are heads instead of tokens.
     """
 
-    def row(name: str, local: tuple[int, ...], dtype: Any, copies: int, place: str) -> Row:
+    def make_row(name: str, local: tuple[int, ...], dtype: Any, copies: int, storage: str) -> Row:
         axes, exchanged = AXES.get(name, ()), program.context.ulysses > 1 and name in ("attention_out", "attention_lse")
         if len(axes) != len(local) or exchanged:
-            return row_of(name, "activation", jax.ShapeDtypeStruct(local, dtype), None, copies, place)
-        shape = tuple(n * p.size(p.mesh_axes(axis)) for n, axis in zip(local, axes, strict=True))
+            return row_of(name, "activation", jax.ShapeDtypeStruct(local, dtype), None, copies, storage)
+        shape = tuple(n * placement.size(placement.mesh_axes(axis)) for n, axis in zip(local, axes, strict=True))
         return row_of(
-            name, "activation", jax.ShapeDtypeStruct(shape, dtype, sharding=p.sharding(axes, name)), axes, copies, place
+            name,
+            "activation",
+            jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, name)),
+            axes,
+            copies,
+            storage,
         )
 
-    p = program.placement
+    placement = program.placement
     # A saved array can have another dtype than the named array, since later operations can convert it before it is saved.
-    rows = [row(name, local, dtype, n, place) for (name, local, dtype, place), n in saved.items() if name != WEIGHT]
+    rows = [make_row(name, local, dtype, n, storage) for (name, local, dtype, storage), n in saved.items() if name != WEIGHT]
     names = {(name, local) for name, local, *_ in saved}
-    rows += [row(*key, dtype, 1, "recompute") for key, dtype in named.items() if key not in names]
+    rows += [make_row(*key, dtype, 1, "recompute") for key, dtype in named_arrays.items() if key not in names]
     order = [*AXES]
     # If some layers offload an array and the last layer keeps it on the device, the row of the kept array is second.
     return sorted(rows, key=lambda r: (order.index(r.name) if r.name in order else len(order), r.saved != "offload"))

@@ -75,13 +75,13 @@ class Topology:
     @property
     def gpu(self) -> hardware.Gpu:
         """Return the GPU's data sheet. Raises TopologyError for a GPU that is not in jaxtrain/config/hardware.py."""
-        found = hardware.lookup(self.device_kind)
-        if found is None:
+        data_sheet = hardware.lookup(self.device_kind)
+        if data_sheet is None:
             raise TopologyError(
                 f"device {self.device_kind!r}: its rates are not known. Plan for one of {', '.join(CHIPS)}, or add it to the "
                 "table in jaxtrain/config/hardware.py."
             )
-        return found
+        return data_sheet
 
 
 def parse(text: str) -> Topology:
@@ -95,17 +95,17 @@ def parse(text: str) -> Topology:
         hint = f"Did you mean {near[0]}? " if near else ""
         raise TopologyError(f"topology {text!r}: no chip {chip!r}. {hint}Known: {', '.join(CHIPS)}.")
     gpus, nodes = int(form[2]), int(form[3] or 1)
-    most, who = CHIPS[chip]
+    most, reason = CHIPS[chip]
     if gpus > most:
         nodes_instead, rest = divmod(gpus * nodes, most)
         instead = f"Write {chip}:{most}x{nodes_instead}" if not rest else f"Write at most {chip}:{most}, and xNODES for more"
-        raise TopologyError(f"topology {text!r}: {gpus} GPUs in a node, and {who} at most {most}. {instead}.")
+        raise TopologyError(f"topology {text!r}: {gpus} GPUs in a node, and {reason} at most {most}. {instead}.")
     if gpus * nodes > MOST_GPUS:
         raise TopologyError(f"topology {text!r}: {gpus * nodes} GPUs. Write one of at most {MOST_GPUS}.")
-    return Topology(chip, gpus, nodes, **_read(chip))
+    return Topology(chip, gpus, nodes, **_read_spec(chip))
 
 
-def _read(chip: str) -> dict[str, Any]:
+def _read_spec(chip: str) -> dict[str, Any]:
     text = (resources.files("jaxtrain.plan") / "specs" / f"{chip}.txtpb").read_text(encoding="utf-8")
     (kind,) = re.findall(r'device_description_str: "(.+)"', text)
     (memory,) = re.findall(r"device_memory_size: (\d+)", text)
@@ -117,21 +117,21 @@ def here() -> Topology:
 
     Raises TopologyError if JAX finds no GPU, if the GPUs differ in kind, or if nodes differ in the number of GPUs.
     """
-    found = jax.devices()
-    if found[0].platform != "gpu":
+    gpus = jax.devices()
+    if gpus[0].platform != "gpu":
         raise TopologyError(
-            f"no topology is given, and this machine has no GPU (its devices are {found[0].platform}): name a machine, such as "
+            f"no topology is given, and this machine has no GPU (its devices are {gpus[0].platform}): name a machine, such as "
             "--topology=h200:8"
         )
-    kinds = sorted({d.device_kind for d in found})
-    nodes = collections.Counter(map(node_of, found))
+    kinds = sorted({d.device_kind for d in gpus})
+    nodes = collections.Counter(map(node_of, gpus))
     counts = sorted({*nodes.values()})
     if len(kinds) > 1 or len(counts) > 1:
         raise TopologyError(f"the GPUs are {', '.join(kinds)}, {' or '.join(map(str, counts))} a node: they must be equal")
     for chip in CHIPS:
-        read = _read(chip)
-        if read["device_kind"] == kinds[0]:
-            return Topology(chip, counts[0], len(nodes), **{**read, "description": ""})
+        spec = _read_spec(chip)
+        if spec["device_kind"] == kinds[0]:
+            return Topology(chip, counts[0], len(nodes), **{**spec, "description": ""})
     # The driver reports the full memory. CUDA gives programs up to half a percent less.
     memory = int(hardware.probe().memory_gib * 2**30)
     return Topology(kinds[0], counts[0], len(nodes), kinds[0], memory, "")
@@ -166,7 +166,7 @@ def devices(topology: Topology) -> list[Any]:
     toolkit()
     try:
         with quiet():
-            found = topologies.get_topology_desc(
+            topology_devices = topologies.get_topology_desc(
                 platform="cuda", topology=f"1x{topology.nodes}x{topology.gpus}", target_config=topology.description
             ).devices
     except NotImplementedError as error:
@@ -174,7 +174,7 @@ def devices(topology: Topology) -> list[Any]:
             "XLA's GPU compiler is not there: install the plan extra (./run.sh setup), and on a machine without a GPU "
             "start Python with JAX_PLATFORMS=cpu"
         ) from error
-    return sorted(found, key=lambda d: d.id)
+    return sorted(topology_devices, key=lambda d: d.id)
 
 
 def layout_of(run: RunConfig, topology: Topology) -> Layout:

@@ -96,7 +96,7 @@ def test_a_tensor_holds_several_arrays(theirs, dtype):
     for part, x in zip(parts, arrays, strict=True):
         for index in [(slice(None),) * x.ndim, (slice(None),) * (x.ndim - 1) + (slice(1, 3),), (slice(1, 2),) * x.ndim]:
             assert same(part.to_ours([whole], x.dtype, index), np.ascontiguousarray(x[index]))
-        written = part.to_theirs(x, others=written)
+        written = part.to_theirs(x, out=written)
     assert written is not None and same(written, whole)
 
 

@@ -56,7 +56,7 @@ def on_links(kind: str, mib: float, nodes: int) -> float:
     assert H200
     n = 8 * nodes
     given = mib * 2**20 / (n if kind == "all-gather" else 1)
-    sent = collectives._ring(kind, given, n)
+    sent = collectives._ring_bytes(kind, given, n)
     hops = collectives._hops(kind, nodes)
     found = collectives.Found(kind, "f32", "fsdp", n, 1, sent, sent / 8 if nodes > 1 else 0.0, "", "", "c", (), hops)
     assert found.message == pytest.approx(mib * 2**20)

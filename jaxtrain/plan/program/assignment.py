@@ -66,11 +66,11 @@ def _hlo_proto() -> Any:
     """Return a protobuf class for HloProto, built from _SCHEMA, since no installed package has that class."""
     file = descriptor_pb2.FileDescriptorProto(name="jaxtrain.proto", package="jaxtrain", syntax="proto3")
     for message_name, fields in _SCHEMA.items():
-        made = file.message_type.add(name=message_name)
+        message_type = file.message_type.add(name=message_name)
         for name, (number, kind) in fields.items():
             repeated, kind = isinstance(kind, list), kind[0] if isinstance(kind, list) else kind
             label = _FIELD.LABEL_REPEATED if repeated else _FIELD.LABEL_OPTIONAL
-            field = made.field.add(name=name, number=number, label=label, type=_TYPES.get(kind, _FIELD.TYPE_MESSAGE))
+            field = message_type.field.add(name=name, number=number, label=label, type=_TYPES.get(kind, _FIELD.TYPE_MESSAGE))
             if kind not in _TYPES:
                 field.type_name = f".jaxtrain.{kind}"
     pool = descriptor_pool.DescriptorPool()
@@ -131,28 +131,28 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     it if the device has several heaps, or a call with a workspace has no result in the heap.
     """
     try:
-        whole = _hlo_proto().FromString(proto)
+        hlo_proto = _hlo_proto().FromString(proto)
     except message.DecodeError as error:
         raise hlo.HloError(f"{len(proto)} bytes are no whole HloProto ({error}): dump the module again") from error
-    if not whole.assignment.values:
+    if not hlo_proto.assignment.values:
         raise hlo.HloError(
             f"the HloProto of {len(proto)} bytes holds no buffer assignment: read the file *after_optimizations.hlo.pb, dumped "
             "with xla_dump_hlo_as_proto"
         )
-    names = _names(whole.module)
-    in_text = {i.name: names[i.id][0] for c in whole.module.computations for i in c.instructions}
+    names = _names(hlo_proto.module)
+    in_text = {i.name: names[i.id][0] for c in hlo_proto.module.computations for i in c.instructions}
     values, colors = {}, {}
-    for v in whole.assignment.values:
+    for v in hlo_proto.assignment.values:
         name, start = names[v.defined_at.instruction_id]
         values[v.id], colors[v.id] = Value(v.size, name, (*start, *v.defined_at.shape_index)), v.color
 
-    def event(e: Any) -> Event:
-        known = e.kind in (ALLOCATE, FREE, SHARE) and e.value in values and (e.kind != SHARE or e.shares in values)
-        if not known or e.instruction not in in_text:
-            raise hlo.HloError(f"heap trace: cannot read the event at {e.instruction!r} (kind {e.kind}, value {e.value})")
-        return Event(e.kind, e.value, in_text[e.instruction], e.shares)
+    def read_event(raw: Any) -> Event:
+        valid = raw.kind in (ALLOCATE, FREE, SHARE) and raw.value in values and (raw.kind != SHARE or raw.shares in values)
+        if not valid or raw.instruction not in in_text:
+            raise hlo.HloError(f"heap trace: cannot read the event at {raw.instruction!r} (kind {raw.kind}, value {raw.value})")
+        return Event(raw.kind, raw.value, in_text[raw.instruction], raw.shares)
 
-    heaps = [tuple(map(event, t.events)) for t in whole.assignment.traces if t.events]
+    heaps = [tuple(map(read_event, t.events)) for t in hlo_proto.assignment.traces if t.events]
     heaps = [heap for heap in heaps if colors[heap[0].value] != HOST]
     if len(heaps) > 1:
         spaces = sorted({colors[heap[0].value] for heap in heaps})
@@ -163,7 +163,7 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
     heap = heaps[0] if heaps else ()
     in_heap = {e.value for e in heap}
     # Thread-local allocations (scalars inside a reduction's function) are never in device memory.
-    device = [a for a in whole.assignment.allocations if a.color != HOST and not a.is_thread_local]
+    device = [a for a in hlo_proto.assignment.allocations if a.color != HOST and not a.is_thread_local]
     outside = tuple(
         Allocation(
             a.size,
@@ -174,9 +174,9 @@ def read(proto: bytes, workspace: Mapping[str, int] | None = None) -> Assignment
         for a in device
         if in_heap.isdisjoint(x.value for x in a.assigned)
     )
-    on_host = sum(a.size for a in whole.assignment.allocations if a.color == HOST)
-    found = Assignment(values, heap, outside, sum(a.size for a in device), on_host)
-    return _with_workspace(found, workspace) if workspace else found
+    on_host = sum(a.size for a in hlo_proto.assignment.allocations if a.color == HOST)
+    assignment = Assignment(values, heap, outside, sum(a.size for a in device), on_host)
+    return _with_workspace(assignment, workspace) if workspace else assignment
 
 
 def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
@@ -186,13 +186,17 @@ def _names(module: Any) -> dict[int, tuple[str, tuple[int, ...]]]:
     call is an instruction within a separate computation.
     """
     started = {
-        c: i.name for made in module.computations for i in made.instructions if i.opcode == "async-start" for c in i.called
+        c: i.name
+        for computation in module.computations
+        for i in computation.instructions
+        if i.opcode == "async-start"
+        for c in i.called
     }
     names: dict[int, tuple[str, tuple[int, ...]]] = {}
-    for made in module.computations:
-        alone = sum(i.opcode != "parameter" for i in made.instructions) == 1
-        for i in made.instructions:
-            names[i.id] = (started[made.id], (1,)) if made.id in started and alone else (i.name, ())
+    for computation in module.computations:
+        alone = sum(i.opcode != "parameter" for i in computation.instructions) == 1
+        for i in computation.instructions:
+            names[i.id] = (started[computation.id], (1,)) if computation.id in started and alone else (i.name, ())
     return names
 
 
@@ -207,22 +211,22 @@ def replay(assignment: Assignment) -> Iterator[tuple[int, dict[int, dict[int, No
     """
     owner: dict[int, int] = {}
     alive: dict[int, dict[int, None]] = {}
-    held = 0
-    for e in assignment.heap:
-        if e.kind == FREE:
-            at = owner[e.value]
-            del alive[at][e.value]
-            if not alive[at]:
-                del alive[at]
-                held -= assignment.values[at].size
+    live_bytes = 0
+    for event in assignment.heap:
+        if event.kind == FREE:
+            buffer = owner[event.value]
+            del alive[buffer][event.value]
+            if not alive[buffer]:
+                del alive[buffer]
+                live_bytes -= assignment.values[buffer].size
         else:
-            at = owner.get(e.shares, e.shares) if e.kind == SHARE else e.value
-            owner[e.value] = at
-            if at not in alive:
-                alive[at] = {}
-                held += assignment.values[at].size
-            alive[at][e.value] = None
-        yield held, alive
+            buffer = owner.get(event.shares, event.shares) if event.kind == SHARE else event.value
+            owner[event.value] = buffer
+            if buffer not in alive:
+                alive[buffer] = {}
+                live_bytes += assignment.values[buffer].size
+            alive[buffer][event.value] = None
+        yield live_bytes, alive
 
 
 # ---- Workspace of cuDNN's attention during its backward pass
@@ -293,9 +297,9 @@ def _with_workspace(assignment: Assignment, workspace: Mapping[str, int]) -> Ass
     for at, event in enumerate(assignment.heap):
         events.append(event)
         if at in calls:
-            new = max(values) + 1
-            values[new] = Value(workspace[calls[at]], calls[at], (3,))
-            events += [Event(kind, new, calls[at], 0) for kind in (ALLOCATE, FREE)]
+            value_id = max(values) + 1
+            values[value_id] = Value(workspace[calls[at]], calls[at], (3,))
+            events += [Event(kind, value_id, calls[at], 0) for kind in (ALLOCATE, FREE)]
     wider = dataclasses.replace(assignment, values=values, heap=tuple(events))
-    before, after = (max(held for held, _ in replay(a)) for a in (assignment, wider))
+    before, after = (max(live_bytes for live_bytes, _ in replay(a)) for a in (assignment, wider))
     return dataclasses.replace(wider, allocated=assignment.allocated + after - before)

@@ -58,81 +58,81 @@ def kept_activations(program: Program) -> tuple[Kept, ...]:
     Names come from the jaxpr. An activation without a `checkpoint_name` is named after the operation that computes it. The
     input of a layer is named "layer input". A gathered weight is named "weight".
     """
-    found = saved_activations(program)
+    activations = saved_activations(program)
     # With a loop over layers, the backward pass of the last layer follows at once, so that layer's activations are soon freed.
-    stacked = tuple(k for k in found if k.stacked)
-    return stacked or found
+    stacked = tuple(k for k in activations if k.stacked)
+    return stacked or activations
 
 
 def saved_activations(program: Program) -> tuple[Kept, ...]:
     """Return all saved activations: those that a loop over layers saves, and those of layers outside of the loop."""
-    return tuple(_kept(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
+    return tuple(_find_saved(jax.make_jaxpr(program.train_step)(program.state, program.batch).jaxpr, "", False))
 
 
-def _kept(jaxpr: Any, scope: str, again: bool) -> Iterator[Kept]:
+def _find_saved(jaxpr: Any, scope: str, recomputed: bool) -> Iterator[Kept]:
     for eqn in jaxpr.eqns:
-        here = f"{scope}/{eqn.source_info.name_stack}"
-        repeated = again or "rematted_computation" in here or eqn.primitive.name == "remat2"
+        path = f"{scope}/{eqn.source_info.name_stack}"
+        repeated = recomputed or "rematted_computation" in path or eqn.primitive.name == "remat2"
         bodies: Any = jaxprs_in_params(eqn.params)
         for body in bodies:
             if eqn.primitive.name == "remat2":
-                yield from _one_by_one(jaxpr, eqn)
+                yield from _unrolled_activations(jaxpr, eqn)
             # Scans of the loss run over tokens, those of optimizer and ZeRO over weights. A reverse scan stacks gradients.
-            elsewhere = _ELSEWHERE.search(here)
+            elsewhere = _ELSEWHERE.search(path)
             if eqn.primitive.name == "scan" and not elsewhere and not eqn.params["reverse"]:
                 for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
                     if outer.aval.ndim == inner.aval.ndim + 1:  # a stacked output; a carry has the same shape inside the loop
                         host = outer.aval.memory_space == jax.memory.Space.Host
-                        name = _activation(body, inner)
+                        name = _activation_name(body, inner)
                         yield Kept(name, outer.aval.dtype, outer.aval.shape, True, repeated, host)
-            yield from _kept(body, here, repeated)
-        if eqn.primitive.name == "dynamic_update_slice" and here.endswith(f"/{SLOTS}"):
-            yield _in_a_slot(jaxpr, eqn)
+            yield from _find_saved(body, path, repeated)
+        if eqn.primitive.name == "dynamic_update_slice" and path.endswith(f"/{SLOTS}"):
+            yield _slot_activation(jaxpr, eqn)
 
 
 _ELSEWHERE = re.compile(r"\(loss\)|/optimizer|/(gather|reduce)$")
 _ENTERS = re.compile(r"select_n|.*mlp\)/add")  # the input of a group's first layer, and of its other layers
 
 
-def _maker(jaxpr: Any, var: Any) -> Any:
+def _producer(jaxpr: Any, var: Any) -> Any:
     """Return the operation that computes a variable; None for an input of the jaxpr."""
     return next((eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.outvars)), None)
 
 
-def _in_a_slot(jaxpr: Any, update: Any) -> Kept:
+def _slot_activation(jaxpr: Any, update: Any) -> Kept:
     """Return the activation that `update` writes into a buffer with a slot per layer or, in a pipeline, per microbatch."""
-    made = _maker(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
-    name, aval = _activation(jaxpr, made.invars[0] if made is not None else update.invars[1]), update.outvars[0].aval
+    eqn = _producer(jaxpr, update.invars[1])  # adds the dimension of slots; None if it is outside of the loop
+    name, aval = _activation_name(jaxpr, eqn.invars[0] if eqn is not None else update.invars[1]), update.outvars[0].aval
     return Kept("layer input" if _ENTERS.fullmatch(name) else name, aval.dtype, aval.shape, True, False, False)
 
 
-def _one_by_one(jaxpr: Any, remat: Any) -> Iterator[Kept]:
+def _unrolled_activations(jaxpr: Any, remat: Any) -> Iterator[Kept]:
     """Yield the activations that a layer outside of loops saves. remat: the layer's remat2 operation in the backward pass."""
-    makers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for var in remat.invars:
-        made = makers.get(id(var))
-        stack = str(made.source_info.name_stack) if made is not None else ""
+        producer = producers.get(id(var))
+        stack = str(producer.source_info.name_stack) if producer is not None else ""
         if "jvp(layers)" in stack and "transpose(" not in stack:
             host = var.aval.memory_space == jax.memory.Space.Host
-            yield Kept(_activation(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
+            yield Kept(_activation_name(jaxpr, var), var.aval.dtype, var.aval.shape, False, False, host)
 
 
-def _activation(jaxpr: Any, var: Any) -> str:
+def _activation_name(jaxpr: Any, var: Any) -> str:
     """Return the name of an activation, traced back through copies, conversions of dtype, and scans."""
-    eqn = _maker(jaxpr, var)
+    eqn = _producer(jaxpr, var)
     if eqn is None:
         return "layer input" if any(v is var for v in jaxpr.invars) else "constant"
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     if eqn.primitive.name in _SAME_VALUE:
-        return _activation(jaxpr, eqn.invars[0])
+        return _activation_name(jaxpr, eqn.invars[0])
     scan = eqn.primitive.name == "scan"
     body = next((b for b in jaxprs_in_params(eqn.params) if scan or len(b.outvars) == len(eqn.outvars)), None)
     if body is not None:
-        name = _activation(body, next(i for i, o in zip(body.outvars, eqn.outvars, strict=True) if o is var))
+        name = _activation_name(body, next(i for i, o in zip(body.outvars, eqn.outvars, strict=True) if o is var))
         if scan or name not in ("layer input", "constant"):
             return name
-    scope = [part for part in str(eqn.source_info.name_stack).split("/") if part and "rematted" not in part]
+    scope = [level for level in str(eqn.source_info.name_stack).split("/") if level and "rematted" not in level]
     return "/".join([*scope[-2:], eqn.primitive.name])
 
 
@@ -179,34 +179,34 @@ _MOVES = frozenset(
 _GATHERS = ("all-gather", "all-gather-start", "all-gather-done")
 
 
-def _part(instruction: hlo.Instruction, index: Sequence[int]) -> hlo.Shape | None:
+def _array_at(instruction: hlo.Instruction, index: Sequence[int]) -> hlo.Shape | None:
     """Return the array at an index of an instruction's result; None for a tuple."""
-    found: hlo.Type = instruction.type
+    node: hlo.Type = instruction.type
     for i in index:
-        found = found[i] if isinstance(found, tuple) else found
-    return found if isinstance(found, hlo.Shape) else None
+        node = node[i] if isinstance(node, tuple) else node
+    return node if isinstance(node, hlo.Shape) else None
 
 
 def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instruction]:
     """Return the instructions that made an array's contents, traced back through copies, conversions and loops."""
     module = facts.module
-    found: dict[str, hlo.Instruction] = {}
-    todo, seen = [(name, index)], set()
+    origins: dict[str, hlo.Instruction] = {}
+    todo, visited = [(name, index)], set()
     while todo:
-        name, index = at = todo.pop()
-        if at in seen:
+        name, index = key = todo.pop()
+        if key in visited:
             continue
-        seen.add(at)
-        where = module.owners[name]
-        i = where.by_name[name]
+        visited.add(key)
+        owner = module.owners[name]
+        i = owner.by_name[name]
         if i.opcode == "get-tuple-element":
             todo.append((i.operands[0], (int(i.attributes["index"]), *index)))
         elif i.opcode == "tuple" and index:
             todo.append((i.operands[index[0]], index[1:]))
         elif i.opcode == "while":
             todo.append((module.computations[i.attributes["body"].removeprefix("%")].root.name, index))
-        elif i.opcode == "parameter" and where is not module.entry and module.callers.get(where.name):
-            for caller in module.callers[where.name]:
+        elif i.opcode == "parameter" and owner is not module.entry and module.callers.get(owner.name):
+            for caller in module.callers[owner.name]:
                 if caller.opcode == "while":
                     todo += [(caller.operands[0], index), (caller.name, index)]
                 else:
@@ -216,11 +216,11 @@ def _origins(facts: Facts, name: str, index: tuple[int, ...]) -> list[hlo.Instru
         elif i.opcode in _MOVES and i.operands:
             todo.append((i.operands[0], index))
         elif i.opcode == "fusion" and all(f.opcode in _MOVES for f in module.computations[i.called[0]].instructions):
-            data = [o for o in i.operands if (s := _part(where.by_name[o], ())) is None or s.dims]  # without loop counters
-            todo += [(o, index if isinstance(where.by_name[o].type, tuple) else ()) for o in data]
+            data = [o for o in i.operands if (s := _array_at(owner.by_name[o], ())) is None or s.dims]  # without loop counters
+            todo += [(o, index if isinstance(owner.by_name[o].type, tuple) else ()) for o in data]
         else:
-            found[name] = i
-    return list(found.values())
+            origins[name] = i
+    return list(origins.values())
 
 
 def _op_names(module: hlo.Module, instruction: hlo.Instruction) -> list[str]:
@@ -260,7 +260,7 @@ def _is_fill(module: hlo.Module, instruction: hlo.Instruction) -> bool:
     return all(f.opcode in _FILLS for f in module.computations[instruction.called[0]].instructions)
 
 
-def _saved(names: tuple[str, ...]) -> tuple[str, str]:
+def _saved_class(names: tuple[str, ...]) -> tuple[str, str]:
     """Return (class, name) of a saved array. names: names of all saved arrays of its shape, since only the shape is known."""
     return ("gathered weights", "") if names == (WEIGHT,) else ("saved activations", ", ".join(names))
 
@@ -273,20 +273,20 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
 
     A value of uncertain class counts as "temporaries", since users choose settings by the sizes of the other classes.
     """
-    made_by = facts.module.instruction(value.instruction)
-    shape = _part(made_by, value.index)
-    if made_by.target == BACKWARD and shape is not None and shape.dtype == "u8":
+    producer = facts.module.instruction(value.instruction)
+    shape = _array_at(producer, value.index)
+    if producer.target == BACKWARD and shape is not None and shape.dtype == "u8":
         return WORKSPACE, ""
     if shape is None or not shape.dtype.startswith(FLOATS):
         return "temporaries", ""
     dims = _plain(shape.dims)
     origins = _origins(facts, value.instruction, value.index)
-    op_names = [name for i in (made_by, *origins) for name in _op_names(facts.module, i)]
+    op_names = [name for i in (producer, *origins) for name in _op_names(facts.module, i)]
     text = " ".join(op_names)
     arguments = {argument_class(i.op_name) for i in origins if i.parameter_number is not None}
     if arguments and len(origins) == sum(i.parameter_number is not None for i in origins):
-        held = min(arguments)
-        return (f"copies of {held}" if held in STATE else "temporaries"), ""
+        argument = min(arguments)
+        return (f"copies of {argument}" if argument in STATE else "temporaries"), ""
     if any(i.opcode in _GATHERS for i in origins):
         return ("gathered weights" if dims in facts.weights else "logits and loss" if "(loss)" in text else "temporaries"), ""
     if dims in facts.weights and _GATHERED_ONCE.search(text):
@@ -300,10 +300,10 @@ def classify(facts: Facts, value: Value) -> tuple[str, str]:
             # XLA can move the zero-filled stack of a microbatch out of the loop over microbatches. Then it is always allocated.
             return ("temporaries", "") if backward else ("saved activations", f"{', '.join(names)}: zeros to begin with")
         if any("dynamic_update_slice" in name or i.opcode == "while" for i in origins for name in _op_names(facts.module, i)):
-            return _saved(names)
+            return _saved_class(names)
     names = facts.saved.get((False, False, shape.dtype, dims), ())
     if names and "jvp(layers)" in text and not backward:
-        return _saved(names)
+        return _saved_class(names)
     einsum = next((match[1] for match in map(_EINSUM.search, op_names) if match), "")
     # An activation can have the shape of a weight. A shape identifies a gradient only if it is a shard's or in a reduction.
     reduced = dims in facts.shards or (
@@ -321,10 +321,10 @@ def written_by(facts: Facts, value: Value) -> str:
 
     A collective's results are "collectives", values of operations without a scope "no scope".
     """
-    made_by = facts.module.instruction(value.instruction)
-    if is_collective(facts.module, made_by):
+    producer = facts.module.instruction(value.instruction)
+    if is_collective(facts.module, producer):
         return "collectives"
-    origins = (made_by, *_origins(facts, value.instruction, value.index))
+    origins = (producer, *_origins(facts, value.instruction, value.index))
     name = next((name for i in origins for name in _op_names(facts.module, i) if part_of(name)), "")
     return f"{phase_of(name)} {part_of(name)}".strip() if name else "no scope"
 
@@ -346,7 +346,7 @@ _MARKS = re.compile(r"dot_general|dot_product|embed\)+/.*(gather|add|scatter)|/o
 
 def phase(op_name: str) -> str:
     """Return the phase of the step that an instruction with this op_name belongs to; "" if the op_name has no phase."""
-    return next((phase for part, phase in _PHASES if part in op_name), "") if _MARKS.search(op_name) else ""
+    return next((phase for marker, phase in _PHASES if marker in op_name), "") if _MARKS.search(op_name) else ""
 
 
 def _thin(points: Sequence[tuple[float, str]]) -> list[int]:
@@ -366,8 +366,8 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
       assignment, module, workspace: read from the program's compiled step.
       card: memory of the GPU.
     """
-    known = facts(program, module)
-    kind_of = functools.cache(lambda value: classify(known, assignment.values[value]))
+    step_facts = facts(program, module)
+    kind_of = functools.cache(lambda value: classify(step_facts, assignment.values[value]))
     parameters = {i.parameter_number: i for i in module.entry.parameters}
     outside = [
         (a.kind if a.parameter is None else argument_class(parameters[a.parameter].op_name), a) for a in assignment.outside
@@ -376,31 +376,31 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
     for kind, a in outside:
         base[kind] += a.size
 
-    timeline, now = [], "embed"  # before the first layer: the embedding, and early gathers
-    for event, (held, _) in zip(assignment.heap, replay(assignment), strict=True):
-        now = next(filter(None, map(phase, _op_names(module, module.instruction(event.instruction)))), now)
-        timeline.append(((base.total() + held) / GIB, now))
+    timeline, current_phase = [], "embed"  # before the first layer: the embedding, and early gathers
+    for event, (live_bytes, _) in zip(assignment.heap, replay(assignment), strict=True):
+        current_phase = next(filter(None, map(phase, _op_names(module, module.instruction(event.instruction)))), current_phase)
+        timeline.append(((base.total() + live_bytes) / GIB, current_phase))
     points = dict.fromkeys(_thin(timeline), base)  # event -> bytes of each class
-    top = max(points, key=lambda at: timeline[at][0])
-    held_at_peak = [(a.size, kind, "", assignment.values[a.value]) for kind, a in outside]
-    for at, (_, alive) in enumerate(replay(assignment)):
-        if at not in points:
+    top = max(points, key=lambda index: timeline[index][0])
+    peak_arrays = [(a.size, kind, "", assignment.values[a.value]) for kind, a in outside]
+    for index, (_, alive) in enumerate(replay(assignment)):
+        if index not in points:
             continue
-        points[at] = base.copy()
-        for owner, sharing in alive.items():
-            size, last = assignment.values[owner].size, next(reversed(sharing))  # the value that was written last
+        points[index] = base.copy()
+        for buffer, values in alive.items():
+            size, last = assignment.values[buffer].size, next(reversed(values))  # the value that was written last
             kind, name = kind_of(last)
-            points[at][kind] += size
-            if at == top:
-                held_at_peak.append((size, kind, name, assignment.values[last]))
+            points[index][kind] += size
+            if index == top:
+                peak_arrays.append((size, kind, name, assignment.values[last]))
     saved = collections.Counter[str]()
     temporaries = collections.Counter[str]()
-    for size, kind, name, value in held_at_peak:
+    for size, kind, name, value in peak_arrays:
         if kind == "saved activations":
             saved[name] += size
         if kind == "temporaries":
-            temporaries[written_by(known, value)] += size
-    largest = sorted((held for held in held_at_peak if held[0] >= LISTED), key=lambda held: -held[0])
+            temporaries[written_by(step_facts, value)] += size
+    largest = sorted((array for array in peak_arrays if array[0] >= LISTED), key=lambda array: -array[0])
     peak, at_peak = points[top], assignment.heap[top].instruction
     over_time = [
         MemoryClass(kind, tuple(p[kind] / GIB for p in points.values())) for kind in dict.fromkeys(chain(*points.values()))
@@ -417,9 +417,9 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
         by_class={kind: size / GIB for kind, size in peak.most_common()},
         saved={name: size / GIB for name, size in saved.most_common()},
         peak_at=next(iter(_op_names(module, module.instruction(at_peak))), at_peak),
-        timeline=tuple(timeline[at] for at in points),
+        timeline=tuple(timeline[index] for index in points),
         over_time=tuple(sorted(over_time, key=lambda c: -max(c.gib))),
-        largest=tuple(_buffer(known, size, kind, value) for size, kind, _, value in largest),
+        largest=tuple(_buffer(step_facts, size, kind, value) for size, kind, _, value in largest),
         workspace_gib=workspace.largest / GIB,
         workspace_by=workspace.by,
         temporaries={name: size / GIB for name, size in temporaries.most_common()},
@@ -429,12 +429,14 @@ def memory(assignment: Assignment, program: Program, module: hlo.Module, card: C
 def _buffer(facts: Facts, size: int, kind: str, value: Value) -> Buffer:
     """Return an entry for the list of the largest arrays at the peak. size: bytes. kind: class of memory."""
     module = facts.module
-    made_by = module.instruction(value.instruction)
-    shape = _part(made_by, value.index)
+    producer = module.instruction(value.instruction)
+    shape = _array_at(producer, value.index)
     text = f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
     if kind == WORKSPACE:
         text = f"u8[{size}]"  # without cuDNN the program has u8[0] here
-    found = [made_by, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
-    found += [f for i in found if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions]
-    source = next((i.source for i in found if i.source), "")
-    return Buffer(size / GIB, kind, text, source, next((i.op_name for i in found if i.op_name), ""), value.instruction)
+    instructions = [producer, *_origins(facts, value.instruction, value.index)]  # a loop's result has no name of its own
+    instructions += [
+        f for i in instructions if i.opcode == "fusion" for c in i.called for f in module.computations[c].instructions
+    ]
+    source = next((i.source for i in instructions if i.source), "")
+    return Buffer(size / GIB, kind, text, source, next((i.op_name for i in instructions if i.op_name), ""), value.instruction)

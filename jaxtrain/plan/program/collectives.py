@@ -26,10 +26,10 @@ import numpy as np
 
 from jaxtrain.plan.program.hlo import Computation, HloError, Instruction, Module, leaves, walk
 
-_TO_OTHERS = ("all-to-all", "ragged-all-to-all")  # each device sends a different part to every other device
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_TO_OTHERS, "collective-broadcast", "collective-permute")
+_ALL_TO_ALLS = ("all-to-all", "ragged-all-to-all")  # each device sends a different part to every other device
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", *_ALL_TO_ALLS, "collective-broadcast", "collective-permute")
 # Their replica_groups list replicas (the program has one replica), unless use_global_device_ids is set.
-_OF_REPLICAS = ("all-gather", "reduce-scatter", "all-reduce")
+_REPLICA_KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 _LAUNCHES = ("fusion", "fusion-start", "async-start", "call-start")
 _LIST = re.compile(r"\{\s*(?:\{[\d,\s]*\}\s*,?\s*)*\}")
 _PAIRS = re.compile(r"\{\s*(?:\{\s*\d+\s*,\s*\d+\s*\}\s*,?\s*)*\}")
@@ -63,8 +63,8 @@ class Found:
         """Return the bytes of a launch's message as nccl-tests count it: the gathered, reduced or exchanged array."""
         if self.kind == "collective-permute" or self.group == 1:
             return self.wire_bytes
-        given = self.wire_bytes / _ring(self.kind, 1, self.group)
-        return given * self.group if self.kind == "all-gather" else given
+        operand_bytes = self.wire_bytes / _ring_bytes(self.kind, 1, self.group)
+        return operand_bytes * self.group if self.kind == "all-gather" else operand_bytes
 
 
 def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict[str, Found]:
@@ -78,19 +78,19 @@ def read(module: Module, mesh_shape: dict[str, int], gpus_per_node: int) -> dict
     if math.prod(mesh_shape.values()) != module.num_partitions:
         raise HloError(f"module {module.name}: made for {module.num_partitions} devices, but the mesh is {mesh_shape}")
     mesh = _Mesh(mesh_shape, gpus_per_node)
-    found: dict[str, Found] = {}
+    collective_ops: dict[str, Found] = {}
     inside: set[str] = set()  # computations inside of a launch that is counted already
     for i, computation, times, loops in walk(module):
         if i.name in inside:
             continue
-        moved = [(i, computation)] if _kind(i) else _within(module, i.called) if i.opcode in _LAUNCHES else []
-        inside |= {inner.name for inner, _ in moved if inner is not i}
-        if not moved:
+        launched = [(i, computation)] if _kind(i) else _within(module, i.called) if i.opcode in _LAUNCHES else []
+        inside |= {inner.name for inner, _ in launched if inner is not i}
+        if not launched:
             continue
-        made = _merged([_one(mesh, inner, where, i, times, loops) for inner, where in moved])
-        before = found.get(i.name)  # counted before, if several instructions call the computation
-        found[i.name] = dataclasses.replace(before, count=before.count + times) if before else made
-    return found
+        op = _merge_ops([_make_op(mesh, inner, parent, i, times, loops) for inner, parent in launched])
+        before = collective_ops.get(i.name)  # counted before, if several instructions call the computation
+        collective_ops[i.name] = dataclasses.replace(before, count=before.count + times) if before else op
+    return collective_ops
 
 
 def is_collective(module: Module, i: Instruction) -> bool:
@@ -122,19 +122,21 @@ def _within(module: Module, called: Iterable[str]) -> list[tuple[Instruction, Co
     return out
 
 
-def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction, times: int, loops: tuple[str, ...]) -> Found:
+def _make_op(
+    mesh: "_Mesh", i: Instruction, computation: Computation, launch: Instruction, times: int, loops: tuple[str, ...]
+) -> Found:
     kind = _kind(i) or ""
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands  # the other operands are offsets and sizes
-    arrays = [leaf for o in operands for leaf in leaves(where.by_name[o].type)]
+    arrays = [leaf for o in operands for leaf in leaves(computation.by_name[o].type)]
     size = sum(a.bytes for a in arrays)
     if kind == "collective-permute":
         axis, group, leaves_node = mesh.moves(i)
         wire, network, hops = size if group > 1 else 0, size if leaves_node else 0, int(leaves_node)
     else:
         axis, group, local = mesh.groups(i)
-        wire = _ring(kind, size, group)
+        wire = _ring_bytes(kind, size, group)
         ring_network = wire / local if local < group else 0
-        network = size * (group - local) / group if kind in _TO_OTHERS else ring_network
+        network = size * (group - local) / group if kind in _ALL_TO_ALLS else ring_network
         hops = _hops(kind, math.ceil(group / local))
     return Found(
         kind=kind,
@@ -144,7 +146,7 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
         count=times,
         wire_bytes=wire,
         network_bytes=network,
-        source=next(filter(None, (i.source, launch.source, *(where.by_name[o].source for o in operands))), ""),
+        source=next(filter(None, (i.source, launch.source, *(computation.by_name[o].source for o in operands))), ""),
         op_name=i.op_name or launch.op_name,
         instruction=launch.name,
         loops=loops,
@@ -155,12 +157,12 @@ def _one(mesh: "_Mesh", i: Instruction, where: Computation, launch: Instruction,
 
 def _hops(kind: str, nodes: int) -> int:
     """Return the number of successive hops between nodes in a collective whose group covers `nodes` nodes."""
-    if kind in _TO_OTHERS:
+    if kind in _ALL_TO_ALLS:
         return min(nodes - 1, 1)
     return 2 * math.ceil(math.log2(nodes)) if kind == "all-reduce" else nodes - 1
 
 
-def _ring(kind: str, size: int, n: int) -> float:
+def _ring_bytes(kind: str, size: int, n: int) -> float:
     """Return the bytes that each of n devices sends. size: bytes of a collective's operand on one device."""
     if kind == "all-gather":
         return (n - 1) * size
@@ -169,19 +171,19 @@ def _ring(kind: str, size: int, n: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (n - 1) / n * size
 
 
-def _merged(parts: list[Found]) -> Found:
+def _merge_ops(ops: list[Found]) -> Found:
     """Return one `Found` for the collectives that one instruction launches, with the sum of their bytes."""
-    first = parts[0]
-    if len({(p.kind, p.axis, p.group) for p in parts}) > 1:
-        several = "; ".join(f"{p.kind} over {p.axis}" for p in parts)
+    first = ops[0]
+    if len({(op.kind, op.axis, op.group) for op in ops}) > 1:
+        several = "; ".join(f"{op.kind} over {op.axis}" for op in ops)
         raise HloError(f"{first.instruction}: one launch of different collectives is not understood: {several}")
-    wire = sum(p.wire_bytes for p in parts)
+    wire = sum(op.wire_bytes for op in ops)
     return dataclasses.replace(
         first,
-        f32=sum(p.f32 * p.wire_bytes for p in parts) / wire if wire else first.f32,
-        dtype="+".join(dict.fromkeys(dtype for p in parts for dtype in p.dtype.split("+"))),
+        f32=sum(op.f32 * op.wire_bytes for op in ops) / wire if wire else first.f32,
+        dtype="+".join(dict.fromkeys(dtype for op in ops for dtype in op.dtype.split("+"))),
         wire_bytes=wire,
-        network_bytes=sum(p.network_bytes for p in parts),
+        network_bytes=sum(op.network_bytes for op in ops),
     )
 
 
@@ -208,18 +210,18 @@ def _groups(i: Instruction, devices: int) -> np.ndarray:
     """
     if "channel_id" not in i.attributes:
         return np.arange(devices)[:, None]  # a group of replicas: there is only one replica
-    if i.opcode.removesuffix("-start") in _OF_REPLICAS and i.attributes.get("use_global_device_ids") != "true":
+    if i.opcode.removesuffix("-start") in _REPLICA_KINDS and i.attributes.get("use_global_device_ids") != "true":
         return np.arange(devices)[None, :]  # groups of replicas with all their partitions: one group of all devices
     text = i.attributes.get("replica_groups", "{}")
-    if "device_ids" in i.attributes:  # `_attributes` splits this part of the value off at its comma
+    if "device_ids" in i.attributes:  # `_parse_attributes` splits this part of the value off at its comma
         text += f", device_ids={i.attributes['device_ids']}"
     if _LIST.fullmatch(text):
         listed = [_numbers(group) for group in re.findall(r"\{([\d,\s]+)\}", text)] or [tuple(range(devices))]
         groups = np.array(listed if len({len(group) for group in listed}) == 1 else [[-1]])
     elif iota := _IOTA.fullmatch(text):
         groups = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
-    elif named := _MESH.fullmatch(text):
-        groups = _named(named)
+    elif mesh := _MESH.fullmatch(text):
+        groups = _mesh_groups(mesh)
     else:
         raise HloError(f"{i.name}: its replica_groups cannot be read: {text!r}")
     if sorted(groups.ravel()) != list(range(devices)):
@@ -233,7 +235,7 @@ def _iota(sizes: str, order: str | None) -> np.ndarray:
     return (devices.transpose(_numbers(order)) if order else devices).ravel()
 
 
-def _named(match: re.Match[str]) -> np.ndarray:
+def _mesh_groups(match: re.Match[str]) -> np.ndarray:
     """Return device groups along axes of the compiler's own mesh. `'a':(2)4`: a group spans the 4 of axis a = 2 x 4 x rest."""
     axes = {name: int(size) for name, size in _MESH_AXIS.findall(match[1])}
     if not match[2]:
@@ -242,13 +244,13 @@ def _named(match: re.Match[str]) -> np.ndarray:
         devices = _iota(order[1], order[2])
     else:
         devices = np.array(_numbers(match[2]))
-    wanted = [(name, int(before or 1), int(part or axes[name])) for name, before, part in _GROUP_AXIS.findall(match[3])]
+    wanted = [(name, int(before or 1), int(count or axes[name])) for name, before, count in _GROUP_AXIS.findall(match[3])]
     sizes, inside = [], []  # each axis is divided where a sub-axis begins or ends
     for name, size in axes.items():
-        parts = [(before, before * part) for other, before, part in wanted if other == name]
-        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*parts)})):
+        spans = [(before, before * count) for axis, before, count in wanted if axis == name]
+        for low, high in itertools.pairwise(sorted({1, size, *itertools.chain(*spans)})):
             sizes.append(high // low)
-            inside.append(any(start <= low and high <= end for start, end in parts))
+            inside.append(any(start <= low and high <= end for start, end in spans))
     outer, inner = [d for d, x in enumerate(inside) if not x], [d for d, x in enumerate(inside) if x]
     return devices.reshape(sizes).transpose(outer + inner).reshape(-1, math.prod(sizes[d] for d in inner))
 
@@ -269,11 +271,11 @@ class _Mesh:
         along: dict[str, np.ndarray] = {}
         for count in range(1, len(names) + 1):
             for chosen in itertools.combinations(names, count):
-                moved = np.moveaxis(ids, [list(shape).index(n) for n in chosen], range(-count, 0))
-                along["+".join(chosen)] = moved.reshape(-1, math.prod(shape[n] for n in chosen))
+                axes_last = np.moveaxis(ids, [list(shape).index(n) for n in chosen], range(-count, 0))
+                along["+".join(chosen)] = axes_last.reshape(-1, math.prod(shape[n] for n in chosen))
         self.along = dict(sorted(along.items(), key=lambda item: item[1].shape[1]))  # small groups first
         self.axes = {_canonical(groups): axes for axes, groups in self.along.items()}
-        self.known: dict[str, tuple[str, int, int]] = {}
+        self.cache: dict[str, tuple[str, int, int]] = {}
 
     def groups(self, i: Instruction) -> tuple[str, int, int]:
         """Return (axes, devices in a group, smallest number of devices of one group in one node) of a collective.
@@ -282,11 +284,11 @@ class _Mesh:
         """
         key = str([i.attributes.get(k) for k in ("replica_groups", "device_ids", "channel_id", "use_global_device_ids")])
         key += i.opcode.removesuffix("-start")
-        if key not in self.known:
+        if key not in self.cache:
             groups = _groups(i, self.devices)
             local = min(int(np.unique(row, return_counts=True)[1].min()) for row in groups // self.gpus_per_node)
-            self.known[key] = self._axes(i, groups), groups.shape[1], local
-        return self.known[key]
+            self.cache[key] = self._axes(i, groups), groups.shape[1], local
+        return self.cache[key]
 
     def _axes(self, i: Instruction, groups: np.ndarray) -> str:
         size = groups.shape[1]
@@ -294,11 +296,11 @@ class _Mesh:
             return ""
         if exact := self.axes.get(_canonical(groups)):
             return exact
-        for axes, whole in self.along.items():
-            number, position = self._places(whole)
-            spots = np.sort(position[groups], axis=1)
-            if (number[groups] == number[groups[:, :1]]).all() and len(np.unique(np.diff(spots, axis=1))) == 1:
-                return f"{axes}({size} of {whole.shape[1]})"
+        for axes, axis_groups in self.along.items():
+            number, position = self._positions(axis_groups)
+            positions = np.sort(position[groups], axis=1)
+            if (number[groups] == number[groups[:, :1]]).all() and len(np.unique(np.diff(positions, axis=1))) == 1:
+                return f"{axes}({size} of {axis_groups.shape[1]})"
         raise HloError(f"{i.name}: its replica_groups lie along no axes of the mesh: {i.attributes['replica_groups']}")
 
     def moves(self, i: Instruction) -> tuple[str, int, bool]:
@@ -309,12 +311,12 @@ class _Mesh:
         if moves.max() >= self.devices:
             raise HloError(f"{i.name}: it names device {moves.max()}, and there are {self.devices}")
         leaves_node = bool((moves // self.gpus_per_node @ (1, -1)).any())
-        fit = ((axes, whole) for axes, whole in self.along.items() if not (self._places(whole)[0][moves] @ (1, -1)).any())
-        axes, whole = next(fit)  # never fails: the group over all axes has every device
-        return axes, whole.shape[1], leaves_node
+        fit = ((axes, groups) for axes, groups in self.along.items() if not (self._positions(groups)[0][moves] @ (1, -1)).any())
+        axes, groups = next(fit)  # never fails: the group over all axes has every device
+        return axes, groups.shape[1], leaves_node
 
-    def _places(self, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (number of the group, position in the group) of each device. whole: devices of each group."""
+    def _positions(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (number of the group, position in the group) of each device. groups: devices of each group."""
         number, position = np.empty(self.devices, int), np.empty(self.devices, int)
-        number[whole], position[whole] = np.indices(whole.shape)
+        number[groups], position[groups] = np.indices(groups.shape)
         return number, position

@@ -86,7 +86,7 @@ type Type = Shape | tuple["Type", ...]
 
 def leaves(type: Type) -> list[Shape]:
     """Return every array of a type, in order."""
-    return [type] if isinstance(type, Shape) else [leaf for part in type for leaf in leaves(part)]
+    return [type] if isinstance(type, Shape) else [leaf for element in type for leaf in leaves(element)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
         """Return the parameters in the order of their numbers."""
-        found = [i for i in self.instructions if i.parameter_number is not None]
-        return tuple(sorted(found, key=lambda i: i.parameter_number or 0))
+        instructions = [i for i in self.instructions if i.parameter_number is not None]
+        return tuple(sorted(instructions, key=lambda i: i.parameter_number or 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +152,11 @@ class Module:
     @functools.cached_property
     def callers(self) -> dict[str, list[Instruction]]:
         """Return computation name -> the instructions that call it."""
-        found: dict[str, list[Instruction]] = collections.defaultdict(list)
+        by_callee: dict[str, list[Instruction]] = collections.defaultdict(list)
         for i in itertools.chain.from_iterable(c.instructions for c in self.computations.values()):
             for called in i.called:
-                found[called].append(i)
-        return dict(found)
+                by_callee[called].append(i)
+        return dict(by_callee)
 
     def instruction(self, name: str) -> Instruction:
         return self.owners[name].by_name[name]
@@ -174,8 +174,8 @@ def parse(text: str, further_rounds: int = 0) -> Module:
     first = next(lines)
     if not first.startswith("HloModule "):
         raise HloError(f"not an HLO module: the text starts with {first[:80]!r}, not with 'HloModule'")
-    name, _, rest = first.removeprefix("HloModule ").partition(",")
-    header = _attributes("," + rest if rest else "")
+    name, _, fields = first.removeprefix("HloModule ").partition(",")
+    header = _parse_attributes("," + fields if fields else "")
     tables: dict[str, dict[int, str]] = {table: {} for table in _TABLES}
     computations: dict[str, Computation] = {}
     entry: Computation | None = None
@@ -196,8 +196,8 @@ def parse(text: str, further_rounds: int = 0) -> Module:
             if not head:
                 raise HloError(f"not the start of a computation: {line[:200]!r}")
             sources = sources or _sources(tables)
-            made = computations[head[1]] = _computation(head[1], lines, sources)
-            entry = made if line.startswith("ENTRY ") else entry
+            computation = computations[head[1]] = _parse_computation(head[1], lines, sources)
+            entry = computation if line.startswith("ENTRY ") else entry
     if entry is None:
         raise HloError(f"module {name}: there is no ENTRY computation")
     scheduled = header.get("is_scheduled") == "true"
@@ -205,25 +205,25 @@ def parse(text: str, further_rounds: int = 0) -> Module:
     return Module(name, computations, entry, partitions, scheduled, further_rounds)
 
 
-def _computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
+def _parse_computation(name: str, lines: Iterator[str], sources: dict[int, str]) -> Computation:
     """Parse the rest of a computation, after its first line."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     for line in lines:
         if line.startswith("}"):
-            return Computation(name, tuple(found))
+            return Computation(name, tuple(instructions))
         if not line:
             break
         start = _INSTRUCTION.match(line)
         if not start:
             raise HloError(f"not an instruction: {line.strip()[:200]!r}")
         try:
-            found.append(_instruction(line, start, sources))
+            instructions.append(_parse_instruction(line, start, sources))
         except HloError as error:
             raise HloError(f"{start[2]}: {error}") from None
     raise HloError(f"computation {name}: the text ends inside it")
 
 
-def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> Instruction:
+def _parse_instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> Instruction:
     at = start.end()
     end = _closing(line, at) if start[3] == "(" else line.find(" ", at)
     opcode = _OPCODE.match(line, end)
@@ -231,7 +231,7 @@ def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> In
         raise HloError(f"no opcode after its type: {line.strip()[:200]!r}")
     close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close - 1]
-    attributes = _attributes(line[close:])
+    attributes = _parse_attributes(line[close:])
     operands: tuple[str, ...] = ()
     number = None
     if opcode[1] == "constant":
@@ -241,7 +241,7 @@ def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> In
             raise HloError(f"parameter({inside}) has no number")
         number = int(inside)
     else:
-        operands = _operands(inside)
+        operands = _parse_operands(inside)
     called = (c.strip().removeprefix("%") for k in attributes if k in _CALLED for c in attributes[k].strip("{}").split(","))
     metadata = attributes.get("metadata", "")
     op_name, frame = _OP_NAME.search(metadata), _FRAME.search(metadata)
@@ -250,7 +250,7 @@ def _instruction(line: str, start: re.Match[str], sources: dict[int, str]) -> In
     return Instruction(
         name=start[2],
         opcode=opcode[1],
-        type=_type(line[at:end]),
+        type=_parse_type(line[at:end]),
         operands=operands,
         called=tuple(filter(None, called)),
         attributes=attributes,
@@ -271,8 +271,7 @@ def _closing(line: str, at: int) -> int:
     raise HloError(f"a parenthesis is not closed: {line.strip()[:200]!r}")
 
 
-def _operands(text: str) -> tuple[str, ...]:
-    """Return the names of the operands between an opcode's parentheses."""
+def _parse_operands(text: str) -> tuple[str, ...]:
     if not _OPERANDS.fullmatch(text):
         raise HloError(f"its operands cannot be read: {text[:200]!r}")
     return tuple(o.removeprefix("%") for o in text.split(", ")) if text else ()
@@ -280,25 +279,25 @@ def _operands(text: str) -> tuple[str, ...]:
 
 def _top_level(text: str) -> list[str]:
     """Return the items of a comma-separated list. Commas inside brackets do not separate."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "([{") - (c in ")]}")
-        if c == "," and not depth:
-            parts.append(text[start:i].strip())
+    items, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth:
+            items.append(text[start:i].strip())
             start = i + 1
-    return [*parts, text[start:].strip()] if text.strip() else []
+    return [*items, text[start:].strip()] if text.strip() else []
 
 
-def _attributes(text: str) -> dict[str, str]:
+def _parse_attributes(text: str) -> dict[str, str]:
     """Return name -> value of `, name=value, name=value`. Commas inside brackets and strings do not separate."""
     depth, starts = 0, []
     for token in _SPLIT.finditer(text):
-        c = token[0][0]
-        if c in "{[(":
+        char = token[0][0]
+        if char in "{[(":
             depth += 1
-        elif c in "}])":
+        elif char in "}])":
             depth -= 1
-        elif c == "," and not depth:
+        elif char == "," and not depth:
             starts.append(token)
     if depth or (text.strip() and not (starts and not starts[0].start())):
         raise HloError(f"its attributes cannot be read: {text[:200]!r}")
@@ -308,9 +307,9 @@ def _attributes(text: str) -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _type(text: str) -> Type:
+def _parse_type(text: str) -> Type:
     if text.startswith("("):
-        return tuple(_type(part) for part in _top_level(text[1:-1]))
+        return tuple(_parse_type(item) for item in _top_level(text[1:-1]))
     match = _SHAPE.fullmatch(text)
     if not match or match[1] not in BITS:
         raise HloError(f"its type cannot be read: {text}")
@@ -327,8 +326,8 @@ def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
 
     def rows(table: str, *names: str) -> dict[int, list[int]]:
         """Return row number -> values of the named fields. XLA does not print a field that is 0."""
-        found = {i: dict(re.findall(r"(\w+)=(\d+)", text)) for i, text in tables[table].items()}
-        return {i: [int(row.get(name, 0)) for name in names] for i, row in found.items()}
+        fields = {i: dict(re.findall(r"(\w+)=(\d+)", text)) for i, text in tables[table].items()}
+        return {i: [int(row.get(name, 0)) for name in names] for i, row in fields.items()}
 
     files = {i: _short(text.strip('"')) for i, text in tables["FileNames"].items()}
     lines = {i: (files.get(file, ""), line) for i, (file, line) in rows("FileLocations", "file_name_id", "line").items()}
@@ -339,8 +338,10 @@ def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
         while frame in frames and len(stack) <= len(frames):
             stack.append(lines.get(frames[frame][0], ("", 0)))
             frame = frames[frame][1] - 1
-        own = [at for at in stack if at[0].startswith(f"{_PACKAGE.name}/")]
-        file, line = next(iter([at for at in own if at[0] not in HELPERS] or own or stack))
+        package_frames = [location for location in stack if location[0].startswith(f"{_PACKAGE.name}/")]
+        file, line = next(
+            iter([location for location in package_frames if location[0] not in HELPERS] or package_frames or stack)
+        )
         out[i] = f"{file}:{line}" if file else ""
     return out
 
@@ -379,9 +380,9 @@ def _walk(module: Module, computation: Computation, times: int, loops: tuple[str
         if i.opcode == "while":
             count, inside = trip_count(module, i), (*loops, i.name)
             if not _count_is_known(i):
-                yield from _walk(module, _part(module, i, "condition"), times * (count + 1), inside, fusions)
+                yield from _walk(module, _loop_computation(module, i, "condition"), times * (count + 1), inside, fusions)
             if count:
-                yield from _walk(module, _part(module, i, "body"), times * count, inside, fusions)
+                yield from _walk(module, _loop_computation(module, i, "body"), times * count, inside, fusions)
         elif i.opcode in _CALLS or (fusions and i.opcode in _FUSIONS):
             for called in i.called:
                 yield from _walk(module, module.computations[called], times, loops, fusions)
@@ -404,11 +405,11 @@ def _count_is_known(loop: Instruction) -> bool:
     return bool(_TRIPS.search(loop.attributes.get("backend_config", "")))
 
 
-def _part(module: Module, loop: Instruction, part: str) -> Computation:
+def _loop_computation(module: Module, loop: Instruction, role: str) -> Computation:
     """Return a loop's condition or body."""
-    if part not in loop.attributes:
-        raise HloError(f"{loop.name}: a while loop without a {part}: {loop.attributes}")
-    return module.computations[loop.attributes[part].removeprefix("%")]
+    if role not in loop.attributes:
+        raise HloError(f"{loop.name}: a while loop without a {role}: {loop.attributes}")
+    return module.computations[loop.attributes[role].removeprefix("%")]
 
 
 def trip_count(module: Module, loop: Instruction) -> int:
@@ -419,16 +420,16 @@ def trip_count(module: Module, loop: Instruction) -> int:
     `further_rounds` iterations. A loop around such a loop has at most one iteration. Raises HloError if any other count depends
     on data.
     """
-    if known := _TRIPS.search(loop.attributes.get("backend_config", "")):
-        return int(known[1])
-    condition, body = _part(module, loop, "condition"), _part(module, loop, "body")
+    if recorded := _TRIPS.search(loop.attributes.get("backend_config", "")):
+        return int(recorded[1])
+    condition, body = _loop_computation(module, loop, "condition"), _loop_computation(module, loop, "body")
     outside = module.owners[loop.name]
     state = _evaluate(module, outside, loop.operands[0], (None,) * len(outside.parameters), {})
     for count in range(_MOST_TRIPS):
-        again = _evaluate(module, condition, condition.root.name, (state,), {})
-        if again is None:
+        continues = _evaluate(module, condition, condition.root.name, (state,), {})
+        if continues is None:
             break
-        if not again:
+        if not continues:
             return count
         state = _evaluate(module, body, body.root.name, (state,), {})
     if any(f"/{FURTHER_ROUNDS}/" in i.op_name for i in (loop, *body.instructions)):
@@ -454,14 +455,16 @@ _COMPARE = {"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": opera
 _SAME = ("copy", "bitcast", "convert")
 
 
-def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Value, ...], known: dict[str, Value]) -> Value:
+def _evaluate(
+    module: Module, computation: Computation, name: str, arguments: tuple[Value, ...], cache: dict[str, Value]
+) -> Value:
     """Return the value of one instruction, computed from constants and `arguments`; None if these do not determine it."""
-    if name in known:
-        return known[name]
-    i, out = where.by_name[name], None
+    if name in cache:
+        return cache[name]
+    i, out = computation.by_name[name], None
 
     def operands() -> tuple[Value, ...]:
-        return tuple(_evaluate(module, where, o, arguments, known) for o in i.operands)
+        return tuple(_evaluate(module, computation, o, arguments, cache) for o in i.operands)
 
     if i.opcode == "constant":
         literal = i.attributes["literal"]
@@ -471,8 +474,8 @@ def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Va
     elif i.opcode == "tuple":
         out = operands()
     elif i.opcode == "get-tuple-element":
-        (whole,) = operands()
-        out = whole[int(i.attributes["index"])] if isinstance(whole, tuple) else None
+        (elements,) = operands()
+        out = elements[int(i.attributes["index"])] if isinstance(elements, tuple) else None
     elif i.opcode in _SAME and isinstance(i.type, Shape) and not i.type.dims:
         (out,) = operands()
     elif i.opcode in ("fusion", "call"):
@@ -482,5 +485,5 @@ def _evaluate(module: Module, where: Computation, name: str, arguments: tuple[Va
         a, b = operands()
         if isinstance(a, int) and isinstance(b, int):
             out = int((_ARITHMETIC.get(i.opcode) or _COMPARE[i.attributes["direction"]])(a, b))
-    known[name] = out
+    cache[name] = out
     return out

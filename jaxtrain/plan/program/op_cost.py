@@ -108,34 +108,38 @@ def of_experts(i: Instruction) -> bool:
     return i.target == MOSAIC and bool(EXPERTS_CALL.search(i.op_name))
 
 
-def in_8_bits(where: Computation, i: Instruction) -> bool:
+def in_8_bits(computation: Computation, i: Instruction) -> bool:
     """Return whether a matmul's operands are in 8-bit floating point."""
-    return i.target == FP8_CALL or (of_experts(i) and leaves(where.by_name[i.operands[-1]].type)[0].dtype.startswith("f8"))
+    return i.target == FP8_CALL or (
+        of_experts(i) and leaves(computation.by_name[i.operands[-1]].type)[0].dtype.startswith("f8")
+    )
 
 
-def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str, Found], filled: float = 1.0) -> Work | None:
+def work(
+    module: Module, computation: Computation, i: Instruction, collective_ops: Mapping[str, Found], filled: float = 1.0
+) -> Work | None:
     """Return the cost of one run of an instruction; None if it runs no kernel. An asynchronous start has its kernel's cost.
 
     Raises HloError for an unknown instruction.
 
     Args:
-      wires: instruction -> its collective.
+      collective_ops: instruction -> its collective.
       filled: fraction of the rows of the expert buffers that have tokens.
     """
     if is_collective(module, i):
-        if i.name not in wires:
+        if i.name not in collective_ops:
             raise HloError(f"{i.name}: the bytes that this {i.opcode} sends are not known")
-        c = wires[i.name]
-        return Work("communication", bytes=c.wire_bytes, network_bytes=c.network_bytes, message=c.message, hops=c.hops)
+        op = collective_ops[i.name]
+        return Work("communication", bytes=op.wire_bytes, network_bytes=op.network_bytes, message=op.message, hops=op.hops)
     if i.opcode in ("async-start", "call-start"):
         called = module.computations[i.called[0]]
-        parts = [w for inner in called.instructions if (w := work(module, called, inner, wires, filled))]
-        if len(parts) > 1:
-            raise HloError(f"{i.name}: an asynchronous call of {len(parts)} kernels; only one is understood")
-        return parts[0] if parts else None
+        costs = [w for inner in called.instructions if (w := work(module, called, inner, collective_ops, filled))]
+        if len(costs) > 1:
+            raise HloError(f"{i.name}: an asynchronous call of {len(costs)} kernels; only one is understood")
+        return costs[0] if costs else None
     if i.opcode == "copy-start":
-        to, source = leaves(i.type)[0], leaves(where.by_name[i.operands[0]].type)[0]
-        return _placed("memory", 0.0, [(to.bytes, to), (source.bytes, source)])
+        destination, source = leaves(i.type)[0], leaves(computation.by_name[i.operands[0]].type)[0]
+        return _cost_of_accesses("memory", 0.0, [(destination.bytes, destination), (source.bytes, source)])
     if i.opcode.endswith("-start") and isinstance(i.type, tuple):  # of any other start: (arguments, result, context)
         i = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"), type=i.type[1])
     opcode = i.opcode
@@ -144,34 +148,38 @@ def work(module: Module, where: Computation, i: Instruction, wires: Mapping[str,
     if opcode == "fusion":
         called = module.computations[i.called[0]]
         if called.root.opcode == "sort":
-            return _sort(called.root)
-        made = _gemms(module, called, i)
-        done = _traffic(called, [where.by_name[o].type for o in i.operands], i.type, "gemm" if made else "memory", made)
-        return dataclasses.replace(done, fp8=any(inner.target == FP8_CALL for inner in called.instructions))
+            return _sort_cost(called.root)
+        flops = _fused_gemm_flops(module, called, i)
+        cost = _kernel_cost(
+            called, [computation.by_name[o].type for o in i.operands], i.type, "gemm" if flops else "memory", flops
+        )
+        return dataclasses.replace(cost, fp8=any(inner.target == FP8_CALL for inner in called.instructions))
     if opcode == "dot" or i.target in GEMM_CALLS:
-        return dataclasses.replace(_traffic(*_alone(where, i), "gemm", gemm_flops(where, i)), fp8=i.target == FP8_CALL)
+        return dataclasses.replace(
+            _kernel_cost(*_as_fusion(computation, i), "gemm", gemm_flops(computation, i)), fp8=i.target == FP8_CALL
+        )
     if i.target in ATTENTION_CALLS:
-        return _attention(where, i)
+        return _attention_cost(computation, i)
     if i.target == MOSAIC and (call := PALLAS_CALL.search(i.op_name)):
-        return _pallas(where, i, call)
+        return _pallas_cost(computation, i, call)
     if of_experts(i):
-        return _experts(where, i, filled)
+        return _experts_cost(computation, i, filled)
     if opcode in MEMORY_BOUND:
-        return _traffic(*_alone(where, i), "memory", 0.0)
+        return _kernel_cost(*_as_fusion(computation, i), "memory", 0.0)
     if opcode == "sort":
-        return _sort(i)
+        return _sort_cost(i)
     kernel = f"the custom call {i.target!r}" if opcode == "custom-call" else f"a {opcode}"
     raise HloError(f"{i.name}: how long {kernel} takes is not known ({i.op_name or 'no op_name'}, {i.source or 'no source'})")
 
 
-def gemm_flops(where: Computation, i: Instruction) -> float:
+def gemm_flops(computation: Computation, i: Instruction) -> float:
     """Return the FLOPs of a dot or a cuBLAS call: 2 x elements of the output x product of the contracted dimensions."""
-    left, made = leaves(where.by_name[i.operands[0]].type)[0], leaves(i.type)[0]
+    lhs, output = leaves(computation.by_name[i.operands[0]].type)[0], leaves(i.type)[0]
     if i.opcode == "dot":
         contracted = re.findall(r"\d+", i.attributes.get("lhs_contracting_dims", ""))
     else:
-        contracted = _config(i, "gemm_backend_config")["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())
-    return 2.0 * made.elements * math.prod(left.dims[int(d)] for d in contracted)
+        contracted = _backend_config(i, "gemm_backend_config")["dot_dimension_numbers"].get("lhs_contracting_dimensions", ())
+    return 2.0 * output.elements * math.prod(lhs.dims[int(d)] for d in contracted)
 
 
 def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
@@ -181,64 +189,64 @@ def attention_pairs(mask: str, window: int, queries: int, keys: int) -> float:
     """
     if not CAUSAL_MASKS[mask]:
         return queries * keys
-    seen = min(window or keys, keys)
-    return queries * (seen - seen**2 / (2 * keys))
+    visible = min(window or keys, keys)
+    return queries * (visible - visible**2 / (2 * keys))
 
 
-def _gemms(module: Module, computation: Computation, i: Instruction) -> float:
+def _fused_gemm_flops(module: Module, computation: Computation, i: Instruction) -> float:
     """Return the FLOPs of the matmuls in a fusion, nested computations included."""
     total = 0.0
     for inner in computation.instructions:
         if inner.opcode == "dot" or inner.target in GEMM_CALLS:
             total += gemm_flops(computation, inner)
         elif inner.opcode in ("fusion", "call"):
-            total += sum(_gemms(module, module.computations[c], i) for c in inner.called)
+            total += sum(_fused_gemm_flops(module, module.computations[c], i) for c in inner.called)
         elif inner.opcode not in FREE | MEMORY_BOUND:
             raise HloError(f"{i.name}: how long it takes is not known, because of the {inner.opcode} {inner.name} inside it")
     return total
 
 
-def _attention(where: Computation, i: Instruction) -> Work:
-    config = _config(i, "cudnn_fmha_backend_config")
+def _attention_cost(computation: Computation, i: Instruction) -> Work:
+    config = _backend_config(i, "cudnn_fmha_backend_config")
     mask, window = config["mask_type"], int(config.get("sliding_window_length", 0))
     if mask not in CAUSAL_MASKS:
         raise HloError(f"{i.name}: attention under mask {mask!r} is not known. Known: {', '.join(CAUSAL_MASKS)}")
-    inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
+    inputs = [leaf for o in i.operands for leaf in leaves(computation.by_name[o].type)]
     q, k, v = (leaf.dims for leaf in inputs[:3])  # (B, T, N, H), (B, S, K, H), (B, S, K, H)
     pairs = q[0] * q[2] * attention_pairs(mask, window, q[1], k[1])
-    made = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[i.target]
+    flops = 2.0 * pairs * (q[3] + v[3]) * ATTENTION_CALLS[i.target]
     # The log-sum-exp (f32) of packed sequences has a value per token for every possible document. Only one per token is used.
-    moved = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
-    moved += 4.0 * q[0] * q[1] * q[2]
-    return Work("attention", made, moved, backward=i.target.endswith("Backward"), keys=k[1])
+    num_bytes = sum(leaf.bytes for leaf in (*inputs, *leaves(i.type)) if leaf.dtype not in ("f32", "u8"))
+    num_bytes += 4.0 * q[0] * q[1] * q[2]
+    return Work("attention", flops, num_bytes, backward=i.target.endswith("Backward"), keys=k[1])
 
 
-def _pallas(where: Computation, i: Instruction, call: re.Match[str]) -> Work:
-    inputs = [leaf for o in i.operands for leaf in leaves(where.by_name[o].type)]
+def _pallas_cost(computation: Computation, i: Instruction, call: re.Match[str]) -> Work:
+    inputs = [leaf for o in i.operands for leaf in leaves(computation.by_name[o].type)]
     q, k = (leaf.dims for leaf in inputs[PALLAS_FIRST : PALLAS_FIRST + 2])  # (B, T, N, H), (B, S, K, H)
     mask = "NO_MASK" if call[2] == "all" else "CAUSAL"
     pairs = q[0] * q[2] * attention_pairs(mask, int(call[3] or 0), q[1], k[1])
-    made = 2.0 * pairs * 2 * q[3] * PALLAS_CALLS[call[1]]
-    moved = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
+    flops = 2.0 * pairs * 2 * q[3] * PALLAS_CALLS[call[1]]
+    num_bytes = float(sum(leaf.bytes for leaf in (*inputs, *leaves(i.type))))
     backward = call[1].startswith("backward")
     share = PALLAS_ATTENTION[backward] * (fp8_attention(k[1]) if call[1] == "forward_fp8" else 1.0)
-    return Work("attention", made, moved, backward=backward, keys=k[1], share=share)
+    return Work("attention", flops, num_bytes, backward=backward, keys=k[1], share=share)
 
 
-def _experts(where: Computation, i: Instruction, filled: float) -> Work:
+def _experts_cost(computation: Computation, i: Instruction, filled: float) -> Work:
     """Return the cost of a grouped matmul: (R, D) x (E, D, F), or for weight gradients (D, R) x (R, F). R: rows of tokens."""
-    left, right = (leaves(where.by_name[o].type)[0] for o in i.operands[-2:])
-    made = leaves(i.type)[0]
-    width = math.prod(left.dims[1:]) * (right.dims[1] if len(right.dims) == 2 else made.dims[1])
-    moved = float(left.bytes + right.bytes + made.bytes)
-    return Work("gemm", 2.0 * filled * left.dims[0] * width, moved, share=PALLAS_FRACTION, fp8=in_8_bits(where, i))
+    lhs, rhs = (leaves(computation.by_name[o].type)[0] for o in i.operands[-2:])
+    output = leaves(i.type)[0]
+    width = math.prod(lhs.dims[1:]) * (rhs.dims[1] if len(rhs.dims) == 2 else output.dims[1])
+    num_bytes = float(lhs.bytes + rhs.bytes + output.bytes)
+    return Work("gemm", 2.0 * filled * lhs.dims[0] * width, num_bytes, share=PALLAS_FRACTION, fp8=in_8_bits(computation, i))
 
 
-def _sort(i: Instruction) -> Work:
+def _sort_cost(i: Instruction) -> Work:
     return Work("memory", 0.0, float(SORT_PASSES * sum(leaf.bytes for leaf in leaves(i.type))))
 
 
-def _config(i: Instruction, key: str) -> dict:
+def _backend_config(i: Instruction, key: str) -> dict:
     try:
         return json.loads(i.attributes["backend_config"])[key]
     except (KeyError, ValueError) as error:
@@ -248,56 +256,56 @@ def _config(i: Instruction, key: str) -> dict:
 # ---- Bytes
 
 
-def _traffic(inside: Computation, arguments: list[Type], made_type: Type, kind: str, made: float) -> Work:
+def _kernel_cost(inside: Computation, arguments: list[Type], output_type: Type, kind: str, flops: float) -> Work:
     """Return the cost of a kernel with the bytes that it reads of its arguments and writes of its output.
 
     A library call's second output is a workspace and does not count.
 
     Args:
       inside: the kernel's computation.
-      arguments, made_type: types of arguments and output in the caller, since only these have the memory space.
-      made: the kernel's FLOPs.
+      arguments, output_type: types of arguments and output in the caller, since only these have the memory space.
+      flops: the kernel's FLOPs.
     """
     demand = _demand(inside)
-    moved: list[tuple[float, Shape]] = []
+    accesses: list[tuple[float, Shape]] = []
     for parameter, argument in zip(inside.parameters, arguments, strict=True):
-        moved += [(_bytes(leaf, demand[parameter.name]), leaf) for leaf in leaves(argument)]
+        accesses += [(_bytes(leaf, demand[parameter.name]), leaf) for leaf in leaves(argument)]
     root = inside.root
-    outputs = [(root, made_type)]
-    if root.opcode == "tuple" and isinstance(made_type, tuple):
-        outputs = [(inside.by_name[o], t) for o, t in zip(root.operands, made_type, strict=True)]
-    for i, made_there in outputs:
+    outputs = [(root, output_type)]
+    if root.opcode == "tuple" and isinstance(output_type, tuple):
+        outputs = [(inside.by_name[o], t) for o, t in zip(root.operands, output_type, strict=True)]
+    for i, value_type in outputs:
         if (
             i.opcode == "get-tuple-element"
             and inside.by_name[i.operands[0]].opcode == "custom-call"
             and i.attributes["index"] != "0"
         ):
             continue  # a workspace
-        written = leaves(made_there)[:1] if i.opcode == "custom-call" else leaves(made_there)
-        update = _in_place(inside, i)
-        moved += [(float(leaf.bytes) if update is None else _bytes(leaf, update), leaf) for leaf in written]
-    return _placed(kind, made, moved)
+        written = leaves(value_type)[:1] if i.opcode == "custom-call" else leaves(value_type)
+        update = _in_place_elements(inside, i)
+        accesses += [(float(leaf.bytes) if update is None else _bytes(leaf, update), leaf) for leaf in written]
+    return _cost_of_accesses(kind, flops, accesses)
 
 
-def _alone(where: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
+def _as_fusion(computation: Computation, i: Instruction) -> tuple[Computation, list[Type], Type]:
     """Return a single instruction as the computation of a fusion, and the types of its arguments and its output."""
     names = list(dict.fromkeys(i.operands))
     parameters = [
-        dataclasses.replace(where.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
+        dataclasses.replace(computation.by_name[o], opcode="parameter", operands=(), parameter_number=n, is_root=False)
         for n, o in enumerate(names)
     ]
     inside = Computation(i.name, (*parameters, dataclasses.replace(i, is_root=True)))
     return inside, [p.type for p in parameters], i.type
 
 
-def _placed(kind: str, made: float, moved: list[tuple[float, Shape]]) -> Work:
-    """Return the cost of `made` FLOPs and of `moved`: (bytes, array) of each access.
+def _cost_of_accesses(kind: str, flops: float, accesses: list[tuple[float, Shape]]) -> Work:
+    """Return the cost of `flops` FLOPs and of `accesses`: (bytes, array) of each access.
 
     The cost's kind is "host" if any access is to host memory, else `kind`.
     """
-    host = sum(b for b, s in moved if s.memory_space == HOST_SPACE)
-    device = sum(b for b, s in moved if s.memory_space != HOST_SPACE)
-    return Work("host" if host else kind, made, device, host)
+    host = sum(b for b, s in accesses if s.memory_space == HOST_SPACE)
+    device = sum(b for b, s in accesses if s.memory_space != HOST_SPACE)
+    return Work("host" if host else kind, flops, device, host)
 
 
 def _elements(i: Instruction) -> int:
@@ -317,44 +325,44 @@ def _demand(inside: Computation) -> dict[str, float]:
     needed: dict[str, float] = defaultdict(float)
     needed[inside.root.name] = _elements(inside.root)
     for i in reversed(inside.instructions):  # users come after their operands
-        here = min(needed[i.name], _elements(i))
+        count = min(needed[i.name], _elements(i))
         if i.opcode == "tuple":
             for o in i.operands:
                 needed[o] = _elements(inside.by_name[o])
-        elif here:
-            for operand, elements in _needed_of(inside, i, here):
+        elif count:
+            for operand, elements in _needed_elements(inside, i, count):
                 needed[operand.name] += elements
     return {i.name: min(needed[i.name], _elements(i)) for i in inside.instructions}
 
 
-def _needed_of(inside: Computation, i: Instruction, here: float) -> Iterator[tuple[Instruction, float]]:
-    """Yield (operand, number of its elements that are read) to compute `here` elements of an instruction."""
+def _needed_elements(inside: Computation, i: Instruction, count: float) -> Iterator[tuple[Instruction, float]]:
+    """Yield (operand, number of its elements that are read) to compute `count` elements of an instruction."""
     operands = [inside.by_name[o] for o in i.operands]
-    part = here / max(_elements(i), 1)
+    share = count / max(_elements(i), 1)
     if i.opcode in UPDATES:
         # An update in place reads nothing of the rest of the array. A scatter adds to old values, so it reads those.
-        update = _elements(inside.by_name[_update(i)])
+        update = _elements(inside.by_name[_update_operand(i)])
         touched = update if i.opcode == "scatter" else 0
-        yield operands[0], touched if _in_place(inside, i) is not None else max(here - update, touched)
-        yield from ((o, part * _elements(o)) for o in operands[1:])
+        yield operands[0], touched if _in_place_elements(inside, i) is not None else max(count - update, touched)
+        yield from ((o, share * _elements(o)) for o in operands[1:])
     elif i.opcode in SLICES:
-        yield operands[0], min(here, _elements(operands[0]))
-        yield from ((o, part * _elements(o)) for o in operands[1:])
+        yield operands[0], min(count, _elements(operands[0]))
+        yield from ((o, share * _elements(o)) for o in operands[1:])
     else:
-        yield from ((o, part * _elements(o)) for o in operands)
+        yield from ((o, share * _elements(o)) for o in operands)
 
 
-def _update(i: Instruction) -> str:
+def _update_operand(i: Instruction) -> str:
     """Return the operand that a dynamic-update-slice or a scatter (array, indices, updates) writes into the array."""
     return i.operands[1] if i.opcode == "dynamic-update-slice" else i.operands[-1]
 
 
-def _in_place(inside: Computation, i: Instruction) -> int | None:
+def _in_place_elements(inside: Computation, i: Instruction) -> int | None:
     """Return the number of elements that an in-place update writes; None if the whole output is written."""
     i = _through_bitcasts(inside, i)
     if i.opcode not in UPDATES or _through_bitcasts(inside, inside.by_name[i.operands[0]]).opcode != "parameter":
         return None
-    return _elements(inside.by_name[_update(i)])
+    return _elements(inside.by_name[_update_operand(i)])
 
 
 def _through_bitcasts(inside: Computation, i: Instruction) -> Instruction:

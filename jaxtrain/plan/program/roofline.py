@@ -67,21 +67,25 @@ class Roofline:
 
 
 def predict(
-    module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None = None, filled: float = 1.0
+    module: Module,
+    rates: result.Rates,
+    collective_ops: Mapping[str, Found],
+    record: Listener | None = None,
+    filled: float = 1.0,
 ) -> Roofline:
     """Return the estimated time of a scheduled, partitioned module.
 
     Args:
-      wires: instruction -> the collective that it launches (`collectives.read`).
+      collective_ops: instruction -> the collective that it launches (`collectives.read`).
       record: called with the start and end of each run of an instruction.
       filled: fraction of the rows of the expert buffers that have tokens.
 
-    Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `wires`, or an asynchronous
-    start without `-done` in its computation.
+    Raises HloError for an unscheduled module, an unknown instruction, a collective that is not in `collective_ops`, or an
+    asynchronous start without `-done` in its computation.
     """
     if not module.is_scheduled:
         raise HloError(f"module {module.name}: it is not scheduled, so its overlap is not known. Read compiled.as_text().")
-    return _Schedule(module, rates, wires, record, filled).run()
+    return _Schedule(module, rates, collective_ops, record, filled).run()
 
 
 # ---- The schedule
@@ -93,8 +97,10 @@ type Clock = dict[str, float]  # stream -> time in seconds from which it is free
 class _Schedule:
     """Simulates the streams of a module, and sums their times."""
 
-    def __init__(self, module: Module, rates: result.Rates, wires: Mapping[str, Found], record: Listener | None, filled: float):
-        self.module, self.rates, self.wires, self.record, self.filled = module, rates, wires, record, filled
+    def __init__(
+        self, module: Module, rates: result.Rates, collective_ops: Mapping[str, Found], record: Listener | None, filled: float
+    ):
+        self.module, self.rates, self.collective_ops, self.record, self.filled = module, rates, collective_ops, record, filled
         self.seconds: dict[str, float] = defaultdict(float)  # by kind of work; copies: only the waits for them
         self.flops: dict[str, float] = defaultdict(float)
         self.gemm_least_s = 0.0
@@ -103,7 +109,7 @@ class _Schedule:
         self.link_ms: dict[str, float] = defaultdict(float)
         self.exposed_ms: dict[str, float] = defaultdict(float)
         self.kernels: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0, 0.0])
-        self.known: dict[str, Work | None] = {}
+        self.costs: dict[str, Work | None] = {}
 
     def run(self) -> Roofline:
         clock: Clock = dict.fromkeys((COMPUTE, *LINKS, COPY), 0.0)
@@ -112,10 +118,10 @@ class _Schedule:
         gemm, attention, memory = ms.get("gemm", 0.0), ms.get("attention", 0.0), ms.get("memory", 0.0)
         # A collective in a branch that is not the slowest has 0 ms.
         collectives = tuple(
-            self.over_step(found, self.link_ms[name], self.exposed_ms[name]) for name, found in self.wires.items()
+            self.over_step(op, self.link_ms[name], self.exposed_ms[name]) for name, op in self.collective_ops.items()
         )
         exposed = sum(c.exposed_ms for c in collectives)
-        host_exposed = sum(self.exposed_ms[name] for name in self.link_ms if name not in self.wires)
+        host_exposed = sum(self.exposed_ms[name] for name in self.link_ms if name not in self.collective_ops)
         step = clock[COMPUTE] * 1e3
         shares = {
             "matmuls": gemm,
@@ -126,8 +132,8 @@ class _Schedule:
         }
         most = max(shares, key=lambda k: shares[k])
         kernels = [
-            result.Kernel(kind, name, source, round(n), s * 1e3, made / 1e12, moved / 1e9)
-            for (kind, name, source), (n, s, made, moved) in self.kernels.items()
+            result.Kernel(kind, name, source, round(n), s * 1e3, num_flops / 1e12, num_bytes / 1e9)
+            for (kind, name, source), (n, s, num_flops, num_bytes) in self.kernels.items()
         ]
         return Roofline(
             gemm_ms=gemm,
@@ -146,20 +152,20 @@ class _Schedule:
         )
 
     @staticmethod
-    def over_step(found: Found, ms: float, exposed_ms: float) -> result.Collective:
+    def over_step(op: Found, ms: float, exposed_ms: float) -> result.Collective:
         """Return a collective summed over a step. ms, exposed_ms: times of all its launches."""
         names = ("kind", "dtype", "axis", "group", "count", "source", "op_name", "instruction")
-        wire, network = (found.count * each / GIB for each in (found.wire_bytes, found.network_bytes))
-        same = {name: getattr(found, name) for name in names}
-        return result.Collective(**same, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
+        wire, network = (op.count * each / GIB for each in (op.wire_bytes, op.network_bytes))
+        fields = {name: getattr(op, name) for name in names}
+        return result.Collective(**fields, wire_gib=wire, network_gib=network, ms=ms, exposed_ms=exposed_ms)
 
-    def walk(self, where: Computation, clock: Clock, times: float) -> None:
+    def walk(self, computation: Computation, clock: Clock, times: float) -> None:
         """Simulate one run of a computation.
 
         times: runs per step. In a branch for one kind of layer, they are multiplied by the fraction of layers of that kind.
         """
         pending: dict[str, tuple[str, str, float]] = {}  # start -> (stream, name that its wait is counted under, end)
-        for i in where.instructions:
+        for i in computation.instructions:
             if i.opcode == "while":
                 self.loop(i, clock, times)
             elif i.opcode == "conditional":
@@ -169,35 +175,35 @@ class _Schedule:
             elif i.opcode.endswith(("-done", "-update")) and i.opcode != "dynamic-update-slice":
                 start = i.operands[0]
                 if start not in pending:
-                    raise HloError(f"{i.name}: {start}, which it ends, was not started in the computation {where.name}")
+                    raise HloError(f"{i.name}: {start}, which it ends, was not started in the computation {computation.name}")
                 if i.opcode.endswith("-update"):
                     pending[i.name] = pending.pop(start)
                 else:
                     stream, name, end = pending.pop(start)
                     self.wait(stream, name, end, clock, times)
             else:
-                self.execute(where, i, clock, times, pending)
+                self.execute(computation, i, clock, times, pending)
         if pending:
-            raise HloError(f"{next(iter(pending))}: started in the computation {where.name} and not ended there")
+            raise HloError(f"{next(iter(pending))}: started in the computation {computation.name} and not ended there")
 
-    def execute(self, where: Computation, i: Instruction, clock: Clock, times: float, pending: dict) -> None:
+    def execute(self, computation: Computation, i: Instruction, clock: Clock, times: float, pending: dict) -> None:
         """Simulate one instruction: run its kernel on the compute stream, or start it on another stream."""
         asynchronous = i.opcode.endswith("-start")
-        if i.name not in self.known:
-            self.known[i.name] = work(self.module, where, i, self.wires, self.filled)
-        done = self.known[i.name]
-        seconds = done.seconds(self.rates) if done else 0.0
-        if done:
-            self.count(i, done, seconds, times)
-        if done and done.kind in LINKS:
-            stream = done.kind
+        if i.name not in self.costs:
+            self.costs[i.name] = work(self.module, computation, i, self.collective_ops, self.filled)
+        cost = self.costs[i.name]
+        seconds = cost.seconds(self.rates) if cost else 0.0
+        if cost:
+            self.count(i, cost, seconds, times)
+        if cost and cost.kind in LINKS:
+            stream = cost.kind
             self.link_ms[i.name] += seconds * times * 1e3
-        elif done and done.kind == "memory" and asynchronous:
+        elif cost and cost.kind == "memory" and asynchronous:
             stream = COPY
         else:  # asynchronous arithmetic uses the same units as other arithmetic, so it runs in order
             clock[COMPUTE] += seconds
-            self.report(i.name, done.kind if done else "", clock[COMPUTE] - seconds, clock[COMPUTE])
-            self.seconds[done.kind if done else ""] += seconds * times
+            self.report(i.name, cost.kind if cost else "", clock[COMPUTE] - seconds, clock[COMPUTE])
+            self.seconds[cost.kind if cost else ""] += seconds * times
             if asynchronous:
                 pending[i.name] = (COPY, i.name, clock[COMPUTE])
             return
@@ -228,13 +234,13 @@ class _Schedule:
         Otherwise simulate one iteration for all remaining iterations, since these take the same time.
         """
         body = self.module.computations[i.attributes["body"].removeprefix("%")]
-        left = trip_count(self.module, i)
-        while left:
+        remaining = trip_count(self.module, i)
+        while remaining:
             before = clock[COMPUTE]
-            alike = left if not self.record and before >= max(clock.values()) else 1
-            self.walk(body, clock, times * alike)
-            clock[COMPUTE] = before + (clock[COMPUTE] - before) * alike
-            left -= alike
+            repeats = remaining if not self.record and before >= max(clock.values()) else 1
+            self.walk(body, clock, times * repeats)
+            clock[COMPUTE] = before + (clock[COMPUTE] - before) * repeats
+            remaining -= repeats
 
     def branches(self, i: Instruction, clock: Clock, times: float) -> None:
         """Simulate the slowest branch.
@@ -254,25 +260,25 @@ class _Schedule:
             return
         ends = []
         for name in i.called:
-            trial, other = dict(clock), _Schedule(self.module, self.rates, self.wires, None, self.filled)
-            other.walk(self.module.computations[name], trial, 1)
+            trial, branch = dict(clock), _Schedule(self.module, self.rates, self.collective_ops, None, self.filled)
+            branch.walk(self.module.computations[name], trial, 1)
             ends.append((trial[COMPUTE], name))
         self.walk(self.module.computations[max(ends)[1]], clock, times)
 
-    def count(self, i: Instruction, done: Work, seconds: float, times: float) -> None:
+    def count(self, i: Instruction, cost: Work, seconds: float, times: float) -> None:
         op_name, source = i.op_name, i.source
         if "/" not in op_name and i.called:  # the compiler made it: name it after its matmul, or else its last operation
             inside = [inner for c in i.called for inner in self.module.computations[c].instructions if "/" in inner.op_name]
             inside.sort(key=lambda inner: inner.opcode in ("dot", "custom-call"))
             op_name, source = (inside[-1].op_name, inside[-1].source) if inside else ("", source)
         name = label(op_name) or re.sub(r"[.\d]+$", "", i.name)
-        kernel = self.kernels[done.kind, name, source]
-        for n, value in enumerate((1, seconds, done.flops, done.bytes + done.host_bytes)):
+        kernel = self.kernels[cost.kind, name, source]
+        for n, value in enumerate((1, seconds, cost.flops, cost.bytes + cost.host_bytes)):
             kernel[n] += value * times
-        self.flops[done.kind] += done.flops * times
-        if done.kind == "gemm":
-            rate = done.share * (self.rates.fp8_tflops if done.fp8 else self.rates.gemm_tflops)
-            self.gemm_least_s += done.flops * times / (rate * 1e12)
+        self.flops[cost.kind] += cost.flops * times
+        if cost.kind == "gemm":
+            rate = cost.share * (self.rates.fp8_tflops if cost.fp8 else self.rates.gemm_tflops)
+            self.gemm_least_s += cost.flops * times / (rate * 1e12)
 
 
 # Parts of a path of scopes that JAX adds.
@@ -306,27 +312,27 @@ def label(op_name: str) -> str:
         phase = "optimizer "
     else:
         phase = ""
-    parts = [p for p in path(op_name) if p != phase.strip()]
-    if len(parts) > 1 and parts[-1] == "dot_general":
-        parts.pop()
-    while len(parts) > 1 and parts[0] == STACK:
-        parts.pop(0)
-    return phase + "/".join(parts) if parts else phase.strip()
+    scopes = [scope for scope in path(op_name) if scope != phase.strip()]
+    if len(scopes) > 1 and scopes[-1] == "dot_general":
+        scopes.pop()
+    while len(scopes) > 1 and scopes[0] == STACK:
+        scopes.pop(0)
+    return phase + "/".join(scopes) if scopes else phase.strip()
 
 
 def path(op_name: str) -> list[str]:
     """Return the named scopes, outermost first, and the operation. If XLA combined several op_names, the first one counts."""
-    return [p for part in first(op_name).split("/") if not LOST.fullmatch(p := _unwrapped(part))]
+    return [scope for wrapped in first(op_name).split("/") if not LOST.fullmatch(scope := _unwrap_scope(wrapped))]
 
 
 def part_of(op_name: str) -> str:
     """Return the part of an operation from its scopes, such as `mlp`, or `layers` for the loop over layers; else ""."""
     last = op_name.rsplit("/", 1)[-1]
-    found = [p for p in path(op_name) if "->" not in p]  # the equation of an einsum is a scope too
-    if found and found[-1] in (last, last.rstrip(")")) or "/(" in op_name:
-        found = found[:-1]  # the last name is the operation's
-    inner = [p for p in found if p != STACK]
-    return (inner or found or [""])[0]
+    scopes = [scope for scope in path(op_name) if "->" not in scope]  # the equation of an einsum is a scope too
+    if scopes and scopes[-1] in (last, last.rstrip(")")) or "/(" in op_name:
+        scopes = scopes[:-1]  # the last name is the operation's
+    inner = [scope for scope in scopes if scope != STACK]
+    return (inner or scopes or [""])[0]
 
 
 def phase_of(op_name: str) -> str:
@@ -339,19 +345,19 @@ def phase_of(op_name: str) -> str:
     return "backward" if "transpose(" in op_name else "forward"
 
 
-def _unwrapped(part: str) -> str:
+def _unwrap_scope(scope: str) -> str:
     """Return the scope in `transpose(jvp(mlp))`: mlp."""
-    while match := _WRAPPED.fullmatch(part):
-        part = match[1]
-    return part
+    while match := _WRAPPED.fullmatch(scope):
+        scope = match[1]
+    return scope
 
 
 def first(op_name: str) -> str:
     """Return the first of several op_names that XLA combined as "prefix/(one:two)"."""
-    prefix, combined, rest = op_name.rpartition("/(")
+    prefix, combined, op_names = op_name.rpartition("/(")
     if not combined:
         return op_name
-    return f"{prefix}/{rest.split(':')[0] if ':' in rest else rest.removesuffix(')')}"
+    return f"{prefix}/{op_names.split(':')[0] if ':' in op_names else op_names.removesuffix(')')}"
 
 
 # ---- By formula
@@ -379,26 +385,26 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
     run, layout, attention = program.run, layout or program.layout, program.kernel.name
     if attention not in _ATTENTION:
         raise ValueError(f"attention kernel {attention!r}: its FLOPs are not known. Known: {', '.join(_ATTENTION)}.")
-    known = model_flops(run)
-    if not known.by_formula or known.recomputed is None:
+    analytic = model_flops(run)
+    if not analytic.by_formula or analytic.recomputed is None:
         return 0.0
-    everything = known.training + known.recomputed
-    one = flops.attention(run.model, run.data.seq_len)
+    total = analytic.training + analytic.recomputed
+    layer_attention = flops.attention(run.model, run.data.seq_len)
     # `flops.training` counts the backward pass as twice the forward pass. Attention is counted below.
     back = flops.differentiates_layers(run.model, run.lora, run.train)
-    again = _attention_repeats(run.remat)
-    linear = everything.causal - one.causal * run.model.step_layers * (1 + back * (2 + again))
+    repeats = _attention_repeats(run.remat)
+    linear = total.causal - layer_attention.causal * run.model.step_layers * (1 + back * (2 + repeats))
     backward, masked = _ATTENTION[attention]
     computed = 0.0
     for kind, layers in windows.layers_by_kind(run.model):
-        alike = windows.all_of(run.model, kind)
-        each = flops.attention(alike, run.data.seq_len)
-        passes = (layers + run.model.mtp_layers) * (1 + back * (backward + again))
-        computed += (each.causal if masked else each.full) * passes * _blocks(run.data, alike, layout, masked)
+        uniform_model = windows.all_of(run.model, kind)
+        each = flops.attention(uniform_model, run.data.seq_len)
+        passes = (layers + run.model.mtp_layers) * (1 + back * (backward + repeats))
+        computed += (each.causal if masked else each.full) * passes * _ring_ratio(run.data, uniform_model, layout, masked)
     idle = schedule_of(layout).bubble
-    empty = layout.stages.places / run.model.stack_length
+    padding_factor = layout.stages.places / run.model.stack_length
     head = flops.head(run.model, run.lora, run.train)
-    layers = (linear - head + computed) * empty / (1 - idle)
+    layers = (linear - head + computed) * padding_factor / (1 - idle)
     return (head + layers) * run.tokens_per_step / layout.devices
 
 
@@ -408,20 +414,19 @@ def attention_by_rank(program: Program) -> tuple[float, ...]:
     backward, _ = _ATTENTION[program.kernel.name]
     out = [0.0] * layout.context.size
     for kind, layers in windows.layers_by_kind(run.model):
-        alike = windows.all_of(run.model, kind)
+        uniform_model = windows.all_of(run.model, kind)
         passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run.remat))
-        mean = flops.attention(alike, run.data.seq_len).causal * passes * run.tokens_per_step / layout.devices
-        by_rank = pairs(layout.context, run.data.seq_len, alike.sliding_window)
+        mean = flops.attention(uniform_model, run.data.seq_len).causal * passes * run.tokens_per_step / layout.devices
+        by_rank = pairs(layout.context, run.data.seq_len, uniform_model.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
     return tuple(out)
 
 
 def _attention_repeats(remat: Remat) -> int:
-    """Return the number of times that remat repeats the forward pass of attention."""
     return int(remat.policy != "none" and not {"attention_out", "attention_lse"} <= kept(remat))
 
 
-def _blocks(data: Data, alike: Model, layout: Layout, masked: bool) -> float:
+def _ring_ratio(data: Data, model: Model, layout: Layout, masked: bool) -> float:
     """Return the ratio of attention's FLOPs in a ring to its FLOPs on one device.
 
     A ring skips masked blocks; a window adds halo tokens.
@@ -429,10 +434,10 @@ def _blocks(data: Data, alike: Model, layout: Layout, masked: bool) -> float:
     T, r = data.seq_len, layout.context.ring
     if r == 1:
         return 1.0
-    spec = attention_specs(alike, data, layout.dtypes.compute)[0]
+    spec = attention_specs(model, data, layout.dtypes.compute)[0]
     chunk = T // (2 * r)
     if not spec.slides(T):
         return 1.0 if masked else (2 * r + 1) / (4 * r)
     rows = chunk + spec.halo(chunk, r)
-    each, whole = (attention_pairs("CAUSAL", spec.window, n, n) if masked else float(n * n) for n in (rows, T))
-    return 2 * r * each / whole
+    block, full = (attention_pairs("CAUSAL", spec.window, n, n) if masked else float(n * n) for n in (rows, T))
+    return 2 * r * block / full

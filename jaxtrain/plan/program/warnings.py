@@ -51,7 +51,7 @@ NO_WEIGHT = ("kernels/attention", CONTEXT, "kernels/cross_entropy")
 
 
 def program_warnings(
-    program: Program, module: Module, found: Collection[Found], moved: Sequence[Collective], step_ms: float
+    program: Program, module: Module, ops: Collection[Found], collectives: Sequence[Collective], step_ms: float
 ) -> tuple[str, ...]:
     """Return the warnings about a compiled program.
 
@@ -60,89 +60,89 @@ def program_warnings(
 
     Args:
       module: the compiled program of `program`.
-      found: its collectives, each with the bytes of one launch.
-      moved: its collectives, each summed over a step.
+      ops: its collectives, each with the bytes of one launch.
+      collectives: its collectives, each summed over a step.
       step_ms: step time of the roofline.
     """
     run = program.run
-    large = [f for f in found if f.wire_bytes > LARGE]
+    large = [op for op in ops if op.wire_bytes > LARGE]
     return (
         *_float32(run.precision, program.layout.dtypes, large),
-        *_invariant_gathers(module, large, microbatch_loops(run.train.grad_accum, found)),
+        *_invariant_gathers(module, large, microbatch_loops(run.train.grad_accum, ops)),
         *_resharding(module, large),
         *(_replicated(program) if run.sharding.zero else ()),
-        *_exposed(moved, step_ms),
+        *_exposed(collectives, step_ms),
     )
 
 
-def microbatch_loops(microbatches: int, found: Collection[Found]) -> frozenset[str]:
+def microbatch_loops(microbatches: int, ops: Collection[Found]) -> frozenset[str]:
     """Return the names of the loops over microbatches; none without accumulation.
 
     The compiler may leave a loop without an op_name. So the loop is recognised by its collectives outside of inner loops.
     """
     if microbatches == 1:
         return frozenset()
-    return frozenset(f.loops[0] for f in found if len(f.loops) == 1 and MICROBATCH.match(f.op_name))
+    return frozenset(op.loops[0] for op in ops if len(op.loops) == 1 and MICROBATCH.match(op.op_name))
 
 
-def _where(f: Found) -> str:
-    return f.source or f.op_name or f.instruction
+def _line(op: Found) -> str:
+    return op.source or op.op_name or op.instruction
 
 
-def _cost(f: Found) -> str:
-    return f"{f.count} a step, {f.count * f.wire_bytes / 1e9:.2f} GB on the wire a GPU"
+def _cost(op: Found) -> str:
+    return f"{op.count} a step, {op.count * op.wire_bytes / 1e9:.2f} GB on the wire a GPU"
 
 
-def _by_line(found: Sequence[Found]) -> list[Found]:
+def _by_line(ops: Sequence[Found]) -> list[Found]:
     """Return collectives, merged by kind, dtype, axis and line of Python (unrolled loops repeat them), most bytes first."""
     groups: dict[tuple[str, ...], list[Found]] = defaultdict(list)
-    for f in found:
-        groups[f.kind, f.dtype, f.axis, _where(f)].append(f)
+    for op in ops:
+        groups[op.kind, op.dtype, op.axis, _line(op)].append(op)
     merged = []
     for group in groups.values():
-        count = sum(f.count for f in group)
-        each = sum(f.count * f.wire_bytes for f in group) / max(1, count)
+        count = sum(op.count for op in group)
+        each = sum(op.count * op.wire_bytes for op in group) / max(1, count)
         merged.append(dataclasses.replace(group[0], count=count, wire_bytes=each))
-    return sorted(merged, key=lambda f: -f.count * f.wire_bytes)
+    return sorted(merged, key=lambda op: -op.count * op.wire_bytes)
 
 
-def _float32(precision: str, dtypes: StepDtypes, found: Sequence[Found]) -> Iterator[str]:
+def _float32(precision: str, dtypes: StepDtypes, ops: Sequence[Found]) -> Iterator[str]:
     """Yield a warning for each float32 gather if `precision` is not f32, and float32 reduction if `dtypes.reduce` is not."""
-    for f in _by_line([f for f in found if "f32" in f.dtype.split("+") and f.f32 * f.wire_bytes > LARGE]):
-        start = f"float32 {f.kind} over {f.axis} ({_cost(f)}) from {_where(f)}: "
-        if f.kind == "all-gather" and dtypes.compute != "f32":
+    for op in _by_line([op for op in ops if "f32" in op.dtype.split("+") and op.f32 * op.wire_bytes > LARGE]):
+        start = f"float32 {op.kind} over {op.axis} ({_cost(op)}) from {_line(op)}: "
+        if op.kind == "all-gather" and dtypes.compute != "f32":
             yield f"{start}precision is {precision}. Fix: cast before the gather, as Placement.gather does."
         # A ring sums gradients of keys and values in float32, as attention on one device does.
-        if f.kind in ("reduce-scatter", "all-reduce") and dtypes.reduce != "f32" and CONTEXT not in f.source:
+        if op.kind in ("reduce-scatter", "all-reduce") and dtypes.reduce != "f32" and CONTEXT not in op.source:
             yield f"{start}dtypes.reduce is {dtypes.reduce}. Fix: cast before the reduction."
 
 
-def _invariant_gathers(module: Module, found: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
+def _invariant_gathers(module: Module, ops: Sequence[Found], microbatches: frozenset[str]) -> Iterator[str]:
     """Yield a warning for each gather inside a loop of a value that does not change in the loop.
 
     The loop over microbatches is left out: ZeRO shards weights to avoid holding gathered weights throughout that loop.
     """
     outside = []
-    for f in found:
-        if f.kind == "all-gather" and f.loops and f.loops[-1] not in microbatches:
-            body = module.owners[f.instruction]
-            if all(_invariant(body, body.by_name[o]) for o in body.by_name[f.instruction].operands):
-                outside.append(f)
-    for f in _by_line(outside):
+    for op in ops:
+        if op.kind == "all-gather" and op.loops and op.loops[-1] not in microbatches:
+            body = module.owners[op.instruction]
+            if all(_is_invariant(body, body.by_name[o]) for o in body.by_name[op.instruction].operands):
+                outside.append(op)
+    for op in _by_line(outside):
         yield (
-            f"all-gather over {f.axis} of an array that does not change in the loop around it ({_cost(f)}) from {_where(f)}. "
+            f"all-gather over {op.axis} of an array that does not change in the loop around it ({_cost(op)}) from {_line(op)}. "
             "Fix: gather it once, before the loop."
         )
 
 
-def _invariant(body: Computation, value: Instruction) -> bool:
+def _is_invariant(body: Computation, value: Instruction) -> bool:
     """Return whether a value is the same in every iteration of the loop with this body."""
-    todo, seen = [value], set()
+    todo, visited = [value], set()
     while todo:
         i = todo.pop()
-        if i.name in seen:
+        if i.name in visited:
             continue
-        seen.add(i.name)
+        visited.add(i.name)
         if i.opcode == "get-tuple-element":
             source, index = body.by_name[i.operands[0]], int(i.attributes["index"])
             while source.opcode == "opt-barrier":
@@ -172,17 +172,17 @@ def _passed_through(body: Computation, index: int) -> bool:
     return int(last.attributes["index"]) == index
 
 
-def _resharding(module: Module, found: Sequence[Found]) -> Iterator[str]:
+def _resharding(module: Module, ops: Sequence[Found]) -> Iterator[str]:
     """Yield a warning for each collective that the partitioner inserted because two shardings in the program differ."""
 
-    def by_partitioner(f: Found) -> bool:
-        launch = module.instruction(f.instruction)
+    def by_partitioner(op: Found) -> bool:
+        launch = module.instruction(op.instruction)
         inner = [i for name in launch.called for i in module.computations[name].instructions]
         return any('is_spmd_generated="true"' in i.attributes.get("frontend_attributes", "") for i in (launch, *inner))
 
-    for f in _by_line([f for f in found if f.kind in ("all-to-all", "collective-permute") and by_partitioner(f)]):
+    for op in _by_line([op for op in ops if op.kind in ("all-to-all", "collective-permute") and by_partitioner(op)]):
         yield (
-            f"{f.kind} over {f.axis} that the compiler inserted ({_cost(f)}) near {_where(f)}: two shardings do not agree. "
+            f"{op.kind} over {op.axis} that the compiler inserted ({_cost(op)}) near {_line(op)}: two shardings do not agree. "
             "Fix: change sharding.rules, or call Placement.constrain on one of the two."
         )
 
@@ -208,16 +208,16 @@ def _replicated(program: Program) -> Iterator[str]:
     )
 
 
-def _exposed(moved: Sequence[Collective], step_ms: float) -> Iterator[str]:
+def _exposed(collectives: Sequence[Collective], step_ms: float) -> Iterator[str]:
     """Yield one warning with the lines of Python whose collectives are exposed longest."""
     exposed: dict[str, float] = defaultdict(float)
-    for c in moved:
+    for c in collectives:
         exposed[f"{c.kind} over {c.axis} ({c.source or c.op_name})"] += c.exposed_ms
-    found = sorted(((ms, name) for name, ms in exposed.items() if ms > EXPOSED * step_ms), reverse=True)
-    if found:
-        listed = "; ".join(f"{name} {ms:.3g} ms" for ms, name in found[:NAMED])
-        more = f"; {len(found) - NAMED} more" if len(found) > NAMED else ""
-        total = sum(ms for ms, _ in found)
+    longest = sorted(((ms, name) for name, ms in exposed.items() if ms > EXPOSED * step_ms), reverse=True)
+    if longest:
+        listed = "; ".join(f"{name} {ms:.3g} ms" for ms, name in longest[:NAMED])
+        more = f"; {len(longest) - NAMED} more" if len(longest) > NAMED else ""
+        total = sum(ms for ms, _ in longest)
         yield (
             f"exposed communication, {total:.3g} ms a step ({total / step_ms:.0%}): {listed}{more}. Fix: a larger microbatch "
             "(a lower train.grad_accum, or a higher train.global_batch) overlaps more of it; another mesh sends less."
@@ -235,19 +235,19 @@ def fp8_matmuls(program: Program, module: Module) -> Matmuls | None:
     run = program.run
     if run.precision != "fp8":
         return None
-    total, eight = 0, 0
+    total, num_fp8 = 0, 0
     wide: Counter[str] = Counter()
-    for i, where, times, _ in walk(module, fusions=True):
+    for i, computation, times, _ in walk(module, fusions=True):
         matmul = i.opcode == "dot" or i.target in GEMM_CALLS or of_experts(i)
-        if not matmul or label(i.op_name).startswith("loss") or any(part in i.source for part in NO_WEIGHT):
+        if not matmul or label(i.op_name).startswith("loss") or any(path in i.source for path in NO_WEIGHT):
             continue
         total += times
-        if in_8_bits(where, i):
-            eight += times
+        if in_8_bits(computation, i):
+            num_fp8 += times
         else:
             wide[f"{label(i.op_name) or i.name} ({i.source})"] += times
-    each = run.model.num_layers * run.train.grad_accum
-    return Matmuls(total / each, eight / each, tuple(f"{name}, {n:,} a step" for name, n in wide.most_common()))
+    layer_runs = run.model.num_layers * run.train.grad_accum
+    return Matmuls(total / layer_runs, num_fp8 / layer_runs, tuple(f"{name}, {n:,} a step" for name, n in wide.most_common()))
 
 
 def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
@@ -260,13 +260,13 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
     paired = [(path, trains) for (path, eight), (_, trains) in zip(*weights, strict=True) if eight]
     trained = [trains for _, trains in paired]
     # Forward, gradient of x, gradient of a trained weight. The first layer's x has none if nothing before it is trained.
-    asked = sum(2 + trains for trains in trained)
+    expected = sum(2 + trains for trains in trained)
     if uneven(run.model, run.moe, run.mesh):
-        asked -= sum(trains for path, trains in paired if without_place(".".join(key.key for key in path)) in EXPERTS)
-    least = asked - trained.count(False) / run.model.num_layers
+        expected -= sum(trains for path, trains in paired if without_place(".".join(key.key for key in path)) in EXPERTS)
+    least = expected - trained.count(False) / run.model.num_layers
     if matmuls.eight < least:
         yield (
-            f"precision is fp8, but of the {asked} matmuls of a layer that should be in FP8 only {matmuls.eight:g} are. "
+            f"precision is fp8, but of the {expected} matmuls of a layer that should be in FP8 only {matmuls.eight:g} are. "
             f"Wider: {matmuls.some_wide or 'none'}. Fix: write them as the model's own layers do, or set precision=bf16."
         )
 
@@ -275,32 +275,32 @@ def fp8_warnings(program: Program, matmuls: Matmuls | None) -> Iterator[str]:
 
 
 def config_warnings(
-    program: Program, moved: Sequence[Collective], memory: Memory, timed: Roofline, rates: Rates
+    program: Program, collectives: Sequence[Collective], memory: Memory, timing: Roofline, rates: Rates
 ) -> tuple[str, ...]:
     """Return the warnings about a config on this machine, from its plan.
 
-    moved: the program's collectives, each summed over a step.
+    collectives: the program's collectives, each summed over a step.
     """
     run, placement = program.run, program.placement
     return (
-        *_across_nodes(placement.mesh, moved, timed),
-        *_few_rows(program, moved, timed, rates),
-        *_once_a_step(run.sharding, run.train, placement, moved, timed),
+        *_across_nodes(placement.mesh, collectives, timing),
+        *_few_rows(program, collectives, timing, rates),
+        *_once_a_step(run.sharding, run.train, placement, collectives, timing),
         *_bubble(program.layout, run.train.global_batch),
         *_saved_activations(run.remat, memory),
     )
 
 
-def _of_weights(c: Collective) -> bool:
+def _moves_weights(collective: Collective) -> bool:
     """Return whether a collective communicates weights or gradients, and not keys and values of a ring over the same axes."""
-    return c.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in c.source
+    return collective.kind in ("all-gather", "reduce-scatter", "all-reduce") and CONTEXT not in collective.source
 
 
-def _share(ms: float, timed: Roofline) -> str:
-    return f"{ms:.1f} ms a step ({ms / timed.step_ms:.0%})"
+def _share(ms: float, timing: Roofline) -> str:
+    return f"{ms:.1f} ms a step ({ms / timing.step_ms:.0%})"
 
 
-def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> Iterator[str]:
+def _across_nodes(mesh: Mesh, collectives: Sequence[Collective], timing: Roofline) -> Iterator[str]:
     """Yield a warning for each of the axes tensor, seq and expert that spans nodes: they communicate in every layer."""
     nodes = np.vectorize(node_of)(mesh.devices)
     node = int(np.unique(nodes, return_counts=True)[1].max())
@@ -311,49 +311,49 @@ def _across_nodes(mesh: Mesh, moved: Sequence[Collective], timed: Roofline) -> I
     ):
         if mesh.shape.get(axis, 1) == 1:
             continue
-        at = mesh.axis_names.index(axis)
-        groups = np.moveaxis(nodes, at, -1)
+        index = mesh.axis_names.index(axis)
+        groups = np.moveaxis(nodes, index, -1)
         if (groups == groups[..., :1]).all():
             continue
-        crossing = [c for c in moved if c.axes == {axis} and c.network_gib]
+        crossing = [c for c in collectives if c.axes == {axis} and c.network_gib]
         sent, exposed = sum(c.network_gib for c in crossing) * GB_PER_GIB, sum(c.exposed_ms for c in crossing)
-        within = max(1, node // math.prod(mesh.shape[a] for a in mesh.axis_names[at + 1 :]))
+        within = max(1, node // math.prod(mesh.shape[a] for a in mesh.axis_names[index + 1 :]))
         yield (
             f"{axis} groups of {mesh.shape[axis]} reach across nodes of {node} GPUs: each GPU sends {sent:.2f} GB a step over "
-            f"the network, and {_share(exposed, timed)} of that are exposed. Fix: {fix.format(within)}"
+            f"the network, and {_share(exposed, timing)} of that are exposed. Fix: {fix.format(within)}"
         )
 
 
-def _few_rows(program: Program, moved: Sequence[Collective], timed: Roofline, rates: Rates) -> Iterator[str]:
+def _few_rows(program: Program, collectives: Sequence[Collective], timing: Roofline, rates: Rates) -> Iterator[str]:
     """Yield a warning if microbatches are too small to overlap the communication of weights, or the reads of weights."""
-    run, p = program.run, program.placement
-    parts = p.size(p.mesh_axes("batch"))
-    rows = run.tokens_per_step / run.train.grad_accum / p.size(p.token_axes)  # tokens of a microbatch on a GPU
-    arithmetic = timed.gemm_ms + timed.attention_ms + timed.memory_ms
-    weights = [c for c in moved if c.axes <= set(p.mesh_axes("embed")) and _of_weights(c)]
+    run, placement = program.run, program.placement
+    shards = placement.size(placement.mesh_axes("batch"))
+    rows = run.tokens_per_step / run.train.grad_accum / placement.size(placement.token_axes)  # tokens of a microbatch on a GPU
+    arithmetic = timing.gemm_ms + timing.attention_ms + timing.memory_ms
+    weights = [c for c in collectives if c.axes <= set(placement.mesh_axes("embed")) and _moves_weights(c)]
     communication, exposed = sum(c.ms for c in weights), sum(c.exposed_ms for c in weights)
     often = run.sharding.zero >= 2 and run.sharding.gather != "step"  # for each microbatch
-    if often and communication > arithmetic > 0 and exposed > EXPOSED * timed.step_ms:
+    if often and communication > arithmetic > 0 and exposed > EXPOSED * timing.step_ms:
         enough = SLACK * rows * communication / arithmetic
         yield (
             f"a microbatch gives each GPU {rows:,.0f} tokens, too few to overlap the communication of weights: that takes "
-            f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timed)} are exposed. "
-            f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_larger(run.train, parts, rows, enough)}"
+            f"{communication:.0f} ms a step, all computation {arithmetic:.0f} ms, and {_share(exposed, timing)} are exposed. "
+            f"About {math.ceil(enough / 256) * 256:,} tokens are enough. Fix: {_grow_batch(run.train, shards, rows, enough)}"
         )
     # FP8 halves both a weight's bytes and its matmul's time, so the balance stays that of 16 bits.
     balance = rates.gemm_tflops / rates.memory_tb_s * DTYPES[run.compute].itemsize / 2
-    idle = timed.gemm_ms - timed.gemm_least_ms
-    if rows < balance and idle > EXPOSED * timed.step_ms:
+    idle = timing.gemm_ms - timing.gemm_least_ms
+    if rows < balance and idle > EXPOSED * timing.step_ms:
         yield (
             f"a microbatch gives each GPU {rows:,.0f} tokens, and below {balance:,.0f} a matmul takes longer to read its "
-            f"weights than to compute: that costs {_share(idle, timed)}. Fix: {_larger(run.train, parts, rows, balance)}"
+            f"weights than to compute: that costs {_share(idle, timing)}. Fix: {_grow_batch(run.train, shards, rows, balance)}"
         )
 
 
-def _larger(train: Train, parts: int, rows: float, enough: float) -> str:
-    """Return the fix that gives each GPU `enough` tokens a microbatch instead of `rows`. parts: shards of the batch."""
+def _grow_batch(train: Train, shards: int, rows: float, enough: float) -> str:
+    """Return the fix that gives each GPU `enough` tokens a microbatch instead of `rows`. shards: those of the batch."""
     batch, accum = train.global_batch, train.grad_accum
-    fewer = [a for a in range(1, accum) if batch % (a * parts) == 0 and rows * accum / a >= enough]
+    fewer = [a for a in range(1, accum) if batch % (a * shards) == 0 and rows * accum / a >= enough]
     if fewer:
         return f"set train.grad_accum={max(fewer)}."
     also = " and train.grad_accum=1" if accum > 1 else ""
@@ -361,24 +361,24 @@ def _larger(train: Train, parts: int, rows: float, enough: float) -> str:
 
 
 def _once_a_step(
-    sharding: Sharding, train: Train, placement: Placement, moved: Sequence[Collective], timed: Roofline
+    sharding: Sharding, train: Train, placement: Placement, collectives: Sequence[Collective], timing: Roofline
 ) -> Iterator[str]:
     """Yield a warning if communication that runs once per step is exposed, because the step has too few microbatches."""
     weights = set(placement.mesh_axes("embed"))
     replicas = set(placement.token_axes) - weights
-    held = sharding.zero == 1 or (sharding.zero == 3 and sharding.gather == "step")
-    for axes, work, other in (
+    once = sharding.zero == 1 or (sharding.zero == 3 and sharding.gather == "step")
+    for axes, work, option in (
         (replicas, "gradients are summed", "a smaller mesh.data leaves less to sum"),
-        (weights if held else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can overlap it"),
+        (weights if once else set(), "weights are gathered and gradients reduced", "sharding.gather=layer can overlap it"),
     ):
-        exposed = sum(c.exposed_ms for c in moved if c.axes <= axes and _of_weights(c))
-        if exposed <= EXPOSED * timed.step_ms:
+        exposed = sum(c.exposed_ms for c in collectives if c.axes <= axes and _moves_weights(c))
+        if exposed <= EXPOSED * timing.step_ms:
             continue
-        times = 2 ** math.ceil(math.log2(exposed * (1 / EXPOSED - 1) / (timed.step_ms - exposed)))
+        times = 2 ** math.ceil(math.log2(exposed * (1 / EXPOSED - 1) / (timing.step_ms - exposed)))
         more = f"set train.grad_accum={train.grad_accum * times} and train.global_batch={train.global_batch * times}"
         yield (
-            f"{work} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(exposed, timed)} of that are "
-            f"exposed: train.grad_accum={train.grad_accum} is too few microbatches. Fix: {more} for {EXPOSED:.0%}; {other}."
+            f"{work} over {'+'.join(a for a in MESH_AXES if a in axes)} once a step, and {_share(exposed, timing)} of that are "
+            f"exposed: train.grad_accum={train.grad_accum} is too few microbatches. Fix: {more} for {EXPOSED:.0%}; {option}."
         )
 
 
@@ -400,25 +400,25 @@ def _bubble(layout: Layout, global_batch: int) -> Iterator[str]:
 
 def _saved_activations(remat: Remat, memory: Memory) -> Iterator[str]:
     """Yield a warning about saved activations if the step does not fit and another remat policy saves at least 1 GiB less."""
-    missing = memory.taken_gib - memory.usable_gib
-    if missing <= 0 or remat.policy == "full":
+    excess_gib = memory.taken_gib - memory.usable_gib
+    if excess_gib <= 0 or remat.policy == "full":
         return
     total = sum(memory.saved.values())
-    less = {policy: total - _kept(policy, memory) for policy in ("dots", "attention", "full")}
-    policy = next((p for p in less if less[p] > missing), "full")
+    less = {policy: total - _saved_gib(policy, memory) for policy in ("dots", "attention", "full")}
+    policy = next((p for p in less if less[p] > excess_gib), "full")
     if less[policy] < 1.0:
         return
     largest = sorted(memory.saved.items(), key=lambda item: -item[1])
     listed = "; ".join(f"{name} {gib:.1f}" for name, gib in largest[:NAMED])
-    enough = "" if less[policy] > missing else ", which is not enough alone: take a smaller microbatch too"
+    enough = "" if less[policy] > excess_gib else ", which is not enough alone: take a smaller microbatch too"
     yield (
-        f"the step is {missing:.1f} GiB too big, and remat.policy={remat.policy} saves {total:.1f} "
+        f"the step is {excess_gib:.1f} GiB too big, and remat.policy={remat.policy} saves {total:.1f} "
         f"GiB of activations for the backward pass ({listed}). Fix: set remat.policy={policy} remat.tensors='': about "
         f"{less[policy]:.0f} GiB less{enough}."
     )
 
 
-def _kept(policy: str, memory: Memory) -> float:
+def _saved_gib(policy: str, memory: Memory) -> float:
     """Return the GiB of the plan's saved activations that `policy` also saves.
 
     A key of `memory.saved` may list several activations: each counts as an equal part of its GiB.

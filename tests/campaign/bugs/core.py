@@ -153,7 +153,7 @@ BUGS = (
     Bug(
         "roofline: FP8's least time at the rate of bfloat16",
         "jaxtrain/plan/program/roofline.py",
-        "(self.rates.fp8_tflops if done.fp8 else self.rates.gemm_tflops)",
+        "(self.rates.fp8_tflops if cost.fp8 else self.rates.gemm_tflops)",
         "self.rates.gemm_tflops",
         "unit/test_roofline.py -k cublas_call",
     ),

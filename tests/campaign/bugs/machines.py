@@ -6,8 +6,8 @@ BUGS = (
     Bug(
         "memory: a shared value frees its own size",
         "jaxtrain/plan/program/assignment.py",
-        "held -= assignment.values[at].size",
-        "held -= assignment.values[e.value].size",
+        "live_bytes -= assignment.values[buffer].size",
+        "live_bytes -= assignment.values[event.value].size",
         "unit/test_assignment.py",
     ),
     Bug(

@@ -237,8 +237,8 @@ BUGS = (
     Bug(
         "text part: two places of tensors are read as one",
         "jaxtrain/hf/names.py",
-        "if len(places) != 1:",
-        "if len(places) < 1:",
+        "if len(roots) != 1:",
+        "if len(roots) < 1:",
         "unit/test_text_part.py -k understood",
     ),
     Bug(
@@ -258,7 +258,7 @@ BUGS = (
     Bug(
         "hf check: all layers are computed with the kind of the first",
         "jaxtrain/hf/parts.py",
-        "else (None, kinds[at])",
+        "else (None, kinds[index])",
         "else (None, kinds[0])",
         "campaign/test_first_difference.py -k gemma3 --campaign",
     ),
@@ -272,8 +272,8 @@ BUGS = (
     Bug(
         "hf check: weights that transformers has beyond the model's are not noticed",
         "jaxtrain/hf/parts.py",
-        "sorted(files.keys() - named)",
-        "sorted(named - named)",
+        "sorted(files.keys() - hf_names)",
+        "sorted(hf_names - hf_names)",
         "campaign/test_first_difference.py -k architectures --campaign",
     ),
     Bug(
@@ -293,7 +293,7 @@ BUGS = (
     Bug(
         "LoRA: a base under another name is ignored",
         "jaxtrain/hf/lora.py",
-        "return recorded if (named.adapters if named else same) else init.from_",
+        "return recorded if (init_origin.adapters if init_origin else same) else init.from_",
         "return recorded",
         "unit/test_lora.py -k beside_the_base",
     ),
@@ -314,8 +314,8 @@ BUGS = (
     Bug(
         "LoRA: adapters of another alpha are trained further",
         "jaxtrain/hf/lora.py",
-        'replace(how, base="", targets=',
-        'replace(how, base="", alpha=1.0, targets=',
+        'replace(settings, base="", targets=',
+        'replace(settings, base="", alpha=1.0, targets=',
         "proofs/test_lora_training.py -k runs_that_are_refused",
     ),
     Bug(
@@ -342,8 +342,8 @@ BUGS = (
     Bug(
         "PEFT: the wider rank of gate_up_proj divides the same alpha",
         "jaxtrain/hf/peft.py",
-        "return how.alpha * (math.sqrt(wide) if how.rslora else wide)",
-        "return how.alpha",
+        "return config.alpha * (math.sqrt(multiple) if config.rslora else multiple)",
+        "return config.alpha",
         "unit/test_lora.py -k experts_in_peft",
     ),
     Bug(
@@ -489,21 +489,21 @@ BUGS = (
     Bug(
         "own families: a tensor without a name in FORMAT is left out of the export",
         "jaxtrain/hf/exporting.py",
-        "if left := stored.keys() - wanted.keys():",
-        "if False and (left := stored.keys() - wanted.keys()):",
+        "if unnamed := stored.keys() - wanted.keys():",
+        "if False and (unnamed := stored.keys() - wanted.keys()):",
         "proofs/test_own_families.py -k does_not_fit",
     ),
     Bug(
         "own families: an import leaves out tensors that the family builds",
         "jaxtrain/hf/model.py",
-        'wrong = [f"{name} is missing" for name in built.keys() - stored.keys()]',
-        "wrong = []",
+        'problems = [f"{name} is missing" for name in built.keys() - stored.keys()]',
+        "problems = []",
         "proofs/test_own_families.py -k does_not_fit",
     ),
     Bug(
         "own families: tensors that the model does not build are not used, and not told",
         "jaxtrain/hf/model.py",
-        'wrong += [f"{name} is not in the model" for name in stored.keys() - built.keys()]',
+        'problems += [f"{name} is not in the model" for name in stored.keys() - built.keys()]',
         "",
         "proofs/test_own_families.py -k family_builds",
     ),
@@ -567,14 +567,14 @@ BUGS = (
         "folders: a stale index goes before model.safetensors",
         "jaxtrain/hf/tensor_files.py",
         "    if os.path.lexists(path / SINGLE):",
-        "    if not named and os.path.lexists(path / SINGLE):",
+        "    if not weight_map and os.path.lexists(path / SINGLE):",
         "proofs/test_hf_folders.py -k transformers_reads",
     ),
     Bug(
         "folders: files that are not read are not told",
         "jaxtrain/hf/tensor_files.py",
-        "return files, named, unused + left",
-        "return files, named, unused",
+        "return files, weight_map, unused + other_files",
+        "return files, weight_map, unused",
         "proofs/test_hf_folders.py -k transformers_reads",
     ),
     Bug(
@@ -601,8 +601,8 @@ BUGS = (
     Bug(
         "folders: weights that are not finite are taken",
         "jaxtrain/hf/importing.py",
-        "jax.device_get(sound).items() if not x]",
-        "jax.device_get(sound).items() if x is None]",
+        "jax.device_get(finite).items() if not x]",
+        "jax.device_get(finite).items() if x is None]",
         "proofs/test_hf_folders.py -k refused_by_name",
     ),
     Bug(

@@ -41,14 +41,14 @@ BUGS = (
     Bug(
         "diff: small differences are dropped",
         "jaxtrain/plan/diff.py",
-        "tuple(r for r in rows if small(r))",
+        "tuple(r for r in rows if is_small(r))",
         "()",
         "unit/test_plan_diff.py -k small",
     ),
     Bug(
         "diff: all lines of a sum are named",
         "jaxtrain/plan/diff.py",
-        "if left[amount] < 0]",
+        "if counts[amount] < 0]",
         "if amount]",
         "unit/test_plan_diff.py -k line_that_grew",
     ),
@@ -90,7 +90,7 @@ BUGS = (
     Bug(
         "collectives: of several in one launch the first alone crosses the network",
         COLLECTIVES,
-        "network_bytes=sum(p.network_bytes for p in parts)",
+        "network_bytes=sum(op.network_bytes for op in ops)",
         "network_bytes=first.network_bytes",
         "unit/test_collectives.py -k of_one_launch",
     ),
@@ -104,8 +104,8 @@ BUGS = (
     Bug(
         "collectives: a message of an all-gather is one device's part",
         COLLECTIVES,
-        'return given * self.group if self.kind == "all-gather" else given',
-        "return given",
+        'return operand_bytes * self.group if self.kind == "all-gather" else operand_bytes',
+        "return operand_bytes",
         "unit/test_rates.py -k small_messages",
     ),
     Bug(
@@ -125,7 +125,7 @@ BUGS = (
     Bug(
         "roofline: a slower kernel's least time at the full rate",
         ROOFLINE,
-        "rate = done.share * (self.rates.fp8_tflops",
+        "rate = cost.share * (self.rates.fp8_tflops",
         "rate = (self.rates.fp8_tflops",
         "unit/test_roofline.py -k experts_call",
     ),
@@ -139,8 +139,8 @@ BUGS = (
     Bug(
         "op cost: a causal mask over the square of the queries",
         OP_COST,
-        "(seen - seen**2 / (2 * keys))",
-        "(seen - seen**2 / (2 * queries))",
+        "(visible - visible**2 / (2 * keys))",
+        "(visible - visible**2 / (2 * queries))",
         "unit/test_roofline.py -k pairs_of_queries",
     ),
     Bug(
@@ -153,8 +153,8 @@ BUGS = (
     Bug(
         "op cost: rows of experts that are empty count",
         OP_COST,
-        '"gemm", 2.0 * filled * left.dims[0] * width',
-        '"gemm", 2.0 * left.dims[0] * width',
+        '"gemm", 2.0 * filled * lhs.dims[0] * width',
+        '"gemm", 2.0 * lhs.dims[0] * width',
         "unit/test_roofline.py -k experts_call",
     ),
     Bug(
@@ -188,22 +188,22 @@ BUGS = (
     Bug(
         "warnings: float32 sums of a ring are a mistake",
         WARNINGS,
-        "and CONTEXT not in f.source",
+        "and CONTEXT not in op.source",
         "",
         "unit/test_plan_warnings.py -k float32_reductions",
     ),
     Bug(
         "warnings: a loop around the model's loops is one over microbatches",
         WARNINGS,
-        "if len(f.loops) == 1 and MICROBATCH",
-        "if f.loops and MICROBATCH",
+        "if len(op.loops) == 1 and MICROBATCH",
+        "if op.loops and MICROBATCH",
         "unit/test_plan_warnings.py -k microbatches",
     ),
     Bug(
         "assignment: memory shared with a value that shares itself is new",
         ASSIGNMENT,
-        "owner.get(e.shares, e.shares) if",
-        "e.shares if",
+        "owner.get(event.shares, event.shares) if",
+        "event.shares if",
         "unit/test_assignment.py",
     ),
     Bug(
@@ -286,8 +286,8 @@ BUGS = (
     Bug(
         "shardings: a gathered weight is sharded as at rest",
         SHARDINGS,
-        "P(*(p.compute_axes(axis) or None",
-        "P(*(p.mesh_axes(axis) or None",
+        "P(*(placement.compute_axes(axis) or None",
+        "P(*(placement.mesh_axes(axis) or None",
         "proofs/test_shardings.py -k gathered_weights",
     ),
     Bug(
@@ -307,8 +307,8 @@ BUGS = (
     Bug(
         "search: what cannot fit by its least memory is compiled",
         SEARCH,
-        "if math.isinf(needs.repeated):",
-        "if math.isnan(needs.repeated):",
+        "if math.isinf(memory.repeated):",
+        "if math.isnan(memory.repeated):",
         "unit/test_search.py -k cannot_fit",
     ),
     Bug(
@@ -321,15 +321,15 @@ BUGS = (
     Bug(
         "search: it ends at the first plan that fits",
         SEARCH,
-        "while found.best and not found.is_full and (near",
-        "while not found.best and not found.is_full and (near",
+        "while result.best and not result.is_full and (neighbours",
+        "while not result.best and not result.is_full and (neighbours",
         "unit/test_search.py -k neighbours_of_the_best",
     ),
     Bug(
         "search: narrower state is tried only where nothing is listed",
         SEARCH,
-        "if found.best or found.is_full:",
-        "if found.best or found.is_full or listed:",
+        "if result.best or result.is_full:",
+        "if result.best or result.is_full or layouts:",
         "unit/test_search.py -k too_big_lead",
     ),
     Bug(
@@ -356,15 +356,15 @@ BUGS = (
     Bug(
         "fit: gathered experts count as one",
         FIT,
-        "math.prod(n // p.size(p.compute_axes(axis)) for",
-        "math.prod(n // p.size(p.mesh_axes(axis)) for",
+        "n // placement.size(placement.compute_axes(axis)) for",
+        "n // placement.size(placement.mesh_axes(axis)) for",
         "unit/test_fit.py -k experts_stay",
     ),
     Bug(
         "fit: the bubble of a pipeline is left out",
         FIT,
-        "return (1 + again) / (1 - bubble) - 1",
-        "return again",
+        "return (1 + recomputed) / (1 - bubble) - 1",
+        "return recomputed",
         "unit/test_fit.py -k what_is_repeated",
     ),
 )
