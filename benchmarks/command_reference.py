@@ -31,7 +31,7 @@ this page from the parsers of the commands.
 def page() -> str:
     """Return the page of the current commands."""
     with mock.patch.dict(os.environ, {commands.PREFIX: "./run.sh"}):
-        table = commands.table()
+        table = commands.command_table()
         rows = [(f"[{name}](#{name})", f"{purpose}") for name, purpose in table.items()]
         parts = [_table(("command", "purpose"), rows), *(part for name in table for part in _section(name)), *_of_run_sh()]
     return HEAD + "\n\n".join(parts) + "\n"
@@ -47,13 +47,13 @@ def _section(name: str) -> Iterator[str]:
 def _parsed(parser: Parser, child: bool = False) -> Iterator[str]:
     """Yield the paragraphs of a parser and of its subcommands. Those of a subcommand are without the notes of its command."""
     yield _text(parser.purpose[:1].upper() + parser.purpose[1:].removesuffix(".") + ".")
-    yield _block("console", commands.spelled(parser.usage_line))
+    yield _block("console", commands.to_run_sh(parser.usage_line))
     defaults = {o.usage: o.default for o in parser.options}
     rows = [row for row in parser.rows if row[0] not in parser.commands]
     if rows:
         yield _table(("option", "meaning"), [(f"`{usage}`", _meaning(text, defaults.get(usage))) for usage, text in rows])
     if not child:
-        yield from _examples([commands.spelled(line) for line in parser.command_lines])
+        yield from _examples([commands.to_run_sh(line) for line in parser.command_lines])
         yield from map(_text, filter(None, parser.notes.split("\n\n")))
     for subcommand in parser.commands.values():
         yield f"### {subcommand.prog}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.declaration import Key
-from jaxtrain.config.schema import OWN, RULES, RunConfig, declared, public_name, spelled_value
+from jaxtrain.config.schema import OWN, RULES, RunConfig, all_keys, format_value, public_name
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 
@@ -51,7 +51,7 @@ def page() -> str:
         keys = dataclasses.fields(section)
         entries = [(public_name(k.name), getattr(section, k.name), k.metadata["key"]) for k in keys if k.name != "rules"]
         if f.name == "sharding":
-            entries += [(f"rules.{axis}", onto, declared()[f"sharding.rules.{axis}"]) for axis, onto in RULES.items()]
+            entries += [(f"rules.{axis}", onto, all_keys()[f"sharding.rules.{axis}"]) for axis, onto in RULES.items()]
         out += [*_table(entries, f"{f.name}."), ""]
     out += [f"## {OWN}", "", "Keys that a config file adds for [parts of your own](extending.md#settings-of-your-own).", ""]
     return "\n".join(out)
@@ -61,7 +61,7 @@ def _table(entries: list[tuple[str, Any, Key]], prefix: str) -> list[str]:
     lines = ["| key | type | default | values | meaning |", "|---|---|---|---|---|"]
     for name, default, key in entries:
         values, meaning = (words.replace("|", "\\|") for words in (key.values, key.doc))
-        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{spelled_value(default)}` | {values} | {meaning} |")
+        lines.append(f"| `{prefix}{name}` | {type(default).__name__} | `{format_value(default)}` | {values} | {meaning} |")
     return lines
 
 

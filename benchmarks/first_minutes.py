@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes = [] if args.list or args.smoke else prepare_environment(os.environ)
     devices = hardware.probe()
     if problems := find_problems(args, devices):
-        return launch.report(problems)
+        return launch.report_problems(problems)
     only = [*filter(None, args.only.split(";"))]
     elsewhere = set() if only else done_elsewhere(args.earlier, devices.name)
     items = [i for i in ITEMS if not only or i.name in only]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxtrain.config.synonyms import OTHER_UNIT, other_trainers, pairs
+from jaxtrain.config.synonyms import OTHER_UNIT, other_trainers, synonym_pairs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (DOCS / "coming_from.md", DOCS / "migration.md")
@@ -44,7 +44,7 @@ def flag(trainer: str, setting: str) -> str:
     """
     found: list[tuple[bool, int, str]] = []
     for row in (row for rows in other_trainers()["tables"][trainer].values() for row in rows):
-        for name, settings in pairs(row):
+        for name, settings in synonym_pairs(row):
             keys = {each.partition("=")[0] for each in settings}
             fits = setting in keys if setting != DERIVED else row[1] == DERIVED and "batch" in name
             star = r"\*" if setting.endswith("steps") and OTHER_UNIT.search(name) else ""

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, whole
+from jaxtrain.config.command_line import Args, Parser, at_least
 from jaxtrain.config.schema import Fp8, RunConfig
 from jaxtrain.data.batches import with_documents
 from jaxtrain.step.batch import place_batch
@@ -111,7 +111,7 @@ def parser() -> Parser:
     """Return the parser of the command line."""
     p = Parser("benchmarks.numerics", "Print how far the losses of other dtypes are from those of the first row.", config=True)
     p.option("of", "the table", "TABLE", "precision", choices=("precision", "moments"))
-    p.option("seeds", "runs of each row", "N", 1, type=whole(1))
+    p.option("seeds", "runs of each row", "N", 1, type=at_least(1))
     return p
 
 

@@ -36,7 +36,7 @@ from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import number, percent
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.data import loading
-from jaxtrain.metrics.receipt import now
+from jaxtrain.metrics.receipt import local_time
 from jaxtrain.models import flops
 from jaxtrain.plan.program import hlo, roofline
 from jaxtrain.plan.topology import TopologyError, parse
@@ -161,7 +161,7 @@ def compile_ours(cases: Sequence[Case], out: Path) -> dict[str, Any]:
             "arguments": memory.argument_size_in_bytes,
             "temp": memory.temp_size_in_bytes,
             "seconds": compiled.seconds,
-            "date": now()[:10],
+            "date": local_time()[:10],
             "versions": versions(),
         }
         (out / f"{case.name}.hlo").write_text(compiled.text)

@@ -26,7 +26,7 @@ import rich.console
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, launch
-from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, at_least, make_console, output_file
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.data import loading
 from jaxtrain.data.batches import with_documents
@@ -85,9 +85,9 @@ def parser() -> Parser:
         "is wrong, nothing was started; 130 Ctrl-C.",
     )
     p.option("python", "a Python with torch and transformers; default: this one", "PATH")
-    p.option("rounds", "how often each of the two is measured; default 2", "N", 2, type=whole(1))
-    p.option("steps", "timed steps; default 20", "N", 20, type=whole(1))
-    p.option("warmup", "steps before them; default 5", "N", 5, type=whole(1))
+    p.option("rounds", "how often each of the two is measured; default 2", "N", 2, type=at_least(1))
+    p.option("steps", "timed steps; default 20", "N", 20, type=at_least(1))
+    p.option("warmup", "steps before them; default 5", "N", 5, type=at_least(1))
     p.option(
         "settings",
         "PyTorch's settings, without a search; several, separated by ;, are tried in order until one works",
@@ -100,14 +100,14 @@ def parser() -> Parser:
         "seconds after which PyTorch tries no further settings; default 100. 0: the first that works",
         "S",
         100,
-        type=whole(0),
+        type=at_least(0),
     )
     p.option(
         "limit",
         "seconds of the comparison of losses, and of each measurement; --tune more for a search. 0: no limit",
         "S",
         0,
-        type=whole(0),
+        type=at_least(0),
     )
     p.option("json", "all results, for programs", "FILE", type=output_file)
     p.option("out", "results.md, results.json, receipt.json and the output of every round", "DIR")

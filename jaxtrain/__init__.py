@@ -98,8 +98,8 @@ if sys.argv[:1] == ["-m"]:  # this process was started as `python -m jaxtrain CO
     _refuse_command_as_module()
     from jaxtrain.runtime import interrupt, streams
 
-    streams.begin()
-    interrupt.begin()
+    streams.set_up_streams()
+    interrupt.handle_interrupts()
 
 
 class _Callable(ModuleType):

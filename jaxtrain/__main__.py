@@ -8,7 +8,7 @@ from jaxtrain.config import commands
 
 def main(argv: list[str]) -> int:
     """Run a command and return its exit code."""
-    if not argv or argv[0] not in commands.table():
+    if not argv or argv[0] not in commands.command_table():
         return commands.main(argv)
     name, *words = argv
     module = importlib.import_module("jaxtrain.main" if name == "main" else f"jaxtrain.commands.{name}")

@@ -13,7 +13,7 @@ import ml_collections
 
 from jaxtrain.commands.command import add_process_options, process_options, read_line
 from jaxtrain.config import environment, explain, hardware, launch, own_parts
-from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser, place
+from jaxtrain.config.command_line import FAILED, INTERRUPTED, REFUSED, Parser, path_text
 from jaxtrain.config.schema import ConfigError, RunConfig, to_dict
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.startup import set_environment, start_processes
@@ -21,7 +21,7 @@ from jaxtrain.step.validate import validate
 from jaxtrain.step.validate_layout import in_use
 from jaxtrain.step.validate_places import check_lock, check_resume, check_settings_given, remote
 
-AGAIN = 75  # exit code: start again
+RETRY = 75  # exit code: start again
 
 
 def parser() -> Parser:
@@ -36,7 +36,7 @@ def parser() -> Parser:
         "another process of the run failed); 76 diverged; 124 the watchdog ended a hang; 130 Ctrl-C, state saved; 1 anything "
         "else. SIGUSR2 takes a trace of the next profile.steps steps.",
     )
-    command.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=place)
+    command.option("workdir", "the run's folder; default runs/NAME of the config", "DIR", type=path_text)
     command.option("replay", "repeat a failed step, and show where its first bad value comes from", "BUNDLE")
     add_process_options(command)
     command.option("explain", "print every key, its value and who set it, check the config, and stop")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     problems += remote("--workdir", args.workdir)
     certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
     devices = distributed.all_devices(hardware.probe(), cluster)
-    size_note = loaded.launch.other_size(devices.count) if devices.kind == "gpu" else ""
+    size_note = loaded.launch.size_note(devices.count) if devices.kind == "gpu" else ""
     if size_note:
         notes = (*loaded.launch.notes, size_note)
         loaded = dataclasses.replace(loaded, launch=dataclasses.replace(loaded.launch, notes=notes))
@@ -78,13 +78,13 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     def refuse(refusals: Sequence[launch.Problem]) -> int:
         if size_note:
             print(size_note, file=sys.stderr)
-        return launch.report(refusals, loaded.launch)
+        return launch.report_problems(refusals, loaded.launch)
 
     if problems and (args.explain or cluster is None or not own_process):
         return refuse(problems)
     if args.explain:
-        explain.text(loaded, in_use(loaded.run, devices, workdir))
-        print(explain.not_checked(loaded, devices.kind == "gpu"), file=sys.stderr)
+        explain.print_config(loaded, in_use(loaded.run, devices, workdir))
+        print(explain.unchecked_note(loaded, devices.kind == "gpu"), file=sys.stderr)
         return 0
     if certain:
         refuse(problems)  # now, because the others may not be there to be told
@@ -104,12 +104,12 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         result = train.attempt(loaded.run, workdir, loaded.launch, overlay, own_process=own_process)
     except distributed.ClusterError as error:
         print(f"error: {error}", file=sys.stderr)
-        return AGAIN if alone else distributed.leave(AGAIN)  # JAX may still be connecting, in a thread
+        return RETRY if alone else distributed.leave(RETRY)  # JAX may still be connecting, in a thread
     except ConfigError as error:
         code = REFUSED if certain else refuse(error.problems)
         return code if alone else distributed.leave(code)
     except Exception as error:
-        is_users_error = own_parts.report(error, sys.stderr)  # log.txt has the traceback
+        is_users_error = own_parts.report_error(error, sys.stderr)  # log.txt has the traceback
         if alone and not is_users_error:
             raise
         if not is_users_error:
@@ -118,7 +118,11 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     except KeyboardInterrupt:  # Ctrl-C in a Python program that calls `main`, before or after the run handles signals
         print("interrupted", file=sys.stderr)
         return INTERRUPTED if alone else distributed.leave(INTERRUPTED)
-    code = launch.report(result.error.problems, loaded.launch) if isinstance(result.error, ConfigError) else result.exit_code
+    code = (
+        launch.report_problems(result.error.problems, loaded.launch)
+        if isinstance(result.error, ConfigError)
+        else result.exit_code
+    )
     if not alone:
         distributed.leave(code)  # Python's own exit waits for the other processes, for minutes if one of them has failed
     return code
@@ -148,7 +152,7 @@ def check_start(run: RunConfig, workdir: Path, devices: hardware.Devices) -> lis
     return [launch.Problem("cannot start", None, f"its check ended: {answer['why']}", fix)]
 
 
-def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
+def load_bundle(bundle: Path, loaded: launch.LoadedConfig) -> launch.LoadedConfig:
     """Return `loaded` with the config of a replay bundle in place of the config file. The command line's overrides apply."""
     try:
         tree = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))["config"]
@@ -159,8 +163,8 @@ def load_bundle(bundle: Path, loaded: launch.Loaded) -> launch.Loaded:
         )
         return dataclasses.replace(loaded, problems=[problem], file_read=False)
     config = ml_collections.ConfigDict(tree)
-    problems = [p for key, text in loaded.launch.overrides for p in launch.apply(config, key, text)]
-    run, new_problems = launch.resolved(config)
+    problems = [p for key, text in loaded.launch.overrides for p in launch.apply_override(config, key, text)]
+    run, new_problems = launch.resolve_config(config)
     return dataclasses.replace(loaded, run=run, problems=[*problems, *new_problems], file_read=True)
 
 

@@ -172,7 +172,7 @@ def all_to_all(x: jax.Array, over: Sequence[str], split: int, concat: int) -> ja
     return jax.lax.all_to_all(x, tuple(over), split_axis=split, concat_axis=concat, tiled=True) if over else x
 
 
-def index(over: Sequence[str]) -> Any:
+def device_index(over: Sequence[str]) -> Any:
     """Return this device's position along these mesh axes, int32 ()."""
     return jax.lax.axis_index(tuple(over)) if over else 0
 

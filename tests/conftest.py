@@ -165,7 +165,7 @@ def own_part(text: str) -> tuple[str, str]:
     from jaxtrain.config import schema as config
 
     try:
-        own_parts.load(key, name)
+        own_parts.load_part(key, name)
     except config.ConfigError as error:
         raise pytest.UsageError(f"--part={text}: {error}") from None
     return key, name
@@ -188,7 +188,7 @@ def own_key(text: str) -> tuple[str, Any]:
     if not given or (key not in known and not key.startswith("sharding.rules.")):
         raise pytest.UsageError(f"--part-config={text}: must be KEY=VALUE. {launch.nearest_key(key, list(known))}")
     try:
-        return key, launch.parse(value, type(known.get(key, "")))
+        return key, launch.parse_value(value, type(known.get(key, "")))
     except (ValueError, KeyError):
         raise pytest.UsageError(f"--part-config={text}: {key} must be {type(known[key]).__name__}") from None
 

@@ -15,7 +15,7 @@ from jaxtrain.metrics.receipt import FORMAT
 
 def train_line(step: int, **changes: Any) -> dict[str, Any]:
     """Return every field of a train line that a caller of `Writers.train` passes."""
-    return dict.fromkeys(table.required(), 0.5) | {"step": step, "tokens": 100 * step, "skipped_steps": 0} | changes
+    return dict.fromkeys(table.required_names(), 0.5) | {"step": step, "tokens": 100 * step, "skipped_steps": 0} | changes
 
 
 def gpu_line(step: int, gpu: int = 0, process: int = 0, **changes: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def fake(folder: Path, lines: list[dict[str, Any]], **files: str) -> Path:
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
     """Write lines of metrics to a file."""
-    path.write_text("".join(metrics.encode(line) + "\n" for line in lines))
+    path.write_text("".join(metrics.encode_line(line) + "\n" for line in lines))
     return path
 
 

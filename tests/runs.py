@@ -142,7 +142,7 @@ class Child:
 def lines(workdir: Path) -> list[dict[str, Any]]:
     """Return all lines of metrics.jsonl; none if the file does not exist."""
     path = workdir / "metrics.jsonl"
-    return list(files.read(path)) if path.exists() else []
+    return list(files.read_metrics(path)) if path.exists() else []
 
 
 def exact(workdir: Path) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Checkpoints, int, float | None]:
         checkpoints = Checkpoints(parent or ("/" if text.startswith("/") else "."))
         checkpoints.meta(int(name))
         return checkpoints, int(name), None
-    if problem := stores.missing(text):
+    if problem := stores.missing_folder(text):
         raise CheckpointError(f"{text}: {problem}")
     checkpoints = Checkpoints(folder_in(text))
     step = checkpoints.latest()

@@ -66,7 +66,7 @@ class Storage:
     def __init__(self, path: "str | os.PathLike[str]"):
         """Raise CheckpointError for a path that cannot hold checkpoints. Writes nothing."""
         text = os.fspath(path)
-        if problem := stores.refused(text, checkpoints=True):
+        if problem := stores.path_problem(text, checkpoints=True):
             raise CheckpointError(f"{text}: {problem[0]}. {problem[1]}")
         self.is_bucket = stores.is_bucket(text)
         self.path = epath.Path(text.rstrip("/") if self.is_bucket else Path(text).expanduser().absolute())

@@ -15,7 +15,7 @@ import rich.console
 from jaxtrain.config import launch, own_parts
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, flatten
 from jaxtrain.data import loading
-from jaxtrain.metrics.samples import Ask
+from jaxtrain.metrics.samples import Sampling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,10 +68,10 @@ def load(name: Config, **overrides: Any) -> RunConfig:
     return loaded.run
 
 
-def _load_config(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.Loaded:
+def _load_config(name: str | os.PathLike[str], overrides: Mapping[str, Any]) -> launch.LoadedConfig:
     loaded = loading.load(_config_argv(name, overrides))
     if loaded.problems:
-        raise ConfigError(launch.with_config(loaded.problems, loaded.launch))
+        raise ConfigError(launch.fill_commands(loaded.problems, loaded.launch))
     return loaded
 
 
@@ -174,7 +174,7 @@ def train(config: Config | Mapping[str, Any], workdir: str | os.PathLike[str], *
         try:
             return run(loaded.run, workdir, loaded.launch.notes)
         except ConfigError as error:
-            raise ConfigError(launch.with_config(error.problems, loaded.launch)) from error.__cause__
+            raise ConfigError(launch.fill_commands(error.problems, loaded.launch)) from error.__cause__
     if isinstance(config, RunConfig):
         return run(load(config, **overrides), workdir)
     if overrides:
@@ -306,7 +306,7 @@ def generate(
     # A missing tokenizer is an error before the weights are read.
     loaded_tokenizer, text = text_format.load(source.text(), spec)
     loaded = load_model(os.fspath(model), jax.local_devices(), base, ema)
-    ask = Ask(prompt, max_tokens, temperature, top_p, seed)
+    ask = Sampling(prompt, max_tokens, temperature, top_p, seed)
     if conversation is not None and chat is not None:
         return chat.answer(loaded, conversation, ask)
     if note := text_format.control_in(prompt, loaded_tokenizer):
@@ -386,7 +386,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     argv = _config_argv(config, overrides)
     runs, _, layout_problems = parity_layouts.load_all([] if problems else layouts, argv)
     if problems := problems + layout_problems:
-        raise ConfigError(launch.with_config(problems, loading.load(argv).launch))
+        raise ConfigError(launch.fill_commands(problems, loading.load(argv).launch))
     override_args = tuple(f"{key}={value}" for key, value in flatten(overrides))
     return compare_layouts(runs, steps, rich.console.Console(quiet=True), os.fspath(config), override_args)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Invalid, Parser, make_console, output_file, place, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, at_least, make_console, output_file, path_text
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite, train_step
@@ -46,13 +46,13 @@ def parser() -> Parser:
         "be measured, or a check of the suite failed; 2 the command or config is wrong, nothing was started; 130 Ctrl-C, "
         "finished results are kept.",
     )
-    cli.option("steps", "timed steps; default 20", "N", 20, type=whole(1), modes=STEPS)
-    cli.option("warmup", "steps before them; default 5", "N", 5, type=whole(1), modes=STEPS)
+    cli.option("steps", "timed steps; default 20", "N", 20, type=at_least(1), modes=STEPS)
+    cli.option("warmup", "steps before them; default 5", "N", 5, type=at_least(1), modes=STEPS)
     cli.option("data", "synthetic tokens (default), or those of the config", "KIND", "synthetic", choices=(*DATA,), modes=STEPS)
     devices = "the first N devices; on a CPU, N of them. Default: all"
-    cli.option("devices", devices, "N", 0, type=whole(1), example="2", modes=STEPS)
+    cli.option("devices", devices, "N", 0, type=at_least(1), example="2", modes=STEPS)
     limit = "seconds of a case, with compilation; no step begins after that. 0: no limit"
-    cli.option("limit", limit, "S", 0, type=whole(0), modes=STEPS)
+    cli.option("limit", limit, "S", 0, type=at_least(0), modes=STEPS)
     cli.option(
         "trace",
         f"with --out: also a trace of {TRACED_STEPS} more steps, in DIR/traces/CASE. All steps run without CUDA graphs, "
@@ -73,7 +73,7 @@ def parser() -> Parser:
     cli.option("parts", listed, "LIST", modes=("suite",), type=names_of(parts), example="preflight")
     cli.option("smoke", "the suite in tiny shapes, as always on a CPU", modes=("suite",))
     cli.option("json", "all results, for programs", "FILE", type=output_file)
-    cli.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=place)
+    cli.option("out", "results.md, results.json, receipt.json and the output of every case", "DIR", type=path_text)
     return cli
 
 

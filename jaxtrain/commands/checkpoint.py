@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxtrain.checkpoint import HELD_OUT, CheckpointError, Checkpoints, files, folder_in
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware
-from jaxtrain.config.command_line import Args, Invalid, Parser, place, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, at_least, path_text
 from jaxtrain.metrics.progress import progress_bar
 
 DAMAGED = 1
@@ -28,10 +28,10 @@ def parser() -> Parser:
     verify = "read every file of every step, and compare it with the digests from when it was written"
     for name, text in (("list", "the steps, with time, size, loss and state"), ("verify", verify)):
         cli.command(name, text).argument("folder", "a run's folder, or its checkpoints folder", "DIR")
-    cli.commands["verify"].option("step", "only this step", "N", type=whole(0))
+    cli.commands["verify"].option("step", "only this step", "N", type=at_least(0))
     average = cli.command("average", "the average of weights, to a checkpoint that training, sampling and hf export start from")
     average.argument("checkpoints", "two or more runs, or checkpoints of runs, of one model", "CKPT", several=True)
-    average.option("out", "the folder to write, as a run's folder", "DIR", type=place, required=True)
+    average.option("out", "the folder to write, as a run's folder", "DIR", type=path_text, required=True)
     text = "a number for each, in their order: their ratios count, and one may be negative. Default: all are equal"
     average.option("weights", text, "W,W", (), type=numbers, example="1,3")
     average.option("ema", "average the averages of the weights (train.ema_decay), not the weights of the last steps")
@@ -91,11 +91,11 @@ def _list(args: Args) -> int:
 
 def _verify(args: Args) -> int:
     checkpoints, states = _open_checkpoints(args.folder)
-    if "step" in args.given and args.step not in states:
+    if "step" in args.explicit and args.step not in states:
         raise CheckpointError(
             f"step {args.step} in {checkpoints.directory}: no such checkpoint. There are: {checkpoints.listing()}."
         )
-    steps = [step for step in sorted(states) if step == args.step or "step" not in args.given]
+    steps = [step for step in sorted(states) if step == args.step or "step" not in args.explicit]
     sizes = [checkpoints.storage.files(checkpoints.directory / str(step)) for step in steps]
     total = sum(size for step_sizes in sizes for name, size in step_sizes.items() if name != files.NAME)
     damaged = False

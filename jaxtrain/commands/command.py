@@ -64,14 +64,14 @@ def run_command(
     problems = args.problems + (check(args) if check else [])
     launched = args.loaded.launch if "loaded" in args else None
     if problems:
-        return launch.report(problems, launched)
+        return launch.report_problems(problems, launched)
     try:
         with interruptible():
             return act(args)
     except ConfigError as error:
-        return launch.report(error.problems, launched)
+        return launch.report_problems(error.problems, launched)
     except Exception as error:
-        if own_parts.report(error, sys.stderr):
+        if own_parts.report_error(error, sys.stderr):
             return REFUSED
         if not isinstance(error, (*errors, OSError)):
             raise

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import FAILED, Args, Parser, path, whole
+from jaxtrain.config.command_line import FAILED, Args, Parser, at_least, path
 from jaxtrain.data import tokenfile
 from jaxtrain.data import tokenizer as tokenizers
 from jaxtrain.data.chat_template import LOSSES, NAMED
@@ -98,9 +98,9 @@ def parser() -> Parser:
     cli.argument("files", "a token file", "FILE", several=True, type=path)
     cli = top.command("show", "figures and the first documents of a token file")
     cli.argument("file", "a token file", "FILE", type=path)
-    cli.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=whole(0))
-    cli.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=whole(0))
-    cli.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=whole(0))
+    cli.option("documents", "show the beginning of N documents (default 2)", "N", 2, type=at_least(0))
+    cli.option("seq-len", "also show how full training's rows are with this data.seq_len", "T", 0, type=at_least(0))
+    cli.option("max-segments", "data.max_segments (default: 0, at most 32)", "M", 0, type=at_least(0))
     cli = top.command(
         "seen",
         "Which documents a run reads at a step, when it reads a document, and which held-out documents are in its data. Give "
@@ -111,19 +111,19 @@ def parser() -> Parser:
         "step",
         "the documents of step N; with --validation: compare with steps 1 to N (default: all until now)",
         "N",
-        type=whole(1),
+        type=at_least(1),
         example="100",
     )
     cli.option("document", "when document N, from 0, of a token file is read", "FILE:N")
     cli.option("text", "when the places of a text are read, found by its tokens", "TEXT")
     cli.option("validation", "how many documents of a held-out token file were read, exactly and by n-grams", "FILE", type=path)
-    cli.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=whole(2))
+    cli.option("ngram", f"tokens of an n-gram (default {NGRAM})", "K", NGRAM, type=at_least(2))
     cli.option("show-text", "with --step: also print the tokens as text")
     return top
 
 
 def run_prepare(args: Args) -> int:
-    options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in args.given - {"input", "output"}}
+    options = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in args.explicit - {"input", "output"}}
     for key in ("text_key", "separator"):
         if key in options and ("chat" in options or "preference" in options):
             kind, option = ("--chat" if "chat" in options else "--preference"), f"--{key.replace('_', '-')}"
@@ -155,12 +155,12 @@ def run_verify(args: Args) -> int:
 
 def run_seen(args: Args) -> int:
     """Print what is asked of a run's data. --step asks for a step alone, and ends the steps of --validation."""
-    questions = [name for name in ("document", "text", "validation") if name in args.given]
-    questions += ["step"] * ("step" in args.given and questions != ["validation"])
+    questions = [name for name in ("document", "text", "validation") if name in args.explicit]
+    questions += ["step"] * ("step" in args.explicit and questions != ["validation"])
     if len(questions) != 1:
         raise SeenError("give one of --step=N, --document=FILE:N, --text=TEXT and --validation=FILE")
     for option, needed in (("ngram", "validation"), ("show-text", "step")):
-        if option in args.given and questions != [needed]:
+        if option in args.explicit and questions != [needed]:
             raise SeenError(f"--{option}: belongs to --{needed}. Fix: leave --{option} out")
     from jaxtrain.report import data_seen  # these import jax, which takes seconds
     from jaxtrain.train.history import open_history
@@ -174,7 +174,9 @@ def run_seen(args: Args) -> int:
         case "text":
             data_seen.print_text(history, args.text)
         case _:
-            data_seen.print_overlap(history, args.validation, args.step if "step" in args.given else history.done, args.ngram)
+            data_seen.print_overlap(
+                history, args.validation, args.step if "step" in args.explicit else history.done, args.ngram
+            )
     return 0
 
 

@@ -255,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
     def act(args: Args) -> int:
         if "folder" in args:
             locate(args.folder)
-        if "checkpoint" in args and (problem := stores.missing(args.checkpoint)):
+        if "checkpoint" in args and (problem := stores.missing_folder(args.checkpoint)):
             raise HuggingFaceError(f"{args.checkpoint}: {problem}")
         if args.command not in ("config", "presets"):
             start_jax(hardware.probe())

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, installed
-from jaxtrain.config.command_line import Args, Parser, whole
+from jaxtrain.config.command_line import Args, Parser, at_least
 from jaxtrain.config.schema import Problem
 from jaxtrain.data.tokenizer import TokenizerError
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -175,8 +175,8 @@ def parser() -> Parser:
     cli.option("tokenizer", "where the tokenizer is now, if it moved since training", "PATH")
     cli.option("base", "of a run with adapters: where the base model is now, if it moved", "DIR")
     cli.option("ema", "use the average of the weights (train.ema_decay)")
-    cli.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=whole(0))
-    cli.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=whole(1))
+    cli.option("max-length", "tokens that the model sees (default: data.seq_len)", "N", 0, type=at_least(0))
+    cli.option("batch_size", f"texts at a time (default: {ROWS})", "N", ROWS, type=at_least(1))
     return cli
 
 
@@ -191,10 +191,10 @@ def check(args: Args) -> list[Problem]:
     """Return the problems of the harness's options, and of its package."""
     problems = []
     if importlib.util.find_spec("lm_eval") is None:
-        problems.append(Problem("lm_eval", None, "this package is not installed", installed.remedy("lm-eval")))
-    if not any(word == "--tasks" or word.startswith("--tasks=") for word in args.rest):
+        problems.append(Problem("lm_eval", None, "this package is not installed", installed.install_remedy("lm-eval")))
+    if not any(word == "--tasks" or word.startswith("--tasks=") for word in args.unknown):
         problems.append(Problem("--tasks", None, "is missing", "Name tasks of the harness, comma-separated."))
-    if reserved := [word for word in args.rest if word.split("=")[0] in ("--model", "--model_args", "--device")]:
+    if reserved := [word for word in args.unknown if word.split("=")[0] in ("--model", "--model_args", "--device")]:
         problems.append(Problem(reserved[0], None, "this command sets it", "Name the model with --workdir."))
     return problems
 
@@ -209,7 +209,7 @@ def evaluate(args: Args) -> int:
     model = {name: getattr(args, name) for name in ("workdir", "tokenizer", "base", "ema", "max_length")}
     argv = ["run", "--model", "jaxtrain", "--model_args", json.dumps(model), "--batch_size", str(args.batch_size)]
     saved_argv = sys.argv
-    sys.argv = ["lm_eval", *argv, *args.rest]  # the harness reads its options only there
+    sys.argv = ["lm_eval", *argv, *args.unknown]  # the harness reads its options only there
     setup_logging()
     try:
         harness = HarnessCLI()

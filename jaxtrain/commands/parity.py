@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import FAILED, Args, Parser, make_console, output_file, whole
+from jaxtrain.config.command_line import FAILED, Args, Parser, at_least, make_console, output_file
 from jaxtrain.config.schema import Problem
 from jaxtrain.metrics.files import write_output
 from jaxtrain.train import parity_layouts
@@ -49,7 +49,7 @@ def parser() -> Parser:
         f"{parity_layouts.EXPERTS}; with both {parity_layouts.BOTH}",
         "LAYOUT,...",
     )
-    cli.option("steps", "steps to train; default 3", "N", 3, type=whole(1))
+    cli.option("steps", "steps to train; default 3", "N", 3, type=at_least(1))
     cli.option(
         "dtype",
         "f32: every type float32; bf16, fp8: that precision. Default: as the config says",
@@ -83,7 +83,7 @@ def meshes_of(args: Args) -> str:
 def find_problems(args: Args) -> list[Problem]:
     """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
     layouts, mesh_problems = parity_layouts.parse(meshes_of(args))
-    if "meshes" in args.given and not mesh_problems and len(set(layouts)) == 1:
+    if "meshes" in args.explicit and not mesh_problems and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
         return [Problem("--meshes", args.meshes, rule, "For example --meshes=one,fsdp2.")]
     keys = [key for key, _ in args.loaded.launch.overrides if key.startswith("mesh.")]

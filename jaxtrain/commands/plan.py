@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, own_parts
-from jaxtrain.config.command_line import FAILED, REFUSED, Args, Invalid, Parser, make_console, output_file, place, whole
+from jaxtrain.config.command_line import FAILED, REFUSED, Args, Invalid, Parser, at_least, make_console, output_file, path_text
 from jaxtrain.config.counts import read_count
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.data import loading
@@ -139,7 +139,7 @@ def parser() -> Parser:
         "seconds of --search; 0: no limit",
         "SECONDS",
         0,
-        type=whole(0),
+        type=at_least(0),
         example="100",
         modes=("search",),
     )
@@ -148,25 +148,25 @@ def parser() -> Parser:
         f"plans of a --search, with those in its cache; default {MOST}",
         "N",
         MOST,
-        type=whole(1),
+        type=at_least(1),
         modes=("search",),
     )
     cli.option(
-        "jobs", "compiles at a time; default: the number of cores", "N", 0, type=whole(1), example="4", modes=("search",)
+        "jobs", "compiles at a time; default: the number of cores", "N", 0, type=at_least(1), example="4", modes=("search",)
     )
     cli.option(
         "cache",
         f"folder of earlier plans; default {FOLDER}; '' keeps none",
         "DIR",
         FOLDER,
-        type=place,
+        type=path_text,
         may_be_empty=True,
         modes=("search",),
     )
     cli.option("calibrate", "instead: measure the GPUs of this machine; plans for them use these rates from then on")
     diff = cli.command("diff", "what changed between two plans: step time, memory, collectives, kernels, arrays and settings")
-    diff.argument("a", "a file of plan --json, or a config", "A", type=place)
-    diff.argument("b", "the plan to compare it with", "B", type=place)
+    diff.argument("a", "a file of plan --json, or a config", "A", type=path_text)
+    diff.argument("b", "the plan to compare it with", "B", type=path_text)
     diff.option("topology", "the machine that configs are compiled for", "CHIP:GPUS[xNODES]", example="h200:8")
     diff.option("json", "the differences, as JSON", "FILE", type=output_file)
     return cli
@@ -185,10 +185,10 @@ def _find_diff_problems(args: Args) -> list[Problem]:
         if re.search(r"\.py(:|$)", text):
             loaded = args.configs[name] = loading.load([f"--config={text}"])
             problems += [dataclasses.replace(p, key=name if p.key == "--config" else p.key) for p in loaded.problems]
-    if args.configs and "topology" not in args.given:
+    if args.configs and "topology" not in args.explicit:
         rule = f"is missing, and {' and '.join(args.configs)} must be compiled for a machine"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
-    elif not args.configs and "topology" in args.given:
+    elif not args.configs and "topology" in args.explicit:
         problems.append(Problem("--topology", args.topology, "both plans are compiled, and do not use it", "Leave it out."))
     return problems
 
@@ -204,10 +204,10 @@ def _find_problems(args: Args) -> list[Problem]:
         if unused_args:
             problems.append(Problem(unused_args[0], None, "--calibrate does not use it", "Leave it out."))
         return [*problems, *([host.problem] if host.problem else [])]
-    if not args.mode and "tokens" not in args.given:
-        unused = [f"--{name}" for name in OF_TOKENS if name in args.given]
+    if not args.mode and "tokens" not in args.explicit:
+        unused = [f"--{name}" for name in OF_TOKENS if name in args.explicit]
         problems += [Problem(key, None, "only --tokens uses it", "Add --tokens=1e12, or leave it out.") for key in unused]
-    if args.cache and "cache" in args.given:
+    if args.cache and "cache" in args.explicit:
         problems += writable("--cache", Path(args.cache).expanduser())
     written: dict[Path, str] = {}
     for name in ("json", "html", "hlo"):
@@ -221,7 +221,7 @@ def _find_problems(args: Args) -> list[Problem]:
         elif load > (max_load := model.num_experts / model.experts_per_token):
             rule = f"an expert that every token chooses has {max_load:g} times an even load, the maximum"
             problems.append(Problem("--experts-load", load, rule, f"For example --experts-load={min(1.5, max_load):g}."))
-    if is_local and host.kind != "gpu" and "topology" not in args.given and not args.strays:
+    if is_local and host.kind != "gpu" and "topology" not in args.explicit and not args.strays:
         rule = "no machine is named, and this one has no GPU to plan for"
         problems.append(Problem("--topology", None, rule, "Name one, as --topology=h200:8."))
     elif is_local and host.problem:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import add_process_options, process_options, run_command
-from jaxtrain.config.command_line import Args, Invalid, Parser, output_file, place, whole
-from jaxtrain.config.schema import Problem, nearest
+from jaxtrain.config.command_line import Args, Invalid, Parser, at_least, output_file, path_text
+from jaxtrain.config.schema import Problem, suggest
 from jaxtrain.node import multi_node, preflight
 from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.runtime import distributed
@@ -40,7 +40,7 @@ def parser() -> Parser:
         "the run did "
         "not connect, or was lost: try again; 2 the command or config is wrong.",
     )
-    cli.option("workdir", "the run's folder, as of jaxtrain.main", "DIR", type=place)
+    cli.option("workdir", "the run's folder, as of jaxtrain.main", "DIR", type=path_text)
     cli.option(
         "json", "print all findings as JSON in place of the table, or write them to FILE", "FILE", const="-", type=json_file
     )
@@ -56,16 +56,18 @@ def parser() -> Parser:
         "seconds for everything, default 60; a check that does not fit is 'not measured'",
         "S",
         default=60,
-        type=whole(1),
+        type=at_least(1),
     )
-    cli.option("meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=whole(1))
+    cli.option(
+        "meet", "seconds for the other processes to connect, before that, default 300", "S", default=300, type=at_least(1)
+    )
     cli.option(
         "record",
         "also save the node's answers, to be checked elsewhere. No secrets: only variables that change a run",
         "DIR",
-        type=place,
+        type=path_text,
     )
-    cli.option("recorded", "check such a folder instead of this node", "DIR", type=place)
+    cli.option("recorded", "check such a folder instead of this node", "DIR", type=path_text)
     add_process_options(cli)
     cli.option("replay", "accepted, as jaxtrain.main has it; without effect", "DIR")
     cli.option("explain", "accepted, as jaxtrain.main has it; without effect")
@@ -113,7 +115,7 @@ def unknown_checks(key: str, names: Sequence[str]) -> list[Problem]:
     rule = "no check with a fault that can be allowed has this name"
     unknown = [(name, spelled.get(name.lower())) for name in names if name not in multi_node.CHECKS]
     return [
-        Problem(key, n, rule, f"Did you mean {near}?" if near else nearest(n, sorted(multi_node.CHECKS))) for n, near in unknown
+        Problem(key, n, rule, f"Did you mean {near}?" if near else suggest(n, sorted(multi_node.CHECKS))) for n, near in unknown
     ]
 
 

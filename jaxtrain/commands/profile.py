@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, make_console, output_file, place, whole
+from jaxtrain.config.command_line import Args, Parser, at_least, make_console, output_file, path_text
 from jaxtrain.metrics.files import write_output
 from jaxtrain.runtime.startup import quiet
 
@@ -28,9 +28,9 @@ def parser() -> Parser:
         "written, or xprof "
         "failed; 130 Ctrl-C.",
     )
-    cli.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=place)
+    cli.argument("run", "a run's folder, or a trace: its folder or *.xplane.pb", "RUN", type=path_text)
     cli.option("list", "list the traces, and stop")
-    cli.option("trace", "the trace with this number in --list; default the newest", "N", type=whole(1), modes=("", "xprof"))
+    cli.option("trace", "the trace with this number in --list; default the newest", "N", type=at_least(1), modes=("", "xprof"))
     cli.option("json", "write the profile as JSON", "FILE", type=output_file, modes=("",))
     cli.option("html", "write the report as a page", "FILE", type=output_file, modes=("",))
     cli.option("xprof", "open the trace in xprof instead")

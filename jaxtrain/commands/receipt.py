@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, place
+from jaxtrain.config.command_line import REFUSED, Args, Parser, make_console, path_text
 from jaxtrain.metrics.receipt import ReceiptError, open_run
 from jaxtrain.report.receipt import compare, find_runs, show, show_diff, show_list
 
@@ -18,11 +18,13 @@ def parser() -> Parser:
         examples=("show runs/tiny", "list runs", "diff runs/first runs/second"),
         notes="Exit codes: 0 done, of diff: nothing differs; 1 something differs; 2 the command or a receipt is wrong.",
     )
-    cli.command("show", "the receipt of a run").argument("run", "a run", "RUN", type=place)
-    cli.command("list", "a line for each run").argument("runs", "a run, or a folder of runs", "RUN", several=True, type=place)
+    cli.command("show", "the receipt of a run").argument("run", "a run", "RUN", type=path_text)
+    cli.command("list", "a line for each run").argument(
+        "runs", "a run, or a folder of runs", "RUN", several=True, type=path_text
+    )
     diff = cli.command("diff", "the differences between two runs")
-    diff.argument("a", "a run", "A", type=place)
-    diff.argument("b", "the run to compare it with", "B", type=place)
+    diff.argument("a", "a run", "A", type=path_text)
+    diff.argument("b", "the run to compare it with", "B", type=path_text)
     diff.option("json", "as JSON, for programs")
     return cli
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.commands.command import run_command
-from jaxtrain.config.command_line import Args, Parser, output_file, place
+from jaxtrain.config.command_line import Args, Parser, output_file, path_text
 from jaxtrain.metrics.files import MetricsError, write_atomic
 from jaxtrain.metrics.receipt import ReceiptError
 
@@ -19,7 +19,7 @@ def parser() -> Parser:
         notes="Exit codes: 0 the page is written; 1 it cannot be written; 2 the command is wrong, a folder is no run, or a "
         "file is damaged.",
     )
-    cli.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=place)
+    cli.argument("runs", "a run's folder; several, at most 8, share each chart", "RUN", several=True, type=path_text)
     cli.option(
         "html", "the file to write; default report.html in the run's folder, or here for several runs", "FILE", type=output_file
     )

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import hardware, schema, stores
-from jaxtrain.config.command_line import Args, Invalid, Parser, whole
+from jaxtrain.config.command_line import Args, Invalid, Parser, at_least
 from jaxtrain.config.declaration import Key
-from jaxtrain.config.schema import Problem, declared
+from jaxtrain.config.schema import Problem, all_keys
 from jaxtrain.data.chat_template import NAMED, Conversation
 from jaxtrain.data.documents import PrepareError, read_questions
 from jaxtrain.data.rows import question
-from jaxtrain.metrics.samples import Ask, prompts
+from jaxtrain.metrics.samples import Sampling, split_prompts
 from jaxtrain.runtime.startup import start_jax
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def parser() -> Parser:
         "NAME|FILE",
         modes=("chat",),
     )
-    cli.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=whole(1))
+    cli.option("max-tokens", f"tokens to generate at most ({OWN})", "N", type=at_least(1))
     cli.option(
-        "temperature", f"0: the most likely token ({OWN})", "T", type=_in_range(declared()["sample.temperature"]), example="0.8"
+        "temperature", f"0: the most likely token ({OWN})", "T", type=_in_range(all_keys()["sample.temperature"]), example="0.8"
     )
     mass = Key("", above=0, at_most=1)
-    cli.option("top-p", f"probability mass to draw from (default: {Ask.top_p})", "P", type=_in_range(mass), example="0.9")
-    cli.option("seed", f"seed of the draws (default: {Ask.seed})", "N", type=whole(0))
+    cli.option("top-p", f"probability mass to draw from (default: {Sampling.top_p})", "P", type=_in_range(mass), example="0.9")
+    cli.option("seed", f"seed of the draws (default: {Sampling.seed})", "N", type=at_least(0))
     cli.option("tokenizer", "the tokenizer's present path, if it moved since training", "PATH")
     cli.option("base", "of a run with adapters: the base model's present path, if it moved", "DIR")
     cli.option("ema", "use the average of the weights (train.ema_decay)")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _find_problems(args: Args) -> list[Problem]:
-    rule, _, remedy = stores.missing(args.workdir).partition(". ") if args.workdir else ("", "", "")
+    rule, _, remedy = stores.missing_folder(args.workdir).partition(". ") if args.workdir else ("", "", "")
     problems = [Problem("--workdir", args.workdir, rule, remedy)] if rule else []
     if args.input and args.prompt:
         problems.append(Problem("--prompt", args.prompt, "--input has the questions already", "Leave one of them out."))
@@ -92,7 +92,7 @@ def _find_problems(args: Args) -> list[Problem]:
 
 
 def _act(args: Args) -> int:
-    options = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.given}
+    options = {name: getattr(args, name) for name in OF_ASK if name.replace("_", "-") in args.explicit}
     questions = read_all(args) if args.chat else []  # a wrong file is an error before the model is read
     start_jax(hardware.probe())
     # Imported here: `--help` and wrong options must be fast, and the platform must be set before jax is imported.
@@ -108,7 +108,7 @@ def _act(args: Args) -> int:
     tokenizer_and_format = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
     model = load(args.workdir, jax.local_devices(), args.base, args.ema)
     defaults = model.run.sample  # a run that writes no samples has max_tokens = 0
-    ask = Ask(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
+    ask = Sampling(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
     ask = dataclasses.replace(ask, **options)
     print(f"[{args.workdir.rstrip('/')}, step {model.step}]", file=sys.stderr)
     if chat is None:
@@ -130,12 +130,12 @@ def _act(args: Args) -> int:
     return 0
 
 
-def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Ask) -> int:
+def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Sampling) -> int:
     """Print each prompt with its continuation, and return the exit code."""
     from jaxtrain.data import text_format
     from jaxtrain.train.generation import continue_all
 
-    for note in filter(None, (text_format.control_in(prompt, tokenizer) for prompt in prompts(ask.prompt))):
+    for note in filter(None, (text_format.control_in(prompt, tokenizer) for prompt in split_prompts(ask.prompt))):
         print(f"note: {note}", file=sys.stderr)
     print(*continue_all(model.sampler, model.params, tokenizer, ask, text.stops), sep="\n\n")
     return 0
@@ -145,7 +145,7 @@ def read_all(args: Args) -> list[tuple[Conversation, str]]:
     """Return (conversation to answer, reference answer or "") of the options; [] to read questions from standard input."""
     system = [{"role": "system", "content": args.system}] if args.system else []
     if not args.input:
-        texts = prompts(args.prompt) if args.prompt else []
+        texts = split_prompts(args.prompt) if args.prompt else []
         return [question({"messages": [*system, {"role": "user", "content": text}]}) for text in texts]
     conversations = []
     for _, conversation, reference in read_questions(Path(args.input).expanduser()):

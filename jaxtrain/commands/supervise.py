@@ -3,14 +3,14 @@
 import os
 import sys
 
-from jaxtrain.runtime.supervisor import End, Supervisor, say
+from jaxtrain.runtime.supervisor import Exit, Supervisor, say
 
 
 def main(argv: list[str]) -> int:
     """Train under the supervisor. Returns: the exit code."""
     try:
         return Supervisor(argv, os.environ).train()
-    except End as end:
+    except Exit as end:
         if str(end):
             say(str(end))
         return end.code

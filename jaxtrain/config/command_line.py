@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxtrain.config import launch
-from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import Problem, declared
+from jaxtrain.config.commands import to_run_sh
+from jaxtrain.config.schema import Problem, all_keys
 from jaxtrain.config.synonyms import OTHER_UNIT, did_you_mean, nearest_keys
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         modes: names of options that each replace the usual action; a command line may have one of them at most.
         examples: command lines for the help, without `python -m jaxtrain NAME`.
         notes: the last paragraphs of the help, such as the exit codes.
-        passes_on: whether unknown options are for another program: they are left in Args.rest.
+        passes_on: whether unknown options are for another program: they are left in Args.unknown.
         options: the options, in the order of the help.
         commands: name -> parser of each subcommand. Without options of the command itself, a line must name one; with such
             options, one that is named comes first.
@@ -181,26 +181,26 @@ class Parser(argparse.ArgumentParser):
         args = Args()
         words = list(argv)
         if self.config:
-            args.line = launch.split(argv)
+            args.line = launch.split_command_line(argv)
             words = args.line.words
         self.problems = []
-        option_items, texts, args.rest = self._tokens(words)
+        option_items, texts, args.unknown = self._tokens(words)
         self.parse_args([item for items in option_items.values() for item in items], args)
-        args.given = {key.removeprefix("--") for key in option_items}
+        args.explicit = {key.removeprefix("--") for key in option_items}
         positional = [option for option in self.options if option.positional]
         for option in positional:
             argument_texts, texts = (texts, []) if option.several else (texts[:1], texts[1:])
             values = [self._value(option, text) for text in argument_texts]
             if values:
-                args.given.add(option.name)
+                args.explicit.add(option.name)
                 setattr(args, option.dest, values if option.several else values[0])
-        args.strays = [] if self.passes_on else strays(args.rest, self._names, self.config)
+        args.strays = [] if self.passes_on else strays(args.unknown, self._names, self.config)
         args.strays += [_unexpected_argument(text, positional) for text in texts]
         for option in self.options:
-            if option.needed and option.name not in args.given and not args.strays:
+            if option.needed and option.name not in args.explicit and not args.strays:
                 self.problems.append(Problem(option.key, None, "is missing", option.fix))
             setattr(args, option.dest, getattr(args, option.dest, option.default if option.metavar else False))
-        modes = [name for name in self.modes if name in args.given]
+        modes = [name for name in self.modes if name in args.explicit]
         args.mode = modes[0] if modes else ""
         args.problems = [*args.strays, *self.problems, *self._mode_problems(modes, args)]
         return args
@@ -216,9 +216,9 @@ class Parser(argparse.ArgumentParser):
         names = " | ".join(self.commands)
         unknown = next((word for word in argv if not word.startswith("-")), "")
         if not unknown:
-            return Args(problems=[Problem("command", None, "is missing", f"Write {self.typed} {names}.")])
+            return Args(problems=[Problem("command", None, "is missing", f"Write {self.command_prefix} {names}.")])
         close = difflib.get_close_matches(unknown, self.commands, 1)
-        fix = f"Did you mean {self.typed} {close[0]}?" if close else f"Write {self.typed} {names}."
+        fix = f"Did you mean {self.command_prefix} {close[0]}?" if close else f"Write {self.command_prefix} {names}."
         return Args(problems=[Problem("command", unknown, "is unknown", fix)])
 
     @property
@@ -269,14 +269,14 @@ class Parser(argparse.ArgumentParser):
         action = f"--{args.mode}" if args.mode else "this action"
         problems = []
         for option in self.options:
-            if option.name in args.given and option.modes and args.mode not in option.modes:
+            if option.name in args.explicit and option.modes and args.mode not in option.modes:
                 mode_flags = [f"--{m}" for m in option.modes if m]
                 fix = "Leave it out." if args.mode or not mode_flags else f"Leave it out, or add {' or '.join(mode_flags)}."
                 problems.append(Problem(option.key, None, f"{action} does not use it", fix))
         return problems
 
     @property
-    def typed(self) -> str:
+    def command_prefix(self) -> str:
         """Return the beginning of the command's command line, such as `python -m jaxtrain plan`."""
         if self.prog.startswith("benchmarks."):
             return f"python -m {self.prog}"
@@ -285,7 +285,7 @@ class Parser(argparse.ArgumentParser):
     @property
     def usage_line(self) -> str:
         """Return the usage line of the help."""
-        words = [self.typed, *(o.usage for o in self.options if o.positional)]
+        words = [self.command_prefix, *(o.usage for o in self.options if o.positional)]
         words += [] if not self.commands else ["[COMMAND]"] if self.options else ["COMMAND"]
         words += [o.usage for o in self.options if o.required]
         if self.config:
@@ -303,7 +303,7 @@ class Parser(argparse.ArgumentParser):
     @property
     def command_lines(self) -> list[str]:
         """Return the examples as a user types them."""
-        return [f"{self.typed} {example}".rstrip() for example in self.examples]
+        return [f"{self.command_prefix} {example}".rstrip() for example in self.examples]
 
     def format_help(self) -> str:
         """Return the text of --help."""
@@ -312,7 +312,7 @@ class Parser(argparse.ArgumentParser):
         if self.examples:
             shown.append("\n".join(f"  {line}" for line in self.command_lines))
         shown += [textwrap.fill(paragraph, HELP_WIDTH) for paragraph in self.notes.split("\n\n") if paragraph]
-        return spelled("\n\n".join(shown)) + "\n"
+        return to_run_sh("\n\n".join(shown)) + "\n"
 
     def help_of(self, argv: Sequence[str]) -> str:
         """Return the help that a command line asks for; "" if it asks for none."""
@@ -327,19 +327,19 @@ class Args(argparse.Namespace):
     Attributes:
         command: name of the subcommand.
         mode: name of the option that replaces the usual action.
-        given: names of the options and arguments on the command line.
+        explicit: names of the options and arguments on the command line.
         strays: the problems of unknown options and arguments, one of which may be a misspelt option that is required.
         problems: everything that is wrong, `strays` first.
-        rest: unknown words, for another program.
-        line: of a command with --config: what `launch.split` returns.
+        unknown: unknown words, for another program.
+        line: of a command with --config: what `launch.split_command_line` returns.
     """
 
     command: str = ""
     mode: str = ""
-    given: set[str]
+    explicit: set[str]
     problems: list[Problem]
     strays: list[Problem]
-    rest: list[str]
+    unknown: list[str]
     line: launch.Line
 
 
@@ -363,7 +363,7 @@ def strays(words: Sequence[str], names: Sequence[str], config: bool) -> list[Pro
         names: the command's options, without dashes.
         config: whether the command takes a config too.
     """
-    names, config_keys = [*(["config"] if config else []), *names], list(declared()) if config else []
+    names, config_keys = [*(["config"] if config else []), *names], list(all_keys()) if config else []
     remaining, problems = list(words), []
     while remaining:
         word = remaining.pop(0)
@@ -411,7 +411,7 @@ def _as_option(setting: str, value_text: str) -> str:
     return f"--config.{setting}" if "=" in setting else f"--config.{setting}{value_text}"
 
 
-def whole(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     """Return a type of options: whole numbers that are at least `least`."""
 
     def number(text: str) -> int:
@@ -431,7 +431,7 @@ def path(text: str) -> Path:
         raise Invalid(f"is no path ({error})", "Write the folder of that user in full.") from error
 
 
-def place(text: str) -> str:
+def path_text(text: str) -> str:
     """Return a path as it was typed, after a check that its ~ can be expanded."""
     path(text)
     return text

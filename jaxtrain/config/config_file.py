@@ -13,8 +13,8 @@ from pathlib import Path
 NAME = "jaxtrain_config_file_"
 
 
-def run(file: Path) -> types.ModuleType:
-    """Run a config file and return its module. Call it within `beside(file)`. Raises whatever the file raises.
+def run_config_file(file: Path) -> types.ModuleType:
+    """Run a config file and return its module. Call it within `sibling_imports(file)`. Raises whatever the file raises.
 
     The file is read as Python reads source: in UTF-8, or in the encoding that its first lines name. It is executed without
     being imported, so no __pycache__ appears next to it. The module stays in sys.modules, where dataclasses look for it.
@@ -28,7 +28,7 @@ def run(file: Path) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def beside(file: Path) -> Iterator[None]:
+def sibling_imports(file: Path) -> Iterator[None]:
     """Let a config file import modules of its own folder, as a script does, and of the current folder.
 
     Such a module comes before another of its name, but not before one of Python's library, or an installed one that is in use.
@@ -51,7 +51,7 @@ def beside(file: Path) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
-def where(error: BaseException, file: Path) -> str:
+def error_location(error: BaseException, file: Path) -> str:
     """Return where an error arose: `line 3`, or `helper.py, line 3` in a module beside the config file; "" if elsewhere."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):

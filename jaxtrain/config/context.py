@@ -75,7 +75,7 @@ def ulysses_problem(group: int, heads: int, kv_heads: int) -> str | None:
     return None
 
 
-def pairs(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
+def pairs_per_rank(context: Context, seq_len: int, window: int = 0) -> Sequence[float]:
     """Return the number of query-key pairs of each rank under the causal mask, per query head, for one document per sequence.
 
     `window`: tokens that a query attends to, itself included; 0: itself and all earlier tokens.

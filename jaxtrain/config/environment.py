@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.hardware import HOST_LIMIT, NCCL_ALGO, Devices, memory_environment, memory_fraction, pinned_limit_gib
-from jaxtrain.config.schema import Problem, RunConfig, Train, parts_of
+from jaxtrain.config.schema import Problem, RunConfig, Train, split_items
 
 # Variable -> (value, reason); value None: it stays unset.
 Table = Mapping[str, tuple[str | None, str]]
@@ -71,7 +71,7 @@ HARMLESS = (
     *(f"{library}_{place}" for library in ("CUDA", "CUDNN", "NCCL") for place in ("*HOME", "*PATH*", "*ROOT*", "*DIR")),
 )
 # Messages, a site's network and the memory of a host: they may differ from host to host.
-OF_A_HOST = ("NCCL_DEBUG*", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", HOST_LIMIT)
+HOST_VARIABLES = ("NCCL_DEBUG*", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", HOST_LIMIT)
 # Parts of the name of a variable whose value must not be in a log or receipt.
 SECRET = ("TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH", "API_KEY", "ACCESS_KEY", "PRIVATE")
 # Variables that the dynamic loader, the shell, Python or a check reads before the config is read.
@@ -92,14 +92,14 @@ class Overlay:
 
     def common(self) -> dict[str, str]:
         """Return the variables that must be equal on all processes: all but those in OF_A_HOST."""
-        return {name: value for name, value in (self.inherited | self.set).items() if not _matches(name, OF_A_HOST)}
+        return {name: value for name, value in (self.inherited | self.set).items() if not _matches(name, HOST_VARIABLES)}
 
     def lines(self) -> list[str]:
         """Return lines for the log: each variable with its reason."""
         return [f"environment: {name}={value} ({self.why[name]})" for name, value in (self.inherited | self.set).items()]
 
 
-def table(sm: int) -> Table:
+def gpu_table(sm: int) -> Table:
     """Return a GPU's table of variables; if it has none, that of the next older GPU. sm: its compute capability times ten."""
     return TABLES.get(max((older for older in TABLES if older <= sm), default=0), ALL)
 
@@ -118,16 +118,16 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def exported(environ: Mapping[str, str]) -> set[str]:
+def exported_names(environ: Mapping[str, str]) -> set[str]:
     """Return the names in EXPORTED that still have the value there: these are no variables of the shell."""
     return {name for name, value in json.loads(environ.get(EXPORTED) or "{}").items() if environ.get(name) == value}
 
 
-def parse(text: str) -> tuple[dict[str, str], list[Problem]]:
+def parse_variables(text: str) -> tuple[dict[str, str], list[Problem]]:
     """Return `env.set` as name -> value, and its problems."""
     variables: dict[str, str] = {}
     problems = []
-    for item in parts_of(text):
+    for item in split_items(text):
         name, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or not name.replace("_", "a").isalnum() or name[:1].isdigit():
             problems.append(Problem("env.set", item, "must be NAME=VALUE", "For example NCCL_CROSS_NIC=1."))
@@ -150,8 +150,8 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
 
     The table of the GPU and the memory budget apply on GPUs only.
     """
-    config_vars, problems = parse(run.env.set)
-    earlier = exported(environ)
+    config_vars, problems = parse_variables(run.env.set)
+    earlier = exported_names(environ)
     shell = {name: value for name, value in environ.items() if name not in earlier}
     variable_problems = refuse(shell | config_vars, STOPS)
     variable_problems += refuse({name: value for name, value in shell.items() if name not in config_vars}, CHANGES)
@@ -159,7 +159,7 @@ def overlay(run: RunConfig, devices: Devices, environ: Mapping[str, str]) -> tup
     defaults: Table = {}
     if devices.kind == "gpu" and devices.count:
         limit = str(int(pinned_limit_gib({})))
-        defaults = {**table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
+        defaults = {**gpu_table(devices.sm), HOST_LIMIT: (limit, "memory of the host that copies of the state may pin, GiB")}
         decided, contradictions = _derive_variables(run.train, devices, shell | config_vars)
         chosen = {name: (v, why) for name, (v, why) in defaults.items() if v and not shell.get(name)} | chosen | decided
         variable_problems += contradictions

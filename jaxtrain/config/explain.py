@@ -9,23 +9,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.declaration import Key
-from jaxtrain.config.launch import Loaded, variables
-from jaxtrain.config.schema import OWN, declared, spelled_value
+from jaxtrain.config.launch import LoadedConfig, shell_prefix
+from jaxtrain.config.schema import OWN, all_keys, format_value
 
 # Section -> the meaning of its keys without a declaration.
-OTHERS = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
+UNDECLARED = {OWN: Key("a setting of your own parts"), "sharding": Key("a rule of this config's own")}
 
 
-def rows(loaded: Loaded, derived: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def explain_rows(loaded: LoadedConfig, derived: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return (key, value, origin, meaning) of every key. A value that was derived reads "asked -> derived"."""
-    keys = declared()
+    keys = all_keys()
     out = []
     for key, value in loaded.run.flat.items():
-        requested, now = loaded.asked.get(key, value), derived.get(key, value)
-        shown = spelled_value(now) if requested == now else f"{spelled_value(requested)} -> {spelled_value(now)}"
-        meaning = _meaning(keys.get(key) or OTHERS[key.partition(".")[0]])
+        requested, now = loaded.requested.get(key, value), derived.get(key, value)
+        shown = format_value(now) if requested == now else f"{format_value(requested)} -> {format_value(now)}"
+        meaning = _meaning(keys.get(key) or UNDECLARED[key.partition(".")[0]])
         out.append((key, shown, loaded.origins.get(key, "default"), meaning))
     return out
 
@@ -34,7 +34,7 @@ def _meaning(key: Key) -> str:
     return f"{key.doc} [{key.values}]" if key.values else key.doc
 
 
-def text(loaded: Loaded, derived: Mapping[str, Any]) -> None:
+def print_config(loaded: LoadedConfig, derived: Mapping[str, Any]) -> None:
     """Print the table: by rich on a terminal, otherwise in aligned columns.
 
     Args:
@@ -46,19 +46,19 @@ def text(loaded: Loaded, derived: Mapping[str, Any]) -> None:
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("key", "value", "set by", "meaning"):
             table.add_column(column, overflow="fold")
-        for row in rows(loaded, derived):
+        for row in explain_rows(loaded, derived):
             table.add_row(*map(escape, row), style="bold" if row[2] in ("file", "command line") else "")
         Console().print(table, *(escape(f"\n{note}") for note in loaded.launch.notes), sep="")
         return
-    lines = rows(loaded, derived)
+    lines = explain_rows(loaded, derived)
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     padded = ["  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[3]]) for line in lines]
     # All lines are one write, so that `--explain | head` does not close the pipe between two writes.
     print("\n".join([title, *padded, *loaded.launch.notes]), flush=True)
 
 
-def not_checked(loaded: Loaded, on_gpus: bool) -> str:
+def unchecked_note(loaded: LoadedConfig, on_gpus: bool) -> str:
     """Return a line with the facts that --explain has not checked, and the command that plans the memory of this config."""
     machine = [] if on_gpus else [f"--topology={loaded.launch.machine}"]
-    plan = f"{variables()}{spelled('python -m jaxtrain plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
+    plan = f"{shell_prefix()}{to_run_sh('python -m jaxtrain plan')} {shlex.join([*loaded.launch.config_argv, *machine])}"
     return f"not checked: memory of the devices ({plan} does), free disk space, contents of data and weights, logins"

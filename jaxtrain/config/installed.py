@@ -15,7 +15,7 @@ PACKAGES = (
 )  # fmt: skip
 # Further packages of a run: ptxas and libdevice, which compile its kernels, NVSHMEM, and packages that read and write
 # checkpoints.
-OF_A_RUN = (
+RUN_PACKAGES = (
     *PACKAGES,
     "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13", "tensorstore",
 )  # fmt: skip
@@ -37,13 +37,13 @@ def script(name: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def remedy(extra: str) -> str:
+def install_remedy(extra: str) -> str:
     """Return the sentence with the command that installs an extra of pyproject.toml into run.sh's environment."""
     return f"In the folder of jaxtrain, run: uv pip install --python .venv/bin/python -r pyproject.toml --extra {extra}"
 
 
 @functools.cache
-def code() -> str:
+def code_sha256() -> str:
     """Return the SHA-256 of jaxtrain's own Python files, as they are at the first call."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

@@ -20,7 +20,7 @@ import ml_collections
 
 from jaxtrain.config import config_file
 from jaxtrain.config.commands import CONFIG, PREFIX
-from jaxtrain.config.environment import exported
+from jaxtrain.config.environment import exported_names
 from jaxtrain.config.schema import (
     DERIVED,
     NO_KEY,
@@ -28,7 +28,7 @@ from jaxtrain.config.schema import (
     ConfigError,
     Problem,
     RunConfig,
-    declared,
+    all_keys,
     default_config,
     flatten,
     resolve,
@@ -79,25 +79,25 @@ class Launch:
         """Return the machine to plan this config for, as --topology takes it."""
         return f"h200:8x{-(-self.gpus // 8)}" if self.gpus > 8 else f"h200:{self.gpus or 8}"
 
-    def other_size(self, gpus: int) -> str:
+    def size_note(self, gpus: int) -> str:
         """Return a line that names the valid variant for `gpus` GPUs; "" if the config is for that number or for any."""
         if self.gpus in (0, gpus):
             return ""
         variant_items = [item for item in self.variant.split(",") if item and not item.startswith("gpus=")]
         variant = ",".join([*variant_items, f"gpus={gpus}"])
         mismatch = f"{self.config_file} has the mesh, batch and remat for gpus={self.gpus}, and there are {gpus:,}."
-        _, _, problems = read_file(self.config_file, variant)
+        _, _, problems = read_config_file(self.config_file, variant)
         return mismatch if problems else f"{mismatch} For those: --config={self.config_file}:{variant}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """The config of a command line.
 
     Attributes:
         run: the config. Keys with problems have their defaults.
         origins: dotted key -> default, file, command line, or derived.
-        asked: dotted key -> the value of file and command line, before derivation.
+        requested: dotted key -> the value of file and command line, before derivation.
         file: the config of the file without the overrides; the defaults if it could not be read.
         file_read: whether the config file could be read.
     """
@@ -105,7 +105,7 @@ class Loaded:
     run: RunConfig
     problems: list[Problem]
     origins: dict[str, str]
-    asked: dict[str, Any]
+    requested: dict[str, Any]
     file: RunConfig
     launch: Launch
     file_read: bool
@@ -122,7 +122,7 @@ class Line:
     problems: list[Problem]
 
 
-def split(argv: Sequence[str]) -> Line:
+def split_command_line(argv: Sequence[str]) -> Line:
     """Return the parts of a command line: --config and --config.KEY, each with or without "=", and the other words."""
     file, overrides, words, problems = None, [], [], []
     remaining = list(argv)
@@ -144,31 +144,33 @@ def split(argv: Sequence[str]) -> Line:
     return Line(tuple(argv), file, tuple(overrides), words, problems)
 
 
-def read(line: Line) -> Loaded:
+def read_config(line: Line) -> LoadedConfig:
     """Return the config of a command line, without the steps of its epochs. Uses no jax and no device; nothing is raised."""
     path, variant = _file_and_variant(_relative(DEFAULT_CONFIG) if line.file is None else line.file)
-    config, gpus, problems = read_file(path, variant or None)
+    config, gpus, problems = read_config_file(path, variant or None)
     file_read = config is not None
     config = config if config is not None else default_config()
-    file, origins = resolved(config)[0], origins_of(config)
+    file, origins = resolve_config(config)[0], origins_of(config)
     for key, text in line.overrides:
-        new_problems = apply(config, key, text)
+        new_problems = apply_override(config, key, text)
         problems += new_problems
         origins |= {} if new_problems else {key: "command line"}
-    run, new_problems = resolved(config)
+    run, new_problems = resolve_config(config)
     overrides = tuple((key, "true" if text == BARE else text) for key, text in line.overrides)
     launch = Launch(path, variant, overrides, line.argv, gpus=gpus)
-    return Loaded(run, [*line.problems, *problems, *new_problems], origins, dict(flatten(config)), file, launch, file_read)
+    return LoadedConfig(
+        run, [*line.problems, *problems, *new_problems], origins, dict(flatten(config)), file, launch, file_read
+    )
 
 
 def origins_of(config: ml_collections.ConfigDict | Mapping[str, Any]) -> dict[str, str]:
     """Return dotted key -> "file" if its value is not the default, else "default"."""
     defaults = dict(flatten(default_config()))
     changed = (key for key, value in flatten(config) if key not in defaults or value != defaults[key])
-    return dict.fromkeys(declared(), "default") | dict.fromkeys(changed, "file")
+    return dict.fromkeys(all_keys(), "default") | dict.fromkeys(changed, "file")
 
 
-def resolved(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+def resolve_config(config: ml_collections.ConfigDict | Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Return the result of `config.resolve`. A problem of an unknown dropout key has the reason why jaxtrain has no dropout."""
     run, problems = resolve(config)
     try:
@@ -192,7 +194,7 @@ def _relative(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
+def read_config_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict | None, int, list[Problem]]:
     """Return (ConfigDict of a config file, number of GPUs of its layout or 0 for any, []); or (None, 0, problems)."""
     file = Path(path)
     if not file.is_file():
@@ -206,8 +208,8 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
             rule, remedy = "is a pipe, and a restart reads the config again", "Write it to a file, and name that."
         return None, 0, [Problem("--config", path, rule, remedy)]
     try:
-        with config_file.beside(file):
-            module = config_file.run(file)
+        with config_file.sibling_imports(file):
+            module = config_file.run_config_file(file)
             if not callable(getattr(module, "get_config", None)):
                 fix = "Define get_config(arg=None) as configs/tiny.py does."
                 return None, 0, [Problem("--config", path, "defines no function get_config", fix)]
@@ -216,7 +218,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
         return None, 0, error.problems
     # A config file is a user's program: every exception is a mistake in that file, shown with its line.
     except (Exception, SystemExit) as error:
-        location = config_file.where(error, file)
+        location = config_file.error_location(error, file)
         first = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
         remedy = "Correct the file."
         if isinstance(error, TypeError) and not location:  # of the call of get_config
@@ -238,7 +240,7 @@ def read_file(path: str, variant: str | None) -> tuple[ml_collections.ConfigDict
     return config, int(match[1]) if gpus and match else gpus, []
 
 
-def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
+def apply_override(config: ml_collections.ConfigDict, key: str, text: str) -> list[Problem]:
     """Set one dotted key from its text, read as the key's type. On failure the config is unchanged."""
     known_keys = [name for name, _ in flatten(config)]
     shown = None if text == BARE else text
@@ -265,7 +267,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
     if text == BARE and not isinstance(old, bool):
         return [Problem(key, None, "needs a value", f"Write --config.{key}=VALUE.")]
     try:
-        section[last] = True if text == BARE else parse(text, type(old))
+        section[last] = True if text == BARE else parse_value(text, type(old))
     except (ValueError, KeyError):
         kind, example = KIND.get(type(old), (type(old).__name__, ""))
         exact = type(old) is int and re.fullmatch(r"[\d.]+e\+?\d{1,2}", text.lower()) and float(text).is_integer()
@@ -277,7 +279,7 @@ def apply(config: ml_collections.ConfigDict, key: str, text: str) -> list[Proble
 KIND = {int: ("a whole number", " such as 8"), float: ("a number", " such as 3e-4"), bool: ("true or false", "")}
 
 
-def parse(text: str, kind: type) -> Any:
+def parse_value(text: str, kind: type) -> Any:
     """Return a value from its text. Raises ValueError or KeyError if the text is not of type `kind`, or not finite."""
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -296,7 +298,7 @@ def explain_refusal(problem: Problem) -> Problem:
     return problem
 
 
-def with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
+def add_own_hints(problems: list[Problem], run: RunConfig) -> list[Problem]:
     """Return the problems. Those of unknown keys beside a user's own family, loss, optimizer or source name the section own."""
     part_names = {"model": run.model.family, "loss": run.loss.name, "optimizer": run.optimizer.name, "data": run.data.source}
     custom_sections = [section for section, name in part_names.items() if ":" in name]
@@ -312,22 +314,22 @@ def with_own_settings(problems: list[Problem], run: RunConfig) -> list[Problem]:
     return [add_hint(p) for p in problems]
 
 
-def variables() -> str:
+def shell_prefix() -> str:
     """Return the variables of the shell that decide what a command does, to type before it: "JAX_NUM_CPU_DEVICES=8 ", or "".
 
     Variables that the program set are left out, and so is the folder in PYTHONPATH that run.sh adds itself.
     """
-    values = {name: os.environ.get(name, "") for name in DECIDING if name not in exported(os.environ)}
+    values = {name: os.environ.get(name, "") for name in DECIDING if name not in exported_names(os.environ)}
     if os.environ.get(PREFIX):
         path = values.get("PYTHONPATH", "").split(os.pathsep)
         values["PYTHONPATH"] = os.pathsep.join(folder for folder in path if folder and Path(folder).resolve() != REPO)
     return "".join(f"{name}={shlex.quote(value)} " for name, value in values.items() if value)
 
 
-def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
+def fill_commands(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
     """Return problems whose remedies name commands with this command line's config and overrides in the place of CONFIG.
 
-    The shell's `variables` are typed before them. A machine behind them becomes the one that the config is for. Overrides with
+    The shell's variables are typed before them. A machine behind them becomes the one that the config is for. Overrides with
     a problem of their own are left out.
     """
     problem_keys = {problem.key for problem in problems}
@@ -336,17 +338,17 @@ def with_config(problems: Sequence[Problem], launch: Launch) -> list[Problem]:
     command = re.compile(rf"(python -m jaxtrain[\w .-]+){CONFIG}( --topology=[\w:]+)?")
 
     def expand_command(match: re.Match[str]) -> str:
-        return f"{variables()}{match[1]}{config_args}{f' --topology={launch.machine}' if match[2] else ''}"
+        return f"{shell_prefix()}{match[1]}{config_args}{f' --topology={launch.machine}' if match[2] else ''}"
 
     return [dataclasses.replace(p, remedy=command.sub(expand_command, p.remedy)) for p in problems]
 
 
-def report(problems: Sequence[Problem], launch: Launch | None = None) -> int:
+def report_problems(problems: Sequence[Problem], launch: Launch | None = None) -> int:
     """Write all problems to stderr, one a line, and return the exit code for a wrong command or config.
 
-    launch: the command line, which commands in the remedies repeat (`with_config`); None: it has no config.
+    launch: the command line, which commands in the remedies repeat (`fill_commands`); None: it has no config.
     """
-    problems = with_config(problems, launch) if launch else problems
+    problems = fill_commands(problems, launch) if launch else problems
     lines = [*dict.fromkeys(f"error: {problem}" for problem in problems)]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
     print(*lines, f"{count}; nothing was started and nothing written", sep="\n", file=sys.stderr)

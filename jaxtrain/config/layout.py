@@ -27,7 +27,7 @@ ALLOWED = {axis: tuple(onto.split("+")) for axis, onto in RULES.items()} | {
     "experts": ("expert", "data", "fsdp", "seq"),
     "expert_embed": ("data", "fsdp", "seq"),
 }
-OF_WEIGHTS = ("embed", "experts", "expert_embed")  # axes whose shards are gathered over axes of tokens
+WEIGHT_AXES = ("embed", "experts", "expert_embed")  # axes whose shards are gathered over axes of tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Arrangement:
         return -(-self.layers // (self.stages * self.groups))
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """Return the number of slots in the stack."""
         return self.per_group * self.stages * self.groups
 
@@ -175,7 +175,7 @@ def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
     for axis, allowed in ALLOWED.items():
         onto = layout.mesh_axes(axis)
         ordered = tuple(a for a in allowed if a in onto)
-        names = "+".join(a for a in allowed if a in tokens or axis not in OF_WEIGHTS)
+        names = "+".join(a for a in allowed if a in tokens or axis not in WEIGHT_AXES)
         if disallowed := [a for a in onto if a not in allowed]:
             refuse(axis, f"cannot be sharded over mesh axis {disallowed[0]!r}", f"Set '{names}', or fewer of these axes.")
         elif onto != ordered:
@@ -183,7 +183,7 @@ def rule_problems(layout: Layout, sharding: Sharding) -> list[Problem]:
     if layout.mesh_axes("residual")[: len(sequence)] != sequence:
         rule = f"tokens inside the blocks are sharded over {[*sequence]}, so those of the residual stream must be too"
         refuse("residual", rule, "Begin it with sharding.rules.sequence, as 'seq+tensor'.")
-    for axis in OF_WEIGHTS:
+    for axis in WEIGHT_AXES:
         if alone := [a for a in layout.mesh_axes(axis) if a not in tokens]:
             rule = f"mesh axis {alone[0]!r} shards no tokens, so its devices would sum the same gradients"
             refuse(axis, rule, "Name mesh axes of sharding.rules.batch and .sequence only.")

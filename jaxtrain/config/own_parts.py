@@ -49,7 +49,7 @@ def calling(key: str, value: str, form: str = "") -> Iterator[None]:
 # ---- Import
 
 
-def load(key: str, value: str) -> Any:
+def load_part(key: str, value: str) -> Any:
     """Return the object that `package.module:name` names, the value of a key of the config.
 
     Raises:
@@ -73,7 +73,7 @@ def load(key: str, value: str) -> Any:
     return part
 
 
-def not_found(key: str, value: str) -> Problem | None:
+def check_module(key: str, value: str) -> Problem | None:
     """Return the problem if the module of `package.module:name` cannot be found. Imports its package, and not the module."""
     name = value.partition(":")[0]
     _loaded[value] = key
@@ -148,7 +148,7 @@ def refusing() -> Iterator[None]:
         raise
 
 
-def report(error: BaseException, stream: TextIO) -> bool:
+def report_error(error: BaseException, stream: TextIO) -> bool:
     """Write an error of a part from outside the package, its own line first, and return True; False for any other error.
 
     The last calls in the part's package that led to that line follow, the innermost first.

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import ml_collections
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.declaration import (
     CONTEXT,
     FUNCTION,
@@ -627,7 +627,7 @@ class Loss:
     chunk: int = key(2048, "tokens per device whose logits exist at one time", at_least=1, resume=ROUNDING)
 
     @property
-    def of_pairs(self) -> bool:
+    def is_pairwise(self) -> bool:
         """Return whether the loss compares the chosen and the rejected member of pairs."""
         return self.name == "dpo"
 
@@ -792,7 +792,7 @@ class Compiler:
     options: str = key("", "XLA options of the train step, NAME=VALUE, comma-separated; they override jaxtrain's own")
 
 
-def parts_of(text: str) -> tuple[str, ...]:
+def split_items(text: str) -> tuple[str, ...]:
     """Return the items of a comma-separated list."""
     return tuple(filter(None, map(str.strip, text.split(","))))
 
@@ -972,7 +972,7 @@ class RunConfig:
         """Return the tokens of the first `step` steps, padding included."""
         return self.ramp.before(step) * self.data.seq_len
 
-    def of_size(self, sequences: int) -> "RunConfig":
+    def with_batch_size(self, sequences: int) -> "RunConfig":
         """Return the config of a step of this many sequences: in microbatches of the same size, or in a smaller one."""
         if sequences == self.train.global_batch:
             return self
@@ -999,7 +999,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = f" = {self.value!r}" if self.value is not None else ""
-        return spelled(f"{self.key}{shown}: {self.rule}. {self.remedy}".rstrip())
+        return to_run_sh(f"{self.key}{shown}: {self.rule}. {self.remedy}".rstrip())
 
 
 def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | None = None) -> list[Problem]:
@@ -1013,9 +1013,9 @@ def with_fits(problems: list[Problem], check: Callable[[str, int], set[str]] | N
     fits: dict[str, list[int]] = {}
 
     def nearest_fits(problem: Problem, check: Callable[[str, int], set[str]]) -> list[int]:
-        value, least = cast(int, problem.value), declared()[problem.key].at_least or 0
+        value, least = cast(int, problem.value), all_keys()[problem.key].at_least or 0
         usual = dict(flatten(default_config()))[problem.key]
-        if declared()[problem.key].out_of_range(value) and problem.key not in check(problem.key, usual):
+        if all_keys()[problem.key].out_of_range(value) and problem.key not in check(problem.key, usual):
             return [usual]
         multiples = {*UNITS, *(unit * (value // unit + more) for unit in UNITS for more in (0, 1))}
         clean_fits: dict[bool, int] = {}  # whether it is larger -> the nearest number
@@ -1048,7 +1048,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(p) for p in problems))
 
 
-def spelled_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as it is written on the command line; '' for an empty string."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -1100,7 +1100,7 @@ def flatten(tree: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = "
 
 
 @functools.cache
-def declared() -> Mapping[str, Key]:
+def all_keys() -> Mapping[str, Key]:
     """Return dotted key -> its declaration. The declaration of a sharding rule has its line of RULE_DOCS."""
     out: dict[str, Key] = {}
 
@@ -1122,16 +1122,16 @@ def declared() -> Mapping[str, Key]:
 def resume_of(name: str) -> Resume:
     """Return whether a dotted key may change on resume: as its declaration says, or else that of its section."""
     metadata = {public_name(f.name): f.metadata for f in dataclasses.fields(RunConfig)}[name.partition(".")[0]]
-    entry = declared()[name] if name in declared() else metadata.get("key")  # an own setting, or a rule of an own axis
+    entry = all_keys()[name] if name in all_keys() else metadata.get("key")  # an own setting, or a rule of an own axis
     return (entry.resume if entry else None) or metadata["resume"]
 
 
 def choices(name: str) -> tuple[str, ...]:
     """Return the choices that a dotted key declares."""
-    return declared()[name].choices
+    return all_keys()[name].choices
 
 
-def nearest(name: str, known_names: list[str]) -> str:
+def suggest(name: str, known_names: list[str]) -> str:
     """Return a remedy for a misspelt name: the nearest known name, or all known names if none is near."""
     close = difflib.get_close_matches(name, known_names, n=1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(known_names)}."
@@ -1145,7 +1145,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         fields = {public_name(field.name): field for field in dataclasses.fields(cls)}
         for name in values:
             if name not in fields:
-                problems.append(Problem(prefix + name, None, NO_KEY, nearest_key(prefix + name, list(declared()))))
+                problems.append(Problem(prefix + name, None, NO_KEY, nearest_key(prefix + name, list(all_keys()))))
         kwargs: dict[str, Any] = {}
         for name, field in fields.items():
             default = field.default
@@ -1248,7 +1248,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> Any:
     for item in split_paths(arg or "", ",", exists):
         name, equals, text = item.partition("=")
         if name not in defaults:
-            remedy = nearest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
+            remedy = suggest(name, list(defaults)) if defaults else f"This file has no variants: leave out ':{item}'."
             rule = "no such variant"
             if cut:
                 rule = f"there is no such path, and a comma separates variants, of which {item!r} is none"

@@ -19,7 +19,7 @@ def is_bucket(path: object) -> bool:
     return str(path).startswith(tuple(BUCKETS))
 
 
-def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
+def path_problem(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
     """Return the broken rule and the remedy for a path that cannot be used; None if the path can be used.
 
     checkpoints: whether the path is for checkpoints. All other files must be on a mounted file system.
@@ -48,11 +48,11 @@ def refused(path: str, checkpoints: bool = False) -> tuple[str, str] | None:
         return f"{special_chars[0]!r} has a special meaning in names there", "Name a path without it."
     if importlib.util.find_spec(package) is None:
         rule = f"{scheme}:// needs the package `{package}`, which is not installed"
-        return rule, installed.remedy(EXTRAS[package])
+        return rule, installed.install_remedy(EXTRAS[package])
     return None
 
 
-def missing(path: str) -> str:
+def missing_folder(path: str) -> str:
     """Return the rule and the remedy for a folder that does not exist; "" if it exists, or the path is a URL or hf:NAME."""
     if path.startswith("hf:") or "://" in path or Path(path).expanduser().exists():
         return ""

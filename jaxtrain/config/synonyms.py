@@ -20,7 +20,7 @@ def other_trainers() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text(encoding="utf-8"))
 
 
-def pairs(row: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def synonym_pairs(row: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield (name of another trainer, settings of jaxtrain) for each name of a row: [names there, settings here, note].
 
     A name is as the row has it, without its value; if it has one, the settings are without theirs. Only names that begin
@@ -35,12 +35,12 @@ def pairs(row: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 @functools.cache
-def index() -> dict[str, list[str]]:
+def alias_index() -> dict[str, list[str]]:
     """Return name of another trainer, with underscores -> jaxtrain's settings for it, each key once."""
     short = ((name, [setting]) for setting, names in other_trainers()["short"].items() for name in names.split())
     tables = (row for table in other_trainers()["tables"].values() for topic in table.values() for row in topic)
     by_name: dict[str, dict[str, str]] = {}
-    for name, settings in (*short, *(pair for row in tables for pair in pairs(row))):
+    for name, settings in (*short, *(pair for row in tables for pair in synonym_pairs(row))):
         meant = by_name.setdefault(_plain(name), {})
         for setting in settings:
             key, setting = _key(setting), setting.replace("./run.sh ", "python -m jaxtrain ")
@@ -74,7 +74,7 @@ def nearest_keys(key: str, known_keys: Sequence[str]) -> list[str]:
     candidates = [*here, *similar, *(() if here else meant), *(() if here or similar else same)]
     if not candidates:
         candidates = [inside[tail] for tail in difflib.get_close_matches(last, inside, MOST)]
-        for near in difflib.get_close_matches(last, [*tails.values(), *index()], MOST, 0.75):
+        for near in difflib.get_close_matches(last, [*tails.values(), *alias_index()], MOST, 0.75):
             candidates += [*(name for name in known_keys if tails[name] == near), *_foreign_settings(near, known_keys)]
     return [setting for i, setting in enumerate(candidates) if _key(setting) not in map(_key, candidates[:i])][:MOST]
 
@@ -96,7 +96,7 @@ def nearest_key(key: str, known_keys: Sequence[str]) -> str:
 
 def _foreign_settings(name: str, keys: Sequence[str]) -> list[str]:
     """Return the settings for a name of another trainer: keys of `keys`, options and commands."""
-    return [setting for setting in index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in keys]
+    return [setting for setting in alias_index().get(name, ()) if setting.startswith(("-", "python")) or _key(setting) in keys]
 
 
 def _plain(name: str) -> str:

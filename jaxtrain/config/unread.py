@@ -5,7 +5,7 @@ import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from jaxtrain.config.schema import Problem, RunConfig, spelled_value
+from jaxtrain.config.schema import Problem, RunConfig, format_value
 
 DEFAULTS = RunConfig().flat
 
@@ -15,7 +15,9 @@ def _matches(pattern: str) -> list[str]:
     return fnmatch.filter(DEFAULTS, pattern)
 
 
-def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]], bad: Collection[str]) -> dict[str, Problem]:
+def find_unread(
+    values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]], bad: Collection[str]
+) -> dict[str, Problem]:
     """Return key -> problem of each key that has another value than its default, and is not read.
 
     Args:
@@ -29,10 +31,10 @@ def problems(values: Mapping[str, Any], read_with: Iterable[tuple[str, str, Any]
         now = values[other_key]
         if other_key in bad or (bool(now) if needed is None else now == needed):
             continue
-        equal, to = (f" = {spelled_value(needed)}", f" to {spelled_value(needed)}") if needed is not None else ("", "")
-        rule = f"is read only with {other_key}{equal}, which is {spelled_value(now)}"
+        equal, to = (f" = {format_value(needed)}", f" to {format_value(needed)}") if needed is not None else ("", "")
+        rule = f"is read only with {other_key}{equal}, which is {format_value(now)}"
         for key in _matches(pattern):
             if values[key] != DEFAULTS[key] and key not in bad:
-                remedy = f"Set {spelled_value(DEFAULTS[key])}, or {other_key}{to}."
+                remedy = f"Set {format_value(DEFAULTS[key])}, or {other_key}{to}."
                 unread.setdefault(key, Problem(key, values[key], rule, remedy))
     return unread

@@ -351,7 +351,7 @@ def open_source(
     seq_len = data.seq_len if seq_len is None else seq_len
     max_segments, data = data.max_segments, dataclasses.replace(data, max_segments=data.most_documents)
     if is_custom(source):
-        function = own_parts.load(key, source)
+        function = own_parts.load_part(key, source)
         with own_parts.calling(key, source, "name(data, split, global_batch, own)"):
             user_source = function(data, split, global_batch, user_settings)
         wrapped: Any = OwnSource(key, source, user_source, NEEDED[split], global_batch, seq_len, vocab_size)

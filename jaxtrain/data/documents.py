@@ -331,7 +331,7 @@ def open_dataset(spec: str) -> Any:
         import datasets
     except ImportError as e:
         rule = "needs the package `datasets`, which is not installed"
-        raise PrepareError(f"--input={spec}: {rule}. {installed.remedy('hf-datasets')}") from e
+        raise PrepareError(f"--input={spec}: {rule}. {installed.install_remedy('hf-datasets')}") from e
     try:
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as e:  # no network, no such name, config or split, gated: many classes, one remedy

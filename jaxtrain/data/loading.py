@@ -10,30 +10,30 @@ import ml_collections
 from jaxtrain.config import launch
 from jaxtrain.config.command_line import strays
 from jaxtrain.config.declaration import SMALLEST
-from jaxtrain.config.launch import Loaded
+from jaxtrain.config.launch import LoadedConfig
 from jaxtrain.config.ramp import parse_ramp
 from jaxtrain.config.schema import (
     ConfigError,
     Optimizer,
     Problem,
     RunConfig,
-    declared,
+    all_keys,
 )
 
 BY_EPOCHS = "train.epochs"  # the origin of train.steps that follow from it
 AUTHORS = ("default", "file", BY_EPOCHS, "command line")  # origins of a value, in ascending rank
 
 
-def load(argv: Sequence[str]) -> Loaded:
+def load(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of `--config=FILE[:variant] [--config.KEY=VALUE ...]`. Other words are problems; nothing is raised."""
-    line = launch.split(argv)
+    line = launch.split_command_line(argv)
     loaded = load_line(line)
     return dataclasses.replace(loaded, problems=[*loaded.problems, *strays(line.words, [], config=True)])
 
 
-def load_line(line: launch.Line) -> Loaded:
+def load_line(line: launch.Line) -> LoadedConfig:
     """Return the config of a command line, with the steps of its epochs and a schedule that fits them. Nothing is raised."""
-    loaded = launch.read(line)
+    loaded = launch.read_config(line)
     run, problems, authors = loaded.run, list(loaded.problems), dict(loaded.origins)
     notes: list[str] = []
     if run.train.epochs and authors["train.steps"] == "command line":
@@ -49,12 +49,12 @@ def load_line(line: launch.Line) -> Loaded:
     problems += epoch_problems
     authors |= {"train.steps": BY_EPOCHS} if run.train.epochs and not epoch_notes else {}
     run, schedule_notes = fit_schedule(run, authors, loaded.file)
-    requested = loaded.asked
+    requested = loaded.requested
     origins = {
         key: "derived" if key in requested and requested[key] != value else authors.get(key, "default")
         for key, value in run.flat.items()
     }
-    problems = launch.with_own_settings(problems, run)
+    problems = launch.add_own_hints(problems, run)
     launched = dataclasses.replace(loaded.launch, notes=(*notes, *epoch_notes, *schedule_notes))
     return dataclasses.replace(loaded, run=run, problems=problems, origins=origins, launch=launched)
 
@@ -78,7 +78,7 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
     ramp_problems = parse_ramp(run.train.batch_ramp, run.train.global_batch)[1]
     sizes = {"train.epochs": epochs, "train.global_batch": run.train.global_batch, "data.seq_len": data.seq_len}
     sizes |= {"data.max_segments": data.max_segments, "data.seed": data.seed}
-    if not epochs > 0 or ramp_problems or any(declared()[name].out_of_range(value) for name, value in sizes.items()):
+    if not epochs > 0 or ramp_problems or any(all_keys()[name].out_of_range(value) for name, value in sizes.items()):
         return run, [], []
     from jaxtrain.data import opening  # imports numpy, which --help must not wait for
 
@@ -103,12 +103,12 @@ def resolve_epochs(run: RunConfig) -> tuple[RunConfig, list[Problem], list[str]]
 def resolve_with_epochs(
     config: ml_collections.ConfigDict | Mapping[str, Any],
 ) -> tuple[RunConfig, list[Problem], list[str]]:
-    """Return (run, problems, notes) of a config without a command line: `launch.resolved`, with the steps of train.epochs."""
-    requested, problems = launch.resolved(config)
+    """Return (run, problems, notes) of a config without a command line: `resolve_config`, with the steps of train.epochs."""
+    requested, problems = launch.resolve_config(config)
     run, epoch_problems, notes = resolve_epochs(requested)
     if run.train.steps != requested.train.steps:
         run, notes = fit_schedule(run, launch.origins_of(config) | {"train.steps": BY_EPOCHS}, requested)
-    return run, launch.with_own_settings(problems + epoch_problems, run), notes
+    return run, launch.add_own_hints(problems + epoch_problems, run), notes
 
 
 def _steps_of_file(file: RunConfig) -> tuple[int, str]:
@@ -169,7 +169,7 @@ def fit_schedule(run: RunConfig, authors: Mapping[str, str], file: RunConfig) ->
             author, (base, counted_by) = authors[f"optimizer.{n}"], bases[n]
             previous = f"{movable[n]}{f' ({author})' if author != counted_by else ''} of {base} steps ({counted_by})"
             notes.append(f"optimizer.{n}: {previous} -> {v} of train.steps = {steps} ({authors['train.steps']})")
-    valid = not declared()["optimizer.lr"].out_of_range(opt.lr)
+    valid = not all_keys()["optimizer.lr"].out_of_range(opt.lr)
     if opt.schedule != "constant" and opt.lr_min > opt.lr and valid and ranks_below("optimizer.lr_min", "optimizer.lr"):
         author = authors["optimizer.lr_min"]
         peak = (default_run if author == "default" else file).optimizer.lr

@@ -227,7 +227,7 @@ def check(
       finetunes: whether the run begins with trained weights. Then it usually learns conversations.
     """
     problems, largest = [], 0
-    pairs = None if ":" in loss.name else loss.of_pairs
+    pairs = None if ":" in loss.name else loss.is_pairwise
     form = "pairs" if pairs else "chat" if finetunes else "text"
     sources = [("data.source", data.source)]
     builtin = data.source in ("stdlib", "synthetic")
@@ -252,7 +252,7 @@ def check(
         elif source == "synthetic":
             vocab = synthetic.VOCAB
         elif is_custom(source):
-            problems += filter(None, [own_parts.not_found(key, source)])
+            problems += filter(None, [own_parts.check_module(key, source)])
         else:
             try:
                 files, _ = open_mixture(data, source, key, data.seq_len, form)

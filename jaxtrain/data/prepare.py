@@ -150,7 +150,7 @@ def prepare(
     """
     job = Job(**options)
     outputs = [output, validation_path(output)] if job.validation else [output]
-    if problem := stores.refused(str(output)):
+    if problem := stores.path_problem(str(output)):
         raise PrepareError(f"--output={output}: {problem[0]}. Fix: {problem[1]}")
     if output.suffix != ".tok":
         raise PrepareError(f"--output={output}: the name of a token file ends in .tok")

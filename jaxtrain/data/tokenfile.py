@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 
 MAGIC = b"jaxtrtok"
 VERSION = 9
@@ -52,7 +52,7 @@ def remedy(path: Path) -> str:
     """Return the sentence of an error message that explains how to replace the unusable file `path`."""
     if path.name.startswith("stdlib-"):  # stdlib.py made it
         return "Delete it: the next run with data.source=stdlib makes it again."
-    return spelled(
+    return to_run_sh(
         "Copy it again from an intact copy, or repeat the python -m jaxtrain data prepare that made it, with --force"
     )
 

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from jaxtrain import checkpoint
 from jaxtrain.config import installed, schema
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import Model, RunConfig
 from jaxtrain.config.shapes import is_vector
 from jaxtrain.data.chat_template import BYTE_TEMPLATE, own_template
@@ -121,7 +121,7 @@ class Folder:
         adapters = [name for name in other_files if name.startswith("adapter_model.")]
         if (self.path / ADAPTER).is_file() or adapters:
             quoted_path = shlex.quote(str(self.path))
-            fix = spelled(f"python -m jaxtrain hf import-adapter {quoted_path} --base={quoted_path} --out=RUN; then use RUN")
+            fix = to_run_sh(f"python -m jaxtrain hf import-adapter {quoted_path} --base={quoted_path} --out=RUN; then use RUN")
             out.append(f"{self.path}: has an adapter of PEFT, which is not applied. With it: {fix}")
         if unused_files := [name for name in other_files if name not in adapters]:
             shown = ", ".join(unused_files[:SHOWN]) + f" and {len(unused_files) - SHOWN} more" * (len(unused_files) > SHOWN)

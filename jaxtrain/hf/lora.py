@@ -133,7 +133,7 @@ def opened(path: str) -> Origin | None:
 
 def settings_of(settings: schema.Lora) -> schema.Lora:
     """Return the settings of adapters, to be compared: without the base's storage, and with the targets in one order."""
-    return dataclasses.replace(settings, base="", targets=",".join(sorted(set(schema.parts_of(settings.targets)))))
+    return dataclasses.replace(settings, base="", targets=",".join(sorted(set(schema.split_items(settings.targets)))))
 
 
 def as_options(adapters: Origin) -> str:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import schema
 from jaxtrain.config.schema import RunConfig
-from jaxtrain.config.shapes import DENSE, STACK, place_name
+from jaxtrain.config.shapes import DENSE, STACK, period_name
 from jaxtrain.hf.importing import Origin
 from jaxtrain.hf.model import in_precision, logits_program, placed, positions_of, read_params, sized
 from jaxtrain.hf.names import HEAD, PREFIX, Entry, entries
@@ -225,7 +225,7 @@ def sections(model: schema.Model, chunk: int) -> Iterator[Section]:
         dense, kind = (index, 0) if stack == DENSE else (None, kinds[index])
         element, position = divmod(index, model.period)
         prefix, element = (STACK, element) if dense is None else (f"{stack}.{index}", 0)
-        prefix += f".{place_name(position, model.period)}" if model.period > 1 else ""
+        prefix += f".{period_name(position, model.period)}" if model.period > 1 else ""
         mixer = f"{prefix}.attention", f"{prefix}.delta"
         yield Section(f"layer {i}, attention", mixer, element, once(attention, dense, position, kind))
         yield Section(f"layer {i}, mlp", (f"{prefix}.mlp",), element, once(feed_forward, dense, position))

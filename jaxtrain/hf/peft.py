@@ -32,8 +32,8 @@ import safetensors.numpy
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import schema
-from jaxtrain.config.commands import spelled
-from jaxtrain.config.schema import FEED_FORWARD, Model, RunConfig, parts_of, to_dict
+from jaxtrain.config.commands import to_run_sh
+from jaxtrain.config.schema import FEED_FORWARD, Model, RunConfig, split_items, to_dict
 from jaxtrain.data.chat_template import own_template
 from jaxtrain.data.text_format import TextFormat
 from jaxtrain.data.tokenizer import load_tokenizer, model_eos
@@ -180,7 +180,7 @@ def write(folder: Path, adapters: Mapping[str, np.ndarray], model: Model, config
     """
     if (folder / CONFIG).exists() or (folder / TENSORS).exists():
         raise HuggingFaceError(f"{folder} holds an adapter already. Name another folder.")
-    targets, modules_of = parts_of(config.targets), fused_modules(model)
+    targets, modules_of = split_items(config.targets), fused_modules(model)
     multiples = {module: len(names) for module, names in modules_of.items()}
     plain = adapter_entries(model, config.rank, {module: n * config.rank for module, n in multiples.items()})
     fused = [name for name in IN_ORDER if name in targets and config.experts != "none" and model.num_experts]
@@ -324,7 +324,7 @@ def _parse_alpha(folder: Path, key: str, value: Any) -> float:
         alpha = math.nan if isinstance(value, bool | str) else float(value)
     except (OverflowError, TypeError):
         alpha = math.nan
-    if problems := schema.declared()["lora.alpha"].out_of_range(alpha):
+    if problems := schema.all_keys()["lora.alpha"].out_of_range(alpha):
         raise HuggingFaceError(f"{folder / CONFIG}: {key} = {value!r}: {problems[0]}.")
     return alpha
 
@@ -458,7 +458,7 @@ def base_name(path: str) -> str:
     if is_folder(folder):
         return str(folder.absolute())
     raise HuggingFaceError(
-        spelled(
+        to_run_sh(
             f"--base: is needed, because the base of these adapters, {path}, is no Hugging Face model that PEFT could load. "
             f"Fix: python -m jaxtrain hf export {path} --out=DIR, then --base=DIR; or --base=NAME of a model on the hub."
         )

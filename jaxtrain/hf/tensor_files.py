@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.data.rows import once
 from jaxtrain.hf import mxfp4
 from jaxtrain.models.hugging_face import HuggingFaceError
@@ -228,5 +228,5 @@ def _reject_number(word: str) -> Any:
 
 
 def adapter_alone(path: Path) -> str:
-    fix = spelled(f"python -m jaxtrain hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
+    fix = to_run_sh(f"python -m jaxtrain hf import-adapter {shlex.quote(str(path))} --base=MODEL --out=RUN; then use RUN")
     return f"{path}: has an adapter of PEFT, and no model. Fix: {fix}."

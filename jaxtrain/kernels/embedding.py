@@ -7,7 +7,7 @@ then bring the columns of a device's own tokens together. They send B x T x D va
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.sharding import Axes, Placement, all_gather, all_to_all, index, to_residual
+from jaxtrain.sharding import Axes, Placement, all_gather, all_to_all, device_index, to_residual
 
 TABLE: Axes = ("vocab", "embed")
 
@@ -34,7 +34,7 @@ def embed(
     tokens_BT = all_gather(all_gather(tokens_BT, batch_axes, 0), sequence_axes, 1)
 
     V = table_VD.shape[0]
-    row_BT = tokens_BT - V * index(rows)
+    row_BT = tokens_BT - V * device_index(rows)
     x_BTD = jnp.take(table_VD.astype(jnp.float32), row_BT, axis=0, mode="clip").astype(dtype)
     x_BTD = jnp.where(((row_BT >= 0) & (row_BT < V))[:, :, None], x_BTD, 0) if rows else x_BTD
 

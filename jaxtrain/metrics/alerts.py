@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 
 THROTTLED = 0.2  # of a line's samples; shorter throttling causes no warning
 CLEAN = 6  # consecutive lines without throttling, after which it has ended, since it comes and goes as a GPU warms and cools
@@ -31,9 +31,9 @@ class Episodes:
 
     def __init__(self):
         self._open: set[str] = set()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
-    def see(self, key: str, active: bool | None, begun: str, over: str) -> None:
+    def update(self, key: str, active: bool | None, begun: str, over: str) -> None:
         """Update condition `key`. active: whether the condition holds now; None: not known, so nothing changes.
 
         begun, over: the messages for its begin and its end.
@@ -41,11 +41,11 @@ class Episodes:
         if active is None or active == (key in self._open):
             return
         self._open ^= {key}
-        self.said.append(begun if active else over)
+        self.messages.append(begun if active else over)
 
     def take(self) -> list[str]:
         """Return the messages of all conditions since the last call."""
-        messages, self.said = self.said, []
+        messages, self.messages = self.messages, []
         return messages
 
 
@@ -77,7 +77,7 @@ class GpuAlerts:
         clock = "" if line["sm_clock_mhz"] is None else f", {line['sm_clock_mhz']:,.0f} MHz"
         begun = f"GPU {gpu} is throttled: {reasons} in {share or 0:.0%} of the samples{heat}{clock}: {look}."
         more = f" nvidia-smi -q -d PERFORMANCE -i {gpu} tells more."
-        self._episodes.see(f"throttled {gpu}", active, begun + more, f"GPU {gpu} is no longer throttled")
+        self._episodes.update(f"throttled {gpu}", active, begun + more, f"GPU {gpu} is no longer throttled")
 
     def _power(self, gpu: int, limit: float | None, default: float | None) -> None:
         if limit is None or default is None:
@@ -87,14 +87,14 @@ class GpuAlerts:
             f"This was set by a user or tool; nvidia-smi -i {gpu} -pl {default:.0f} sets it back."
         )
         over = f"GPU {gpu} has its default power limit again, {default:.0f} W"
-        self._episodes.see(f"power {gpu}", limit < default - CAP_W, begun, over)
+        self._episodes.update(f"power {gpu}", limit < default - CAP_W, begun, over)
 
     def _memory_errors(self, gpu: int, errors: int | None) -> None:
         if errors is None:
             return
         reported = self._ecc.setdefault(gpu, errors)  # preflight reports errors from before this run
         if errors > reported:
-            self._episodes.said.append(
+            self._episodes.messages.append(
                 f"GPU {gpu} has {errors - reported} new uncorrected memory errors (ECC), {errors} since its driver was loaded: "
                 "what it has computed since may be wrong. Take the node out of service and reset the GPU; "
                 f"nvidia-smi -q -d ECC,ROW_REMAPPER -i {gpu} tells more."
@@ -116,11 +116,11 @@ class GpuAlerts:
             "train.memory_fraction leaves: lower it before an allocation fails."
         )
         over = f"GPU {gpu}: memory outside JAX's pool is back to {outside:.1f} GiB"
-        self._episodes.see(f"outside {gpu}", outside > before + OUTSIDE_GIB, begun, over)
+        self._episodes.update(f"outside {gpu}", outside > before + OUTSIDE_GIB, begun, over)
 
 
 class MfuAlert:
-    """Warns when the MFU of a run falls below PART of the lowest expected MFU.
+    """Warns when the MFU of a run falls below LOW of the lowest expected MFU.
 
     Measured and expected MFU count the same FLOPs, so their ratio is the inverse ratio of the step times. The measured step
     time is the median of the last LINES lines, so that a single slow line causes no warning.
@@ -130,7 +130,7 @@ class MfuAlert:
     """
 
     LINES = 8
-    PART = 0.8  # of the lowest expected MFU
+    LOW = 0.8  # of the lowest expected MFU
     BACK = 1.02  # times the threshold: an MFU above it ends the condition
 
     def __init__(self, longest_s: float | None):
@@ -147,15 +147,15 @@ class MfuAlert:
             return None
         middle = statistics.median(self._steps)
         reached = self._longest / middle
-        if not self._low and reached < self.PART:
+        if not self._low and reached < self.LOW:
             self._low = True
             return (
-                f"MFU is {reached:.0%} of the lowest expected, below {self.PART:.0%}: {middle:.3g} s a step, "
+                f"MFU is {reached:.0%} of the lowest expected, below {self.LOW:.0%}: {middle:.3g} s a step, "
                 f"{self._longest:.3g} s expected at most. Look at data_wait_s, and at throttling and power in the lines on "
                 f"GPUs. kill -USR2 {os.getpid()} records a trace; "
-                f"{spelled('python -m jaxtrain profile RUN')} divides its time."
+                f"{to_run_sh('python -m jaxtrain profile RUN')} divides its time."
             )
-        if self._low and reached >= self.BACK * self.PART:
+        if self._low and reached >= self.BACK * self.LOW:
             self._low = False
             return f"MFU is back at {reached:.0%} of the lowest expected: {middle:.3g} s a step"
         return None

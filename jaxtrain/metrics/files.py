@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from jaxtrain.config.shapes import REWARD_METRICS
-from jaxtrain.metrics.samples import Sample
-from jaxtrain.metrics.samples import read as parse_samples
-from jaxtrain.metrics.samples import write as format_samples
-from jaxtrain.metrics.table import GPU, METRICS, required
+from jaxtrain.metrics.samples import TextSample, format_samples, parse_samples
+from jaxtrain.metrics.table import GPU, METRICS, required_names
 
 LOGGER = logging.getLogger("jaxtrain")
 EVAL_KEYS = ("kind", "step", "loss", "bits_per_byte", "perplexity")
@@ -112,7 +110,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.close(folder)
 
 
-def plain(value: Any) -> Any:
+def python_scalar(value: Any) -> Any:
     """Return a Python number of a Python, numpy or jax scalar, without rounding; strings, bools and None are unchanged."""
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -124,16 +122,16 @@ def plain(value: Any) -> Any:
     return int(value) if kind in "iu" else float(value)
 
 
-def encode(line: Mapping[str, Any]) -> str:
+def encode_line(line: Mapping[str, Any]) -> str:
     """Return one line of metrics.jsonl, without its newline."""
-    out = {name: plain(value) for name, value in line.items()}
+    out = {name: python_scalar(value) for name, value in line.items()}
     bad = {name: repr(value) for name, value in out.items() if isinstance(value, float) and not math.isfinite(value)}
     if bad:
         out = {name: (None if name in bad else value) for name, value in out.items()} | {"nonfinite": bad}
     return json.dumps(out, allow_nan=False)
 
 
-def decode(text: str | bytes) -> dict[str, Any]:
+def decode_line(text: str | bytes) -> dict[str, Any]:
     """Return a line of metrics.jsonl with NaN and infinities restored. Raises ValueError for any other text."""
     line = json.loads(text)
     if not isinstance(line, dict) or "kind" not in line or not isinstance(line.get("step"), int):
@@ -141,7 +139,7 @@ def decode(text: str | bytes) -> dict[str, Any]:
     return line | {name: float(value) for name, value in line.pop("nonfinite", {}).items()}
 
 
-def read(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a metrics.jsonl in order.
 
     A last line cut by a kill is left out; another bad line raises MetricsError."""
@@ -163,14 +161,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             try:
                 if not raw.endswith(b"\n"):
                     raise ValueError("no end of line")
-                yield raw, decode(raw)
+                yield raw, decode_line(raw)
             except ValueError as error:
                 bad = number, raw, str(error)
         if bad:
             yield bad[1], None
 
 
-def tagged(line: Mapping[str, Any]) -> dict[str, float]:
+def tracker_values(line: Mapping[str, Any]) -> dict[str, float]:
     """Return a line's numbers by their names in trackers: train/loss, eval/loss, eval/SET/loss, source/FILE/tokens and
     gpu/I/power_w. GPU I of a process P other than 0 is gpu/P.I. Values that are None are left out."""
     prefix = line["kind"]
@@ -196,7 +194,7 @@ def with_times(lines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, An
 class Tracker(Protocol):
     """A copy of a run's metrics in another tool, made by process 0. `rewind` is called first. A failure never ends the run."""
 
-    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
+    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[TextSample], dropped: int) -> None:
         """Continue from `step`, with these lines and samples up to it.
 
         dropped: number of lines of later steps that were removed from metrics.jsonl.
@@ -207,7 +205,7 @@ class Tracker(Protocol):
         """Add a line of metrics.jsonl; wall_time: seconds since 1970."""
         ...
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def samples(self, samples: Sequence[TextSample]) -> None:
         """Add the texts that the model generated at one step."""
         ...
 
@@ -241,7 +239,7 @@ class Writers:
 
         Takes `step`, all required METRICS, and any optional ones. Raises TypeError, which names missing and unknown keys.
         """
-        needed = required()
+        needed = required_names()
         metrics = (name for name in METRICS if name in needed or name in line)
         self._write({"kind": "train", **line, "time_unix": time.time()}, ("kind", "step", *metrics, "time_unix"))
 
@@ -280,16 +278,16 @@ class Writers:
             raise TypeError(f"a {line['kind']} line lacks {missing} and has unknown {unknown}")
         if not self._active and line["kind"] != "gpu":
             return
-        line = {name: plain(line[name]) for name in keys}
+        line = {name: python_scalar(line[name]) for name in keys}
         with naming(self.path):
             if self._file is None:
                 self._file = _open_after_whole_lines(self.path)
-            encoded = encode(line).encode() + b"\n"
+            encoded = encode_line(line).encode() + b"\n"
             if self._file.write(encoded) != len(encoded):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._tell(lambda tracker: tracker.line(line, line.get("time_unix", time.time())))
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def samples(self, samples: Sequence[TextSample]) -> None:
         """Add the texts that the model generated at one step."""
         if not self._active:
             return
@@ -346,12 +344,12 @@ class Writers:
         remaining = [sample for sample in samples if sample.step <= step]
         if remaining != samples:
             write_atomic(self.samples_path, format_samples(remaining))
-        self._tell(lambda tracker: tracker.rewind(step, read(self.path) if kept else (), remaining, dropped))
+        self._tell(lambda tracker: tracker.rewind(step, read_metrics(self.path) if kept else (), remaining, dropped))
         return Rewound(kept, dropped, cut)
 
-    def evaluated(self) -> set[int]:
+    def evaluated_steps(self) -> set[int]:
         """Return the steps whose held-out loss is written."""
-        return {line["step"] for line in read(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
+        return {line["step"] for line in read_metrics(self.path) if line["kind"] == "eval"} if self.path.exists() else set()
 
     def close(self, exit_code: int | None = None) -> None:
         """Flush and close metrics.jsonl and the trackers. A later write reopens both if exit_code is None."""

@@ -69,10 +69,10 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The wall time of a run by cause. `parts` has the seconds of every cause, "stopped" included, and sums to `wall_s`."""
+    """The wall time of a run by cause. `seconds` has the seconds of every cause, "stopped" included, and sums to `wall_s`."""
 
     wall_s: float
-    parts: dict[str, float]
+    seconds: dict[str, float]
     attempts: int
     steps: int  # done
     steps_repeated: int  # at least: the last seconds of a killed attempt are not counted
@@ -81,21 +81,21 @@ class Goodput:
     @property
     def wanted_s(self) -> float:
         """Return the wall time without "stopped", of which goodput is a fraction."""
-        return self.wall_s - self.parts["stopped"]
+        return self.wall_s - self.seconds["stopped"]
 
     @property
     def goodput(self) -> float | None:
         """Return the goodput as a fraction of `wanted_s`; None if that time is 0."""
-        return self.parts["step"] / self.wanted_s if self.wanted_s > 0 else None
+        return self.seconds["step"] / self.wanted_s if self.wanted_s > 0 else None
 
     def record(self) -> dict[str, Any]:
         """Return the goodput as the receipt stores it."""
-        seconds = {cause: round(s, 3) for cause, s in self.parts.items()}
+        seconds = {cause: round(s, 3) for cause, s in self.seconds.items()}
         counted = {"attempts": self.attempts, "steps": self.steps, "steps_repeated": self.steps_repeated}
         return {"goodput": self.goodput, "wall_s": round(self.wall_s, 3), "parts_s": seconds, **counted}
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_ledger(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ledger. The last line also has `seen_last`: the file's modification time, as the run set it last.
 
     A line cut short, by a kill or a full disk, is left out. A missing ledger has no lines. Raises ValueError for another file.
@@ -181,11 +181,11 @@ def _repeat(spans: list[Span], step: int) -> None:
         span.last = span.first if repeats_all else step  # a later `back` may go further
 
 
-def words(total: Goodput) -> str:
+def format_goodput(total: Goodput) -> str:
     """Return one line: the goodput, and the causes of at least 0.1% of the wall time, except "step" and "stopped"."""
     if total.goodput is None:
         return "goodput: nothing has been measured yet"
-    shown = {cause: s for cause, s in total.parts.items() if cause not in ("step", "stopped") and s >= 0.001 * total.wall_s}
+    shown = {cause: s for cause, s in total.seconds.items() if cause not in ("step", "stopped") and s >= 0.001 * total.wall_s}
     lost = ", ".join(f"{cause} {duration(shown[cause])}" for cause in sorted(shown, key=shown.__getitem__, reverse=True))
     attempts = f"{total.attempts} attempt{'s' if total.attempts > 1 else ''}"
     repeated = f"; {total.steps_repeated} steps or more were taken again" if total.steps_repeated else ""
@@ -260,7 +260,7 @@ class Ledger:
         """Return the number of steps done; None before there is a state."""
         return self._step
 
-    def stepped(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that `step` steps are done."""
         with self._lock:
             self._step = step
@@ -293,7 +293,7 @@ class Ledger:
         """Record the end, and return the goodput of all attempts; None on processes other than 0, or for an unreadable file."""
         self.end(exit_code, reason)
         try:
-            return summarise(read(self.path)) if self._active else None
+            return summarise(read_ledger(self.path)) if self._active else None
         except (OSError, ValueError) as error:
             LOGGER.warning("%s", f"no goodput: {error}")
             return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.nvml import MEMBERS, text
+from jaxtrain.metrics.nvml import MEMBERS, decode_text
 
 # NVML_GPU_RECOVERY_ACTION_* and NVML_GPU_FABRIC_STATE_*, in the words of nvidia-smi
 RECOVERY_ACTIONS = (
@@ -22,7 +22,7 @@ FABRIC_STATES = ("Not Supported", "Not Started", "In Progress", "Completed")
 MANY = 3  # readings of a GPU that fail with "Unknown Error", from which on the GPU is broken: healthy ones may have one
 
 
-def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
+def read_gpu_facts(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return {"driver": version, "cuda": its version of CUDA, "gpus": {NVML's index: facts}}.
 
     The facts of a GPU are those of READINGS, and `refused`: name of a fact -> the driver's reason why it is missing. A GPU that
@@ -41,7 +41,7 @@ def read(nvml: Any, names: Iterable[str] = ()) -> dict[str, Any]:
     out: dict[str, Any] = {"driver": "", "cuda": "", "gpus": {}}
     try:
         with contextlib.suppress(nvml.NVMLError):
-            out["driver"], cuda = text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion()
+            out["driver"], cuda = decode_text(nvml.nvmlSystemGetDriverVersion()), nvml.nvmlSystemGetCudaDriverVersion()
             out["cuda"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         for index in range(nvml.nvmlDeviceGetCount()):
             if gpu := _read_gpu(nvml, index, [*names] or [*READINGS]):
@@ -84,7 +84,7 @@ def _processes(nvml: Any, gpu: Any) -> list[str]:
     names = []
     for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu):
         try:
-            name = text(nvml.nvmlSystemGetProcessName(process.pid))
+            name = decode_text(nvml.nvmlSystemGetProcessName(process.pid))
         except (nvml.NVMLError, UnicodeDecodeError):  # of another container, or not in UTF-8
             name = "a process"
         names.append(f"{name} (pid {process.pid})")
@@ -166,9 +166,9 @@ def _nvlink_errors(nvml: Any, gpu: Any) -> dict[str, dict[str, int]]:
 
 # Name of a fact -> its reading.
 READINGS: dict[str, Callable[[Any, Any], Any]] = {
-    "name": lambda nvml, gpu: text(nvml.nvmlDeviceGetName(gpu)),
-    "uuid": lambda nvml, gpu: text(nvml.nvmlDeviceGetUUID(gpu)),
-    "pci": lambda nvml, gpu: text(nvml.nvmlDeviceGetPciInfo(gpu).busId),
+    "name": lambda nvml, gpu: decode_text(nvml.nvmlDeviceGetName(gpu)),
+    "uuid": lambda nvml, gpu: decode_text(nvml.nvmlDeviceGetUUID(gpu)),
+    "pci": lambda nvml, gpu: decode_text(nvml.nvmlDeviceGetPciInfo(gpu).busId),
     "compute_capability": lambda nvml, gpu: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
     "memory": _memory,
     "processes": _processes,
@@ -198,4 +198,4 @@ READINGS: dict[str, Callable[[Any, Any], Any]] = {
 if __name__ == "__main__":
     import pynvml
 
-    Path(sys.argv[1]).write_text(json.dumps(read(pynvml)), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(read_gpu_facts(pynvml)), encoding="utf-8")

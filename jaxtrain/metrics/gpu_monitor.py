@@ -25,7 +25,7 @@ import pynvml
 from jaxtrain.config.durations import duration
 from jaxtrain.config.hardware import InvisibleGpu, visible_handles
 from jaxtrain.metrics.alerts import Episodes, GpuAlerts, MfuAlert
-from jaxtrain.metrics.nvml import Card, Lost, Sample, mean, rate_gb_s
+from jaxtrain.metrics.nvml import Card, GpuSample, Lost, mean, rate_gb_s
 
 __all__ = ["MfuAlert", "Monitor"]
 
@@ -66,7 +66,7 @@ class Monitor:
         self._sample_s, self._clock = sample_s, clock
         self._cards: dict[int, Card] = {}  # by index among the visible GPUs
         self._lock = threading.Lock()  # for the fields below, which the sampling thread writes
-        self._samples: dict[int, list[Sample]] = {}  # GPU -> samples since its last line
+        self._samples: dict[int, list[GpuSample]] = {}  # GPU -> samples since its last line
         self._lost: dict[int, str] = {}  # GPU that is no longer sampled -> reason
         self._failed = False  # whether the sampling thread has failed
         self._heard = 0.0  # time of the driver's last answer
@@ -84,16 +84,16 @@ class Monitor:
         try:
             nvml.nvmlInit()
         except nvml.NVMLError as error:
-            self._episodes.said.append(f"the GPUs are not monitored: NVML does not start ({error})")
+            self._episodes.messages.append(f"the GPUs are not monitored: NVML does not start ({error})")
             return self
         try:
             handles = visible_handles(self._environ.get("CUDA_VISIBLE_DEVICES"), nvml)
             missing = sorted(local_id for local_id in self._pools if local_id >= len(handles))
             if missing:
-                self._episodes.said.append(f"visible GPUs {missing} are not monitored: NVML lists {len(handles)}")
+                self._episodes.messages.append(f"visible GPUs {missing} are not monitored: NVML lists {len(handles)}")
             self._cards = {local_id: Card(nvml, handles[local_id]) for local_id in self._pools if local_id not in missing}
         except (nvml.NVMLError, Lost, InvisibleGpu) as error:
-            self._episodes.said.append(f"the GPUs are not monitored: {error}")
+            self._episodes.messages.append(f"the GPUs are not monitored: {error}")
             self._cards = {}
         self._written = self._heard = self._clock()
         if self._cards:
@@ -132,7 +132,7 @@ class Monitor:
             with self._lock:
                 silent = self._clock() - self._heard
                 expects_answer = not self._failed and len(self._lost) < len(self._cards)
-            silence.see(
+            silence.update(
                 "silent",
                 expects_answer and silent > SILENT_S,
                 f"the driver has not answered for {duration(silent)}: a GPU may hang. Look for Xid errors in dmesg.",
@@ -183,7 +183,7 @@ class Monitor:
                 out.append(line)
         return out
 
-    def _line(self, local_id: int, samples: list[Sample]) -> dict[str, Any]:
+    def _line(self, local_id: int, samples: list[GpuSample]) -> dict[str, Any]:
         def over_time(name: str) -> float | None:
             return mean([getattr(sample, name) for sample in samples])
 
@@ -194,8 +194,8 @@ class Monitor:
         return {
             "utilization": over_time("utilization"),
             "memory_used_gib": over_time("memory_used_gib"),
-            "pool_gib": gib(stats, "pool_bytes"),
-            "in_use_gib": gib(stats, "bytes_in_use"),
+            "pool_gib": stat_gib(stats, "pool_bytes"),
+            "in_use_gib": stat_gib(stats, "bytes_in_use"),
             "power_w": over_time("power_w"),
             "power_limit_w": samples[-1].power_limit_w,
             "temperature_c": max(temperatures, default=None),
@@ -208,7 +208,7 @@ class Monitor:
             "ecc_uncorrected": samples[-1].ecc_uncorrected,
         }
 
-    def _nvlink(self, local_id: int, samples: list[Sample]) -> tuple[float | None, float | None]:
+    def _nvlink(self, local_id: int, samples: list[GpuSample]) -> tuple[float | None, float | None]:
         """Return (sent, received) GB/s of a GPU over NVLink, since the last sample of its previous line.
 
         local_id: index of the GPU among the visible GPUs.
@@ -226,7 +226,7 @@ class Monitor:
         return self._episodes.take()
 
 
-def gib(stats: Mapping[str, int], name: str) -> float | None:
+def stat_gib(stats: Mapping[str, int], name: str) -> float | None:
     """Return the figure `name` of JAX's memory_stats in GiB; None if it is missing, or -1, jaxlib's value for unknown."""
     value = stats.get(name, -1)
     return value / 2**30 if value >= 0 else None

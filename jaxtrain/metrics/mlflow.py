@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from jaxtrain.config.schema import flatten
 from jaxtrain.metrics import samples as texts
-from jaxtrain.metrics.files import tagged
+from jaxtrain.metrics.files import tracker_values
 from jaxtrain.metrics.remote import Remote, Started
 
 FINISH_S = 300.0  # longest wait for data that is not sent when the run ends
@@ -88,13 +88,13 @@ class MLflow(Remote):
         metrics = (
             self._entities.Metric(_allowed(tag), value, int(1000 * wall_time), line["step"])
             for line, wall_time in lines
-            for tag, value in tagged(line).items()
+            for tag, value in tracker_values(line).items()
         )
         for batch in itertools.batched(metrics, METRICS_PER_CALL):
             self._client.log_batch(self._id, metrics=batch, synchronous=True)
 
-    def send_samples(self, samples: Sequence[texts.Sample]) -> None:
-        self._client.log_text(self._id, texts.write(samples), f"samples/step_{samples[0].step:08}.txt")
+    def send_samples(self, samples: Sequence[texts.TextSample]) -> None:
+        self._client.log_text(self._id, texts.format_samples(samples), f"samples/step_{samples[0].step:08}.txt")
 
     def send_facts(self, name: str, facts: Mapping[str, Any]) -> None:
         self._client.log_dict(self._id, facts, f"{name}.json")
@@ -102,13 +102,13 @@ class MLflow(Remote):
     def finish(self, exit_code: int) -> None:
         self._client.set_terminated(self._id, STATUS.get(exit_code, "FAILED"))
 
-    def attempted(self, method: Callable[..., None], *args: Any) -> None:
+    def try_call(self, method: Callable[..., None], *args: Any) -> None:
         self._calls.put((method, args))
 
     def close(self, exit_code: int | None) -> None:
         if exit_code is None:
             return
-        self.attempted(self.finish, exit_code)
+        self.try_call(self.finish, exit_code)
         self._thread.join(PATIENCE_S)
         if self._thread.is_alive():
             LOGGER.warning("%s", f"waiting for MLflow, at most {FINISH_S:g} s")
@@ -116,14 +116,14 @@ class MLflow(Remote):
         if self._thread.is_alive():
             LOGGER.warning("%s", f"MLflow did not take all within {FINISH_S:g} s. metrics.jsonl is complete.")
         else:
-            self.finished()
+            self.mark_complete()
 
     def _work(self) -> None:
         """Make the calls, in order, until `finish` has returned."""
         method = None
         while method != self.finish:
             method, args = self._calls.get()
-            super().attempted(method, *args)
+            super().try_call(method, *args)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class Lost(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class GpuSample:
     """The readings of a GPU at one time. A reading is None if the driver does not report it."""
 
     at: float  # time in seconds of the monitor's clock
@@ -57,14 +57,14 @@ class Card:
         self.index = int(nvml.nvmlDeviceGetIndex(handle))
         self.default_limit_w = self._ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit, lambda mw: mw / 1e3)
 
-    def sample(self, at: float) -> Sample | None:
+    def sample(self, at: float) -> GpuSample | None:
         """Return a sample; None if every NVML call failed. at: time in seconds on the monitor's clock.
 
         Raises Lost if the driver returns an error for a GPU that has fallen off the bus or needs a reset. Also raises Lost
         after MUTE consecutive samples in which every call failed.
         """
         nvml = self._nvml
-        reading = Sample(
+        reading = GpuSample(
             at,
             self._ask(nvml.nvmlDeviceGetUtilizationRates, lambda rates: rates.gpu / 100),
             self._ask(nvml.nvmlDeviceGetMemoryInfo, lambda info: int(info.used) / 2**30),
@@ -74,7 +74,7 @@ class Card:
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_SM),
             self._ask(nvml.nvmlDeviceGetClockInfo, float, nvml.NVML_CLOCK_MEM),
             # The older of two names of this function. All drivers support it.
-            self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, named),
+            self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, throttle_reasons),
             self._ask(nvml.nvmlDeviceGetTotalEccErrors, int, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
             self._nvlink(),
         )
@@ -106,12 +106,12 @@ class Card:
         return int(sent), int(received)
 
 
-def text(value: bytes | str) -> str:
+def decode_text(value: bytes | str) -> str:
     """Return a text of NVML, which older versions of pynvml give as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
-def named(bits: int) -> tuple[str, ...]:
+def throttle_reasons(bits: int) -> tuple[str, ...]:
     """Return the names of the reasons in THROTTLING whose bits NVML has set in `bits`."""
     return tuple(name for bit, name in THROTTLING.items() if bits & bit)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import Profile
 from jaxtrain.metrics.files import write_atomic
 
@@ -127,7 +127,7 @@ class Tracer:
             return
         self._say(
             f"Trace: {written[-1] if written else self.folder}\n"
-            f"  time of a step: {spelled('python -m jaxtrain profile')} {shlex.quote(str(self.workdir))}   "
+            f"  time of a step: {to_run_sh('python -m jaxtrain profile')} {shlex.quote(str(self.workdir))}   "
             "(or open the .trace.json.gz in its folder at https://ui.perfetto.dev)"
         )
 

@@ -46,7 +46,7 @@ class Console:
         self.path = Path(workdir) / ("log.txt" if process_index == 0 else f"log.{process_index}.txt")
         self._process_index = process_index
         self._total, self._work = total_steps, work
-        self.of_fp8: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
+        self.fp8_factor: float | None = None  # under precision=fp8, the factor from MFU to the MFU of the FP8 peak
         self._stream = stream or sys.stdout  # None after the terminal was lost
         self._live: Progress | None = None
         self._drawn = 0.0
@@ -100,7 +100,7 @@ class Console:
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a train line of metrics.jsonl, and write it to log.txt."""
         done, now = line["step"], time.monotonic()
-        self._numbers = numbers(line, self._seconds_left(done, now, line["step_time_s"]), self.of_fp8)
+        self._numbers = numbers(line, self._seconds_left(done, now, line["step_time_s"]), self.fp8_factor)
         text = f"step {done}/{self._total}  {self._numbers}"
         if self._has_live_line():
             self._draw(done, force=True)

@@ -34,7 +34,7 @@ from jaxtrain.metrics import files, goodput, gpu_facts
 
 NAME = "receipt.json"
 FORMAT = 4
-OF_A_GPU = (  # facts of a GPU (gpu_facts.py)
+GPU_FACTS = (  # facts of a GPU (gpu_facts.py)
     *("name", "uuid", "pci", "ecc", "nvlinks", "power_limit_w", "power_limit_default_w", "max_sm_clock_mhz"),
     "max_memory_clock_mhz",
 )
@@ -56,7 +56,7 @@ VOLATILE = (
     ),
 )
 # Fields of a fingerprint of data that are keys of the config.
-OF_THE_CONFIG = ("global_batch", "split", *(field.name for field in dataclasses.fields(Data)))
+CONFIG_FIELDS = ("global_batch", "split", *(field.name for field in dataclasses.fields(Data)))
 # Fields of a receipt that are objects, if it has them.
 OBJECTS = ("resolved", "environment", "versions", "code", "hardware", "devices", "data", "eval_data", "env", "changed")
 RATES = ("step_time_s", "tokens_per_s_per_device", "mfu_causal", "mfu_full", "hfu")
@@ -67,7 +67,7 @@ class ReceiptError(ValueError):
     """An error: a receipt, or a file next to it, cannot be read."""
 
 
-def now() -> str:
+def local_time() -> str:
     """Return the local time to the second, with its UTC offset, as ISO 8601 text."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
@@ -97,7 +97,7 @@ class Receipt:
             "format": FORMAT,
             "id": self.id,
             "attempt": 1,
-            "started": now(),
+            "started": local_time(),
             "ended": None,
             "exit_code": None,
             "reason": None,
@@ -106,10 +106,10 @@ class Receipt:
             "code": {
                 "commit": commit,
                 "dirty": dirty,
-                "digest": installed.code(),
+                "digest": installed.code_sha256(),
                 "own": own_code(fields.get("resolved")),
             },
-            "versions": versions | installed.versions(installed.OF_A_RUN) | driver,
+            "versions": versions | installed.versions(installed.RUN_PACKAGES) | driver,
             "environment": select_environment(os.environ),
             "hardware": {"cpu": cpu_model(), "cpus": usable_cpus(), "memory_gib": round(host_gib()), "gpus": gpus},
             "attempts": [],
@@ -117,7 +117,7 @@ class Receipt:
         note = ""
         if self.path.exists():
             try:
-                before = load(self.path)
+                before = load_receipt(self.path)
             except ReceiptError as error:
                 with files.naming(self.path):
                     aside = self.path.rename(self.path.with_name(f"receipt.set_aside-{datetime.now():%Y%m%d-%H%M%S-%f}.json"))
@@ -136,7 +136,7 @@ class Receipt:
             self.fields |= fields
             files.write_atomic(self.path, json.dumps(self.fields, indent=2) + "\n")
 
-    def began(self, loaded: Mapping[str, Any] | None) -> None:
+    def record_start(self, loaded: Mapping[str, Any] | None) -> None:
         """Write where the first state of the attempt is from, and the origin: the digest of the first state of the run.
 
         Later calls (after a rollback) are ignored.
@@ -154,7 +154,7 @@ class Receipt:
 
     def finish(self, exit_code: int, reason: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write the end of the attempt, and further fields."""
-        self.update(**(fields or {}), ended=now(), exit_code=exit_code, reason=reason)
+        self.update(**(fields or {}), ended=local_time(), exit_code=exit_code, reason=reason)
 
 
 def checkout(root: Path = REPO) -> tuple[str | None, bool | None]:
@@ -202,14 +202,14 @@ def device_facts(devices: Iterable[Any]) -> dict[str, Any]:
 
 
 def describe_gpus(driver: Any) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the versions `driver` and `driver_cuda`, and the facts OF_A_GPU of each GPU; both empty without a driver.
+    """Return the versions `driver` and `driver_cuda`, and the facts GPU_FACTS of each GPU; both empty without a driver.
 
     A fact that the driver refuses is None. The facts of a GPU that it cannot reach are `index` and `lost`.
     """
-    node = gpu_facts.read(driver, OF_A_GPU)
+    node = gpu_facts.read_gpu_facts(driver, GPU_FACTS)
     gpus = []
     for index, gpu in node.get("gpus", {}).items():
-        entry: dict[str, Any] = {"lost": True} if "error" in gpu else {name: gpu.get(name) for name in OF_A_GPU}
+        entry: dict[str, Any] = {"lost": True} if "error" in gpu else {name: gpu.get(name) for name in GPU_FACTS}
         if links := entry.get("nvlinks"):
             entry["nvlinks"] = len(links["up"])
         gpus.append({"index": int(index), **entry})
@@ -223,7 +223,7 @@ def select_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def own_code(config: Any) -> dict[str, str]:
     """Return module -> SHA-256 of its file, of the imported modules that a config names as package.module:name."""
-    values = " ".join(str(value) for _, value in flatten(config))
+    values = " ".join(str(value) for _, value in json_items(config))
     names = re.findall(r"(?<![\w./])([A-Za-z_][\w.]*):[A-Za-z_]\w*", values)
     paths = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in paths.items() if file}
@@ -247,7 +247,7 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
     place of their paths. What changed at a resume is a fact of its own.
     """
     env, data, held_out = (receipt.get(name) or {} for name in ("env", "data", "eval_data"))
-    config = dict(flatten(receipt.get("resolved") or {}))
+    config = dict(json_items(receipt.get("resolved") or {}))
     sets = {name: _contents(entry, config.get("data.eval_source")) for name, entry in held_out.items()}
     groups = {
         "code": receipt.get("code"),
@@ -257,7 +257,7 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "hardware": {**(receipt.get("hardware") or {}), "devices": receipt.get("devices")},
         "data": {**_contents(data, config.get("data.source")), "held_out": sets, "origin": receipt.get("origin")},
     }
-    values = {name: v for name, v in flatten(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
+    values = {name: v for name, v in json_items(groups) if not any(fnmatch.fnmatchcase(name, pattern) for pattern in VOLATILE)}
     for attempt in (*receipt.get("attempts", ()), receipt):
         if step := attempt.get("resumed_from_step"):
             changes = attempt.get("changed", {}).items()
@@ -268,7 +268,7 @@ def facts(receipt: Mapping[str, Any]) -> dict[str, Any]:
 def _contents(data: Mapping[str, Any], source: str | None) -> dict[str, Any]:
     """Return hash and weight of each token file of a fingerprint; without files, the fingerprint and the source."""
     if "files" not in data:
-        return {**{name: v for name, v in data.items() if name not in OF_THE_CONFIG}, "source": source}
+        return {**{name: v for name, v in data.items() if name not in CONFIG_FIELDS}, "source": source}
     hashes = {str(i): f"sha256 {f['content_sha256'][:12]}, weight {f['weight']:g}" for i, f in enumerate(data["files"], 1)}
     return {"files": hashes, "tokenizer": data.get("tokenizer", {}).get("sha256")}
 
@@ -276,7 +276,7 @@ def _contents(data: Mapping[str, Any], source: str | None) -> dict[str, Any]:
 # ---- Read
 
 
-def load(path: Path) -> dict[str, Any]:
+def load_receipt(path: Path) -> dict[str, Any]:
     """Return the receipt in a file. Raises ReceiptError if the file is not a receipt, or has another FORMAT."""
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
@@ -293,7 +293,7 @@ def load(path: Path) -> dict[str, Any]:
     return receipt
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def json_items(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of all values in nested JSON except nulls.
 
     A list becomes one text with its items and their counts, most frequent first: "7 x 700.0, 500.0". A list of objects becomes
@@ -305,7 +305,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             # The key of a held-out set without a name is "".
-            yield from flatten(inner, ".".join(filter(None, (path, str(key)))))
+            yield from json_items(inner, ".".join(filter(None, (path, str(key)))))
     elif isinstance(value, list):
         counted = sorted(Counter(map(str, value)).items(), key=lambda pair: (-pair[1], pair[0]))
         if counted:
@@ -328,7 +328,7 @@ def rates(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run, read from its receipt.
 
     Attributes:
@@ -350,7 +350,7 @@ class Run:
         """Return the lines of metrics.jsonl; [] without that file. Raises ReceiptError if it cannot be read."""
         path = self.folder / "metrics.jsonl" if self.folder else None
         try:
-            return list(files.read(path)) if path and path.exists() else []
+            return list(files.read_metrics(path)) if path and path.exists() else []
         except (OSError, files.MetricsError) as error:
             raise ReceiptError(str(error)) from error
 
@@ -370,7 +370,7 @@ class Run:
         if "goodput" in self.receipt or not self.folder:
             return self.receipt.get("goodput")
         try:
-            ledger = goodput.read(self.folder / goodput.FILE)
+            ledger = goodput.read_ledger(self.folder / goodput.FILE)
         except ValueError as error:
             raise ReceiptError(str(error)) from error
         return goodput.summarise(ledger).record() if ledger else None
@@ -382,11 +382,15 @@ class Run:
         return "killed, or still running" if code is None else f"{code}: {self.receipt['reason']}"
 
 
-def open_run(target: str | Path) -> Run:
+def open_run(target: str | Path) -> RunRecord:
     """Return the run of a folder or of a receipt file. Raises ReceiptError if `target` is neither."""
     path = Path(target).expanduser()
     file = path / NAME if path.is_dir() else path
     if not file.exists():
         raise ReceiptError(f"{path}: {f'no {NAME} in this folder' if path.is_dir() else 'no such file or folder'}. {FIX}")
-    receipt = load(file)
-    return Run(file.resolve().parent.name, file.parent, receipt) if file.name == NAME else Run(file.name, None, receipt)
+    receipt = load_receipt(file)
+    return (
+        RunRecord(file.resolve().parent.name, file.parent, receipt)
+        if file.name == NAME
+        else RunRecord(file.name, None, receipt)
+    )

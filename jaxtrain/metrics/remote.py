@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from jaxtrain.metrics.files import with_times, write_atomic
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 
 FORMAT = 1
 SETTLED_S = 60.0  # after which a line has arrived: the programs send every few seconds
@@ -81,7 +81,7 @@ class Remote(abc.ABC):
         """Send lines of metrics.jsonl with their times, in seconds since 1970. May raise any error, as the next methods."""
 
     @abc.abstractmethod
-    def send_samples(self, samples: Sequence[Sample]) -> None:
+    def send_samples(self, samples: Sequence[TextSample]) -> None:
         """Send the texts of one step."""
 
     @abc.abstractmethod
@@ -92,16 +92,16 @@ class Remote(abc.ABC):
     def finish(self, exit_code: int) -> None:
         """End the run."""
 
-    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
+    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[TextSample], dropped: int) -> None:
         """Send the lines and samples so far that the run there may lack: to a new run, all of them."""
         since, self._sent, self._mark = self._sent, step, min(self._mark, step)
         self._save(self._mark)
-        self.attempted(self.send, [(line, wall_time) for line, wall_time in with_times(lines) if line["step"] > since])
-        by_step: dict[int, list[Sample]] = {}
+        self.try_call(self.send, [(line, wall_time) for line, wall_time in with_times(lines) if line["step"] > since])
+        by_step: dict[int, list[TextSample]] = {}
         for sample in (sample for sample in samples if sample.step > since):
             by_step.setdefault(sample.step, []).append(sample)
         for step_samples in by_step.values():
-            self.attempted(self.send_samples, step_samples)
+            self.try_call(self.send_samples, step_samples)
         if dropped and since >= 0:
             LOGGER.info(
                 "%s",
@@ -111,30 +111,30 @@ class Remote(abc.ABC):
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:
         self._sent = line["step"]
-        self.attempted(self.send, [(line, wall_time)])
+        self.try_call(self.send, [(line, wall_time)])
         if not self.broken and time.monotonic() - self._marked > SETTLED_S:
             self._save(self._mark)
             self._mark, self._marked = self._sent, time.monotonic()
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        self.attempted(self.send_samples, samples)
+    def samples(self, samples: Sequence[TextSample]) -> None:
+        self.try_call(self.send_samples, samples)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
         if name != "config":  # `start` has sent it
-            self.attempted(self.send_facts, name, dict(facts))
+            self.try_call(self.send_facts, name, dict(facts))
 
     def close(self, exit_code: int | None) -> None:
         if exit_code is not None:
-            self.attempted(self.finish, exit_code)
-            self.finished()
+            self.try_call(self.finish, exit_code)
+            self.mark_complete()
 
-    def finished(self) -> None:
+    def mark_complete(self) -> None:
         """Note that all has arrived, unless an error was logged. No call may follow."""
         if not self.broken:
             self._save(self._sent)
         self.broken = True
 
-    def attempted(self, method: Callable[..., None], *args: Any) -> None:
+    def try_call(self, method: Callable[..., None], *args: Any) -> None:
         """Call a method with its errors caught. The first error is logged, and no call follows."""
         if self.broken:
             return

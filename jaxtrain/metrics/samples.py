@@ -18,7 +18,7 @@ SEPARATOR = "||"  # between the prompts of sample.prompt
 HEADING = re.compile(r"^--- step (\d+)(?:, prompt (\d+))?\n", re.MULTILINE)
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """A generated text, with its prompt. `prompt` is the number of the prompt, from 1; 0 if there is only one prompt."""
 
     step: int
@@ -27,8 +27,8 @@ class Sample(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """The text to continue, or several (`prompts`), and how."""
+class Sampling:
+    """The text to continue, or several (`split_prompts`), and how."""
 
     prompt: str
     max_tokens: int
@@ -37,12 +37,12 @@ class Ask:
     seed: int = 0
 
 
-def prompts(text: str) -> list[str]:
+def split_prompts(text: str) -> list[str]:
     """Return the prompts of `sample.prompt`, which SEPARATOR separates."""
     return text.split(SEPARATOR)
 
 
-def write(samples: Iterable[Sample]) -> str:
+def format_samples(samples: Iterable[TextSample]) -> str:
     """Return samples as text for samples.txt."""
     return "".join(
         f"--- step {s.step}{f', prompt {s.prompt}' if s.prompt else ''}\n{HEADING.sub(lambda m: ' ' + m[0], s.text + chr(10))}"
@@ -50,10 +50,10 @@ def write(samples: Iterable[Sample]) -> str:
     )
 
 
-def read(text: str) -> Iterator[Sample]:
+def parse_samples(text: str) -> Iterator[TextSample]:
     """Yield the samples of a samples.txt. Text before the first heading is ignored."""
     headings = list(HEADING.finditer(text))
     ends = [heading.start() for heading in headings[1:]] + [len(text)]
     for heading, end in zip(headings, ends, strict=False):  # without a heading there is one newline too many
         body = text[heading.end() : end]
-        yield Sample(int(heading[1]), int(heading[2] or 0), body.removesuffix("\n"))
+        yield TextSample(int(heading[1]), int(heading[2] or 0), body.removesuffix("\n"))

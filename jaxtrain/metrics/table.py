@@ -132,7 +132,7 @@ GPU: dict[str, Metric] = {
 }  # fmt: skip
 
 
-def required() -> list[str]:
+def required_names() -> list[str]:
     """Return the names that every train line has."""
     return [name for name, metric in METRICS.items() if not metric.optional]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.metrics.files import tagged, with_times
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.files import tracker_values, with_times
+from jaxtrain.metrics.samples import TextSample
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -31,7 +31,7 @@ class TensorBoard:
         self._error: OSError | None = None  # the first one of a file
         self._step = 0  # of the newest line, for facts
 
-    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[Sample], dropped: int) -> None:
+    def rewind(self, step: int, lines: Iterable[Mapping[str, Any]], samples: Iterable[TextSample], dropped: int) -> None:
         """Write all lines and samples to a new event file, also those that a killed process had not flushed.
 
         The old event files are emptied now, and deleted at the next rewind. Event files of other programs are unchanged.
@@ -52,10 +52,10 @@ class TensorBoard:
 
     def line(self, line: Mapping[str, Any], wall_time: float) -> None:
         self._step = line["step"]
-        for tag, value in tagged(line).items():
+        for tag, value in tracker_values(line).items():
             self._open().add_scalar(tag, value, line["step"], wall_time)
 
-    def samples(self, samples: Sequence[Sample]) -> None:
+    def samples(self, samples: Sequence[TextSample]) -> None:
         for sample in samples:
             self._text(f"sample/{sample.prompt}" if sample.prompt else "sample", sample.text, sample.step)
 

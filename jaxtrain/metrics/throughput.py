@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from jaxtrain.metrics.table import required
+from jaxtrain.metrics.table import required_names
 
 
 class Throughput:
@@ -84,7 +84,7 @@ class Throughput:
         """Return the rate fields of a train line, over the steps since the last call."""
         times, waits, tokens = self._times, self._waits, self._tokens
         self._times, self._waits, self._tokens = [], [], []
-        names = required()
+        names = required_names()
         out: dict[str, float | None] = dict.fromkeys(names[names.index("step_time_s") : names.index("data_wait_s") + 1])
         if not times:
             return out
@@ -106,12 +106,12 @@ class Throughput:
 
 
 class HasMemoryStats(Protocol):
-    """The part of a jax.Device that `memory` uses."""
+    """The part of a jax.Device that `memory_gib` uses."""
 
     def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
-def memory(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
+def memory_gib(devices: Iterable[HasMemoryStats]) -> tuple[float | None, float | None]:
     """Return the largest (memory in use, peak memory) of these local devices in GiB; None if no device reports it (CPUs)."""
     stats = [device_stats for device in devices if (device_stats := device.memory_stats())]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.schema import flatten
-from jaxtrain.metrics.files import tagged
+from jaxtrain.metrics.files import tracker_values
 from jaxtrain.metrics.remote import Remote, Started
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 
 
 class Trackio(Remote):
@@ -51,9 +51,9 @@ class Trackio(Remote):
     def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
         for line, _ in lines:
             self._step = line["step"]
-            self._run.log({**tagged(line), "attempt": self.attempt}, step=line["step"])
+            self._run.log({**tracker_values(line), "attempt": self.attempt}, step=line["step"])
 
-    def send_samples(self, samples: Sequence[Sample]) -> None:
+    def send_samples(self, samples: Sequence[TextSample]) -> None:
         table = self._trackio.Table(columns=["prompt", "text"], data=[[s.prompt, s.text] for s in samples])
         self._run.log({"samples": table, "attempt": self.attempt}, step=samples[0].step)
 

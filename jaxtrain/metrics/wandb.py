@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics.files import tagged, write_atomic
+from jaxtrain.metrics.files import tracker_values, write_atomic
 from jaxtrain.metrics.remote import Remote, Started
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 
 FINISH_S = 300.0  # longest wait for data that is not sent when the run ends. The data stays on disk for `wandb sync`.
 
@@ -50,9 +50,9 @@ class WandB(Remote):
 
     def send(self, lines: Iterable[tuple[Mapping[str, Any], float]]) -> None:
         for line, _ in lines:
-            self._run.log({**tagged(line), "step": line["step"], "attempt": self.attempt})
+            self._run.log({**tracker_values(line), "step": line["step"], "attempt": self.attempt})
 
-    def send_samples(self, samples: Sequence[Sample]) -> None:
+    def send_samples(self, samples: Sequence[TextSample]) -> None:
         table = self._table(columns=["step", "prompt", "text"], data=[list(sample) for sample in samples])
         self._run.log({"samples": table, "step": samples[0].step, "attempt": self.attempt})
 

@@ -64,7 +64,7 @@ def family(name: str) -> Any:
       ConfigError: the named object cannot be imported.
     """
     if ":" in name:
-        return own_parts.load("model.family", name)
+        return own_parts.load_part("model.family", name)
     if name not in FAMILIES:
         raise ValueError(f"model.family = {name!r}: no such family. Known: {', '.join(FAMILIES)}, or package.module:name.")
     module: ModuleType = importlib.import_module(FAMILIES[name])

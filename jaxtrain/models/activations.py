@@ -4,7 +4,7 @@ The model marks these tensors with `checkpoint_name`. A tensor that is saved (on
 is not recomputed. This module imports no jax, because FLOP counts and config checks import this module.
 """
 
-from jaxtrain.config.schema import Problem, Remat, nearest
+from jaxtrain.config.schema import Problem, Remat, suggest
 
 # Name of an activation -> its description.
 ACTIVATIONS = {
@@ -75,11 +75,11 @@ def parse_tensors(text: str) -> tuple[dict[str, str], list[Problem]]:
             )
         elif name not in ACTIVATIONS:
             problems.append(
-                Problem("remat.tensors", item, f"no activation is named {name!r}", nearest(name, list(ACTIVATIONS)))
+                Problem("remat.tensors", item, f"no activation is named {name!r}", suggest(name, list(ACTIVATIONS)))
             )
         elif action not in PLACES:
             problems.append(
-                Problem("remat.tensors", item, f"{action!r} is not keep, offload or recompute", nearest(action, list(PLACES)))
+                Problem("remat.tensors", item, f"{action!r} is not keep, offload or recompute", suggest(action, list(PLACES)))
             )
         elif name in actions:
             problems.append(Problem("remat.tensors", item, f"{name!r} is named twice", "Keep one of them."))

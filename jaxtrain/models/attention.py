@@ -21,7 +21,7 @@ from jaxtrain.models.layers import Context, JointRMSNorm, RMSNorm
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.remat import Kind
-from jaxtrain.sharding import Placement, index
+from jaxtrain.sharding import Placement, device_index
 
 KIND_SWITCH = "attention_kind"  # scope of a switch over the kinds of layers; the plan weights its branches by `kind_shares`
 
@@ -161,7 +161,7 @@ class Attention(nnx.Module):
             return w
         if isinstance(w, Float8):
             return Float8(self._local_head(w.bits), w.scale, self._local_head(w.gradient))
-        head = index(self.ctx.placement.mesh_axes("kv_heads")) // self.copies
+        head = device_index(self.ctx.placement.mesh_axes("kv_heads")) // self.copies
         return jax.lax.dynamic_slice_in_dim(w, head, 1, axis=w.ndim - 2)
 
     def _project(self, x_BTD: jax.Array, name: str, bias: nnx.Param | None) -> jax.Array:

@@ -51,7 +51,7 @@ import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 
-from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, RunConfig, Train, parts_of
+from jaxtrain.config.schema import FEED_FORWARD, Lora, Mesh, Model, Moe, Remat, RunConfig, Train, split_items
 from jaxtrain.config.shapes import DELTA_CHUNK, FIRST_ROUND
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import windows
@@ -297,7 +297,7 @@ def newton_schulz(model: Model) -> float:
 
 def learns(lora: Lora, train: Train, name: str) -> bool:
     """Return whether a parameter of the model is trained; False with adapters. name: without layer numbers."""
-    return not lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in parts_of(train.freeze))
+    return not lora.rank and not any(fnmatch.fnmatchcase(name, pattern) for pattern in split_items(train.freeze))
 
 
 def differentiates_layers(model: Model, lora: Lora, train: Train) -> bool:
@@ -317,7 +317,7 @@ def _adapter_flops(model: Model, lora: Lora, rows: float, rank: int) -> Iterator
 
     The result is named as in `gemms`. rows, rank: as in `adapters`.
     """
-    m, targets = model, parts_of(lora.targets)
+    m, targets = model, split_items(lora.targets)
     for name, (into, out) in projections(m).items():
         if name in targets:
             times = 2.0 * lora.rank * (m.num_layers - m.delta_layers)
@@ -397,7 +397,7 @@ def beyond(run: RunConfig) -> Flops:
     adapter_args = shared_rows(run, rows), rank
     passes = 1 + back * (1 + learns(run.lora, run.train, "layers.mlp.gate"))  # backward: gradients of activations and weights
     linear = (layers(m, rows) - layers(m)) * passes + 3 * (adapters(m, run.lora, *adapter_args) - adapters(m, run.lora))
-    linear += 2.0 * m.d_model * m.vocab_size * run.loss.of_pairs
+    linear += 2.0 * m.d_model * m.vocab_size * run.loss.is_pairwise
     once, _, backward = chunked_rule(m, run.data.seq_len) if m.delta_layers else (0.0,) * 3
     linear += m.delta_layers * (once + backward * back - delta_rule(m) * (1 + 2 * back))
     if not back:

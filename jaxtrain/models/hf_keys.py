@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import Model
 
 OWN = "jaxtrain_own"  # key of config.json with the section `own` of a config
@@ -149,7 +149,7 @@ def import_with(path: str, *changes: str) -> str:
     """
     folder = shlex.quote(path.partition("config.json")[0].rstrip("/") or "DIR")
     options = " ".join(f"--set {shlex.quote(change)}" for change in changes)
-    return spelled(f"python -m jaxtrain hf import {folder} --out=RUN {options}; then use RUN")
+    return to_run_sh(f"python -m jaxtrain hf import {folder} --out=RUN {options}; then use RUN")
 
 
 class Row(abc.ABC):

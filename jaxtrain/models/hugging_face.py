@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import DELTA, GLOBAL, LOCAL, Model
 from jaxtrain.models import FAMILIES, family, windows
 from jaxtrain.models.hf_keys import (
@@ -415,7 +415,7 @@ def format_of(name: str) -> Format:
         return declared
     rule = "has no FORMAT, the table of its names in Hugging Face's checkpoints"
     rule = rule if declared is None else f"its FORMAT is {type(declared).__name__}, and no jaxtrain.models.hugging_face.Format"
-    fix = spelled("python -m jaxtrain hf export RUN --out=DIR --raw")
+    fix = to_run_sh("python -m jaxtrain hf export RUN --out=DIR --raw")
     raise HuggingFaceError(f"model.family = {name!r}: {rule}. Fix, for jaxtrain's names: {fix}.")
 
 

@@ -19,7 +19,7 @@ from jaxtrain.models.lora import Adapters, Lora
 from jaxtrain.models.module import constant, normal, param
 from jaxtrain.models.structure import Structure
 from jaxtrain.models.zero import ComputeCopy, Zero
-from jaxtrain.sharding import Placement, all_reduce, index
+from jaxtrain.sharding import Placement, all_reduce, device_index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class GatedLinear(nnx.Module):
             return y
         bias = getattr(self, f"{name}_bias")[...].astype(jnp.float32)
         if name == "down":  # outputs are summed over the devices that shard F
-            bias = jnp.where(index(self.ctx.placement.mesh_axes("mlp")) == 0, bias, jnp.zeros_like(bias))
+            bias = jnp.where(device_index(self.ctx.placement.mesh_axes("mlp")) == 0, bias, jnp.zeros_like(bias))
         return (y.astype(jnp.float32) + bias[None, None]).astype(y.dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.shapes import PLACE
+from jaxtrain.config.shapes import PERIOD
 from jaxtrain.models.stored import Encoded, Stored
 from jaxtrain.sharding import Axes, Placement
 
@@ -112,7 +112,7 @@ class Definition:
     @property
     def period(self) -> int:
         """Return the number of layers in one element of the stack."""
-        matches = (PLACE.search(name) for name in jax.tree.leaves(names(self.weights)))
+        matches = (PERIOD.search(name) for name in jax.tree.leaves(names(self.weights)))
         return max((int(match[2]) for match in matches if match), default=1)
 
     def specs(self, placement: Placement) -> Params:

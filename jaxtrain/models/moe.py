@@ -12,7 +12,7 @@ from jaxtrain.kernels.experts.routing import COLUMNS, route
 from jaxtrain.models.layers import GATED, Context, GatedLinear
 from jaxtrain.models.lora import Adapters
 from jaxtrain.models.module import constant, normal, param
-from jaxtrain.sharding import all_reduce, index
+from jaxtrain.sharding import all_reduce, device_index
 
 ROUTER = ("embed", None)
 DROPPED = COLUMNS.index("dropped")
@@ -62,7 +62,7 @@ class ExpertsMLP(nnx.Module):
         """Return the experts' biases. If devices shard F, `down_bias` is 0 except on one device, because outputs are summed."""
         if not self.model.expert_bias:
             return None
-        first = index(self.ctx.placement.mesh_axes("mlp")) == 0
+        first = device_index(self.ctx.placement.mesh_axes("mlp")) == 0
         down_ED = self.down_bias[...]
         return kernel.Biases(self.gate_bias[...], self.up_bias[...], jnp.where(first, down_ED, jnp.zeros_like(down_ED)))
 

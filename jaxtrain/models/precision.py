@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Mesh, Model, Moe, Problem, nearest, parts_of
+from jaxtrain.config.schema import Mesh, Model, Moe, Problem, split_items, suggest
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import flops
 
@@ -44,7 +44,7 @@ def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[fro
             Problem("precision", precision, rule, "Set precision to bf16, or create its weights with dot=True.")
         ]
     key, chosen, problems = "fp8.exclude", set(weights), []
-    for item in parts_of(exclude):
+    for item in split_items(exclude):
         matches = {name for name in weights if f".{item}." in f".{name}."}
         chosen -= matches
         if not matches and any(segment.isdigit() for segment in item.split(".")):
@@ -52,7 +52,7 @@ def eight_bit(precision: str, exclude: str, weights: Sequence[str]) -> tuple[fro
             problems.append(Problem(key, exclude, rule, "Name a weight or a block, which means that of every layer."))
         elif not matches:
             rule = f"no weight or block is named {item!r}"
-            problems.append(Problem(key, exclude, rule, nearest(item.rpartition(".")[2], _name_segments(weights))))
+            problems.append(Problem(key, exclude, rule, suggest(item.rpartition(".")[2], _name_segments(weights))))
     if not chosen and not problems:
         problems.append(Problem(key, exclude, "leaves no matmul in FP8", "Set precision to bf16, or name fewer."))
     return frozenset(chosen), problems

@@ -18,8 +18,8 @@ from jaxtrain.config.schema import (
     Lora,
     Model,
     Problem,
-    parts_of,
-    spelled_value,
+    format_value,
+    split_items,
     with_fits,
 )
 from jaxtrain.models import flops
@@ -27,7 +27,7 @@ from jaxtrain.models.precision import EXPERTS
 
 OF_LATENT = ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 OF_DELTA = {"linear_key_heads": 16, "linear_value_heads": 32, "linear_key_dim": 128, "linear_value_dim": 128, "linear_conv": 4}
-# For unread.problems.
+# For unread.find_unread.
 READ_WITH = (
     *((f"model.{name}", "model.kv_lora_rank", None) for name in OF_LATENT),
     ("model.dense_d_ff", "model.dense_layers", None),
@@ -71,7 +71,7 @@ def wrong_targets(lora: Lora, adaptable: Sequence[str], experts: bool) -> list[P
     adaptable: names of the weights that can have adapters. experts: whether the model has experts.
     """
     key, targets = "lora.targets", lora.targets
-    requested = parts_of(targets)
+    requested = split_items(targets)
     unknown = [target for target in requested if target not in adaptable]
     if requested and not unknown:
         return []
@@ -91,7 +91,7 @@ def wrong_targets(lora: Lora, adaptable: Sequence[str], experts: bool) -> list[P
 
 def unused_experts(lora: Lora, model: Model) -> list[Problem]:
     """Return a problem if the experts are to share adapters, and lora.targets names none of their weights."""
-    if lora.experts != "shared" or not model.num_experts or {*parts_of(lora.targets)} & {*FEED_FORWARD}:
+    if lora.experts != "shared" or not model.num_experts or {*split_items(lora.targets)} & {*FEED_FORWARD}:
         return []
     rule = f"lora.targets = {lora.targets} names no weight of the experts"
     remedy = f"Set each, or add {','.join(FEED_FORWARD)} to lora.targets."
@@ -135,14 +135,14 @@ def wrong_base(base: str, model: Model, shards: Mapping[str, int]) -> list[Probl
 
 
 def _problems(model: Model) -> list[Problem]:
-    keys = {name: key for name, key in schema.declared().items() if name.startswith("model.")}
+    keys = {name: key for name, key in schema.all_keys().items() if name.startswith("model.")}
     values = {name: getattr(model, name.removeprefix("model.")) for name in keys}
     problems = [
         Problem(name, values[name], *violation) for name, key in keys.items() if (violation := key.out_of_range(values[name]))
     ]
     bad = {problem.key for problem in problems}
     problems += [problem for problem in check_model(model, bad) if problem.key not in bad]
-    return [*problems, *unread.problems(values, READ_WITH, bad).values()]
+    return [*problems, *unread.find_unread(values, READ_WITH, bad).values()]
 
 
 def _attention(model: Model, bad: set[str]) -> Iterable[Problem]:
@@ -197,7 +197,7 @@ def _delta(model: Model) -> Iterable[Problem]:
     if DELTA not in model.attention_pattern:
         for name in OF_DELTA:
             if value := getattr(model, name):
-                rule = f"is read only with d in model.attention_pattern, which is {spelled_value(model.attention_pattern)}"
+                rule = f"is read only with d in model.attention_pattern, which is {format_value(model.attention_pattern)}"
                 yield Problem(f"model.{name}", value, rule, "Set 0.")
         return
     missing = [name for name in OF_DELTA if not getattr(model, name)]
@@ -241,7 +241,7 @@ def _latent(model: Model) -> Iterable[Problem]:
     for name in WITHOUT:
         value, default = getattr(model, name), getattr(Model(), name)
         if value != default:
-            yield Problem(f"model.{name}", value, "latent attention is built without it", f"Set {spelled_value(default)}.")
+            yield Problem(f"model.{name}", value, "latent attention is built without it", f"Set {format_value(default)}.")
 
 
 def _dense(model: Model) -> Iterable[Problem]:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.kernels import low_bits
-from jaxtrain.sharding import Axes, Placement, index
+from jaxtrain.sharding import Axes, Placement, device_index
 
 LEADING = ("layers", "experts")  # logical axes of stacks of matrices
 
@@ -105,7 +105,7 @@ class Stored:
         if placement is not None:
             over = [placement.compute_axes(axis) for axis in self.axes[self._lead :][:2]]
             sizes = [n // placement.size(axes) for n, axes in zip(self.matrix, over, strict=True)]
-            start = tuple(index(axes) * n for axes, n in zip(over, sizes, strict=True))
+            start = tuple(device_index(axes) * n for axes, n in zip(over, sizes, strict=True))
         w = low_bits.decode(arrays, self.format, self.inputs_first, dtype, start, self.matrix)
         return w.reshape(*w.shape[:-1], -1, *self.shape[self._lead + 2 :])
 

@@ -130,7 +130,7 @@ class Facts:
         files: path -> text of a file; a file that cannot be read is left out.
         folders: path -> names in a folder, sorted.
         commands: command -> answer. Of the kernel's log, only the driver's lines.
-        nvml: result of `gpu_facts.read`, or `error` and `hangs` if its process failed.
+        nvml: result of `gpu_facts.read_gpu_facts`, or `error` and `hangs` if its process failed.
         measured: rates of the node (node_rates.py), in a recording.
     """
 

@@ -22,7 +22,7 @@ from jaxtrain.node.facts import Unanswered, call_with_timeout
 from jaxtrain.node.node_rates import measure
 from jaxtrain.node.table import Check, Context, Verdict, fault, listed
 from jaxtrain.report.preflight import FAULT, MISSING, OK, Finding, NodeReport
-from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, start
+from jaxtrain.runtime.distributed import Cluster, ClusterError, PeerLost, Peers, connect
 from jaxtrain.runtime.startup import quiet
 
 RESERVE_S = 6.0  # of the limit, reserved for the last messages and the end of the processes
@@ -104,8 +104,8 @@ class Preflight:
                 with quiet():
                     import jax  # noqa: F401  prints notes on stderr without a driver
 
-                    start(self._cluster, init_timeout_s=max(2, int(self._connect_s)))
-                self._peers = Peers.of_this_run()
+                    connect(self._cluster, init_timeout_s=max(2, int(self._connect_s)))
+                self._peers = Peers.from_jax()
                 self._peers.watch(self._lost)
                 self._deadline = time.monotonic() + self._limit_s
             reports = self._all_nodes()

@@ -20,7 +20,7 @@ from typing import Any
 import pynvml
 
 from jaxtrain.config import hardware
-from jaxtrain.metrics.nvml import Card, Lost, Sample, mean
+from jaxtrain.metrics.nvml import Card, GpuSample, Lost, mean
 from jaxtrain.node import disk_rates
 from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.node.rates import BUS_RATES, GPU_LISTS, RATES
@@ -225,7 +225,7 @@ def load_samples(cards: Sequence[Card], out: list[dict[str, Any]], period_s: flo
             throttle reason.
         period_s: seconds between samples.
     """
-    samples: dict[Card, list[Sample]] = {card: [] for card in cards}
+    samples: dict[Card, list[GpuSample]] = {card: [] for card in cards}
     stop = threading.Event()
 
     def sample() -> None:

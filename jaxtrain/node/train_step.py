@@ -23,7 +23,7 @@ import rich.console
 
 from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import WITHOUT_GPUS
-from jaxtrain.config.launch import Loaded
+from jaxtrain.config.launch import LoadedConfig
 from jaxtrain.config.schema import ConfigError, Mesh, Problem, RunConfig, default_config, resolve
 from jaxtrain.data import loading, opening
 from jaxtrain.data.batches import with_documents
@@ -71,7 +71,7 @@ def try_start(_: dict[str, Any]) -> dict[str, Any]:
     return {"verdict": OK}
 
 
-def find_problems(loaded: Loaded, count: int) -> list[Problem]:
+def find_problems(loaded: LoadedConfig, count: int) -> list[Problem]:
     """Return the problems of a case: its config on `count` devices, its data, and environment variables refused by training."""
     devices, problems, run = devices_for(count), list(loaded.problems), loaded.run
     if not loaded.file_read:
@@ -200,7 +200,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         jax.block_until_ready(current)
         seconds = [b - a for a, b in itertools.pairwise(marks[warmup - 1 :])]
         step_s, peak = spread(seconds), step_log.peak_tflops(run, devices[0].device_kind)
-        out["memory"]["peak_gib"] = throughput.memory(devices)[1]
+        out["memory"]["peak_gib"] = throughput.memory_gib(devices)[1]
         out |= {
             "verdict": OK,
             "steps": len(seconds),
@@ -258,7 +258,7 @@ def _trace(folder: Path, program: Any, train: Any, current: Any, batches: Iterat
     receipt.start({"devices": device_facts(mesh.devices.flat), "mesh": dict(mesh.shape), "attention": program.kernel.name})
     files.write_atomic(folder / "config.json", json.dumps(schema.to_dict(program.run), indent=1) + "\n")
     with files.Writers(folder) as writers:
-        writers.train(**dict.fromkeys(table.required()) | {"step": 1, "step_time_s": step_s})
+        writers.train(**dict.fromkeys(table.required_names()) | {"step": 1, "step_time_s": step_s})
     profile = dataclasses.replace(program.run.profile, start=1, steps=TRACED_STEPS)
     tracer = profiling.Tracer(profile, folder, print, program=train)
     try:

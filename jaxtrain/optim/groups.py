@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config.declaration import Key
-from jaxtrain.config.schema import Optimizer, Problem, choices, nearest
+from jaxtrain.config.schema import Optimizer, Problem, choices, suggest
 
 KEY = "optimizer.groups"
 METHODS = choices("optimizer.name")
@@ -56,12 +56,12 @@ def _add_setting(setting: str, values: dict[str, float | str]) -> tuple[str, str
     if not (equals and name and value):
         return f"{setting.strip()!r} must be SETTING=VALUE", f"Settings are {', '.join(SETTINGS)}."
     if name not in SETTINGS:
-        return f"no setting {name!r}", nearest(name, list(SETTINGS))
+        return f"no setting {name!r}", suggest(name, list(SETTINGS))
     if name in values:
         return f"{name!r} is set twice", "Keep one of them."
     if name == "optimizer":
         if value not in METHODS:
-            return f"optimizer = {value!r}: no such choice", nearest(value, list(METHODS))
+            return f"optimizer = {value!r}: no such choice", suggest(value, list(METHODS))
         values[name] = value
         return None
     try:

@@ -14,7 +14,7 @@ import optax
 
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.schema import ConfigError
-from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_place
+from jaxtrain.config.shapes import DENSE, STACK, is_vector, without_period
 from jaxtrain.kernels.numerics import DTYPES, Numerics
 from jaxtrain.optim import groups
 from jaxtrain.optim.moments import INT8, block_axis
@@ -110,7 +110,7 @@ def check_groups(optimizer: schema.Optimizer, axes: Any) -> None:
 
 
 def _param_name(path: Any) -> str:
-    return without_place(".".join(str(k.key) for k in path))
+    return without_period(".".join(str(k.key) for k in path))
 
 
 def _leaf_at(tree: Any, path: Any) -> Any:
@@ -253,7 +253,7 @@ def make_optimizer(
         return adamw(optimizer, dtypes, axes)
     if optimizer.name == "muon":
         return muon(optimizer, dtypes, axes, placement, numerics)
-    function = own_parts.load("optimizer.name", optimizer.name)
+    function = own_parts.load_part("optimizer.name", optimizer.name)
 
     def user_call(form: str = "") -> Any:
         return own_parts.calling("optimizer.name", optimizer.name, form)

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from jaxtrain.config import hardware
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.plan.program import collectives, hlo, roofline
 from jaxtrain.plan.rates import PUBLISHED, expected_ms, kind, rates_for
 from jaxtrain.step.auto_remat import expert_fill
@@ -98,7 +98,7 @@ class Watch:
     def _warning(self, name: str, unit: str, value: float, planned: float, text: str) -> str:
         return (
             f"{name}: {value:.3g} {unit} measured, {text} {unit} planned ({self.expected.rates}): {value / planned:.2f} times "
-            f"{planned:.3g}. {spelled('python -m jaxtrain plan --calibrate')} measures the rates of this machine."
+            f"{planned:.3g}. {to_run_sh('python -m jaxtrain plan --calibrate')} measures the rates of this machine."
         )
 
     def measured(self) -> dict[str, float | None]:

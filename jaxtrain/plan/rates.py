@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config import hardware
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import RunConfig
 from jaxtrain.metrics.files import write_atomic
 from jaxtrain.plan import result
@@ -232,7 +232,7 @@ def load(gpu_name: str, folder: Path | str = FOLDER) -> result.Rates | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: not a calibration of {gpu_name} ({error}). Delete it for published kernel rates, or measure again on "
-            f"that GPU with: {spelled('python -m jaxtrain plan --calibrate')}"
+            f"that GPU with: {to_run_sh('python -m jaxtrain plan --calibrate')}"
         ) from error
     return rates
 

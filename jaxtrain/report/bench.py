@@ -18,7 +18,7 @@ from jaxtrain.config.command_line import INTERRUPTED
 from jaxtrain.config.installed import versions
 from jaxtrain.config.numbers import percent
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.metrics.receipt import Receipt, checkout, now
+from jaxtrain.metrics.receipt import Receipt, checkout, local_time
 from jaxtrain.report import tables
 from jaxtrain.report.tables import Table
 from jaxtrain.train.child import OK
@@ -32,7 +32,7 @@ def about(devices: hardware.Devices) -> dict[str, Any]:
     """Return date, machine, versions, commit and command, without starting JAX, because the cases need the GPU's memory."""
     commit, dirty = checkout()
     return {
-        "date": now(),
+        "date": local_time(),
         "device": devices.name,
         "platform": devices.kind,
         "count": devices.count,

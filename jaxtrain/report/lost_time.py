@@ -199,8 +199,8 @@ def _run_causes(run: Run, step_s: float) -> Iterator[Cause | str]:
             ("save", "saves", "checkpoint.every_steps"),
             ("eval", "evaluations", "eval.every_steps, eval.sequences, sample.every_steps"),
         ):
-            evidence = f"{number(spent.parts[cause])} s in {plural(spent.steps, 'step')}, during which no step ran"
-            yield Cause(name, spent.parts[cause] / spent.steps, evidence, keys, spent.parts[cause] / spent.wanted_s)
+            evidence = f"{number(spent.seconds[cause])} s in {plural(spent.steps, 'step')}, during which no step ran"
+            yield Cause(name, spent.seconds[cause] / spent.steps, evidence, keys, spent.seconds[cause] / spent.wanted_s)
     stages = (run.receipt.get("mesh") or {}).get("stage", 1)
     if stages > 1:
         accum, groups = run.config["train"]["grad_accum"], run.config["pipeline"]["groups"]

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration
 from jaxtrain.config.numbers import GB_PER_GIB, column, gib, number, percent, plural, rough, size
@@ -194,7 +194,7 @@ def command(plan: Plan) -> str:
     load = plan.experts.load if plan.experts else 1
     busiest = [f"--experts-load={expert_load(load)}"] if load != 1 else []
     arguments = shlex.join([f"--config={plan.config}", *overrides, *machine, *busiest])
-    return f"{spelled('python -m jaxtrain plan')} {arguments}"
+    return f"{to_run_sh('python -m jaxtrain plan')} {arguments}"
 
 
 # ---- memory

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxtrain.config.command_line import FAILED, INTERRUPTED, Args, make_console
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.numbers import size
 from jaxtrain.config.schema import ConfigError, RunConfig
 from jaxtrain.data import opening
@@ -144,7 +144,7 @@ def _print_search(job: Job) -> None:
         return
     words = [f"--config={job.name}", *(f"--config.{o}" for o in job.overrides), f"--topology={job.topology.name}", "--search"]
     say(job.console, "\nto search for a layout that fits", "bold")
-    job.console.print(Text(f"{spelled('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
+    job.console.print(Text(f"{to_run_sh('python -m jaxtrain plan')} {shlex.join(words)}"), soft_wrap=True)
 
 
 def compare(args: Args, topology: Topology | None, cudnn: Library | None) -> int:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.metrics.receipt import FIX, NAME, ReceiptError, Run, differences, flatten, open_run
+from jaxtrain.metrics.receipt import FIX, NAME, ReceiptError, RunRecord, differences, json_items, open_run
 
 FIRST = ("command", "config", "overrides", "mesh", "attention", "data")  # most important fields, which are shown first
 HIDDEN = ("attempts", "format", "resolved", "ranks", "changed")  # long, or in another table or file
@@ -17,7 +17,7 @@ FORMATS = {
 }  # fmt: skip
 
 
-def compare(a: Run, b: Run) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def compare(a: RunRecord, b: RunRecord) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return the facts that differ between two runs (`group`, `name`, `a`, `b`), and their results (`name`, `a`, `b`, `ratio`).
 
     Raises ReceiptError if a metrics.jsonl cannot be read.
@@ -46,7 +46,9 @@ def _text(value: Any) -> str:
     return "absent" if value is None else str(value) or "''"
 
 
-def show_diff(a: Run, b: Run, facts: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console) -> None:
+def show_diff(
+    a: RunRecord, b: RunRecord, facts: Sequence[dict[str, str]], results: Sequence[dict[str, str]], console: Console
+) -> None:
     """Print the facts that differ between two runs by group, and the results of both (see `compare`)."""
 
     def say(text: str, style: str = "") -> None:
@@ -68,16 +70,16 @@ def show_diff(a: Run, b: Run, facts: Sequence[dict[str, str]], results: Sequence
         say(f"  {result['name']}: {values}{f' ({result["ratio"]})' if values and result['ratio'] else result['ratio']}")
 
 
-def rows(run: Run) -> Iterator[tuple[str, str]]:
+def rows(run: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, value as text) of the fields that `show` prints: those of FIRST first, without HIDDEN fields."""
     receipt = run.receipt | {"rates": run.rates, "goodput": run.goodput}
     shown = {name: receipt[name] for name in (*FIRST, *receipt) if name in receipt and name not in HIDDEN}
-    for path, value in flatten(shown):
+    for path, value in json_items(shown):
         large = isinstance(value, float) and abs(value) >= 1000
         yield path, f"{value:,.0f}" if large else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def show(run: Run, console: Console) -> None:
+def show(run: RunRecord, console: Console) -> None:
     """Print the receipt of a run, and a table with a row for each of its attempts."""
     fields = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for path, value in rows(run):

@@ -64,7 +64,7 @@ def columns(lines: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(receipts.Run):
+class Run(receipts.RunRecord):
     """The files of a run's folder. The receipt is {} if there is none.
 
     Attributes:
@@ -111,7 +111,9 @@ class Run(receipts.Run):
         process_files = [
             path for path in paths if re.fullmatch(r"metrics\.\d+\.jsonl", path.name)
         ]  # moved files have other names
-        lines = (line for line in itertools.chain(self.lines, *map(metrics.read, process_files)) if line["kind"] == "gpu")
+        lines = (
+            line for line in itertools.chain(self.lines, *map(metrics.read_metrics, process_files)) if line["kind"] == "gpu"
+        )
         return sorted(lines, key=lambda line: line["time_unix"])
 
     @cached_property
@@ -122,10 +124,10 @@ class Run(receipts.Run):
         return sorted((entry for entry in entries if ALERT.match(entry)), key=lambda entry: entry[:24])
 
     @cached_property
-    def samples(self) -> list[sample_files.Sample]:
+    def samples(self) -> list[sample_files.TextSample]:
         """Return the generated samples of the last step with samples."""
         path = self.folder / "samples.txt"
-        all_samples = list(sample_files.read(path.read_bytes().decode())) if path.exists() else []
+        all_samples = list(sample_files.parse_samples(path.read_bytes().decode())) if path.exists() else []
         return [s for s in all_samples if s.step == all_samples[-1].step]
 
     @cached_property
@@ -236,11 +238,11 @@ def read[R: Run](folder: str | Path, name: str = "", kind: type[R] = Run) -> R:
     run = kind(
         name or root.resolve().name,
         root,
-        load_file(receipts.NAME, receipts.load, {}, "the page has no receipt"),
+        load_file(receipts.NAME, receipts.load_receipt, {}, "the page has no receipt"),
         load_file(
             "config.json", lambda path: json.loads(path.read_text(encoding="utf-8")), {}, "the number of steps is not known"
         ),
-        load_file(goodput.FILE, goodput.read, [], "the page has no goodput"),
+        load_file(goodput.FILE, goodput.read_ledger, [], "the page has no goodput"),
         notes,
     )
     if not run.train.steps:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.counts import short_count
 from jaxtrain.config.durations import duration, unit_of
 from jaxtrain.config.numbers import column, number, percent, plural, size
@@ -108,7 +108,7 @@ def _head(runs: Sequence[Run], target: Path) -> tuple[str, str, str]:
         states.append(f"<li>{swatch(colour(i))}{name}: {escape(verdict(run)[1])}</li>")
     title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     head = f'<h1>{len(runs)} runs</h1><ul class="list plain">{"".join(states)}</ul>'
-    hint = f"{spelled('python -m jaxtrain receipt diff')} A B names the differences between two of them, also of their data."
+    hint = f"{to_run_sh('python -m jaxtrain receipt diff')} A B names the differences between two of them, also of their data."
     return title, title, head + paragraph(hint, "quiet")
 
 
@@ -307,17 +307,17 @@ def wall_time(runs: Sequence[Run]) -> Section:
     spent_by_run = [(run.name, spent) for run in runs if (spent := run.wall_time) and spent.wall_s > 0]
     if not spent_by_run:
         return Section("Wall time", [])
-    causes = [cause for cause in goodput.CAUSES if any(spent.parts[cause] for _, spent in spent_by_run)]
+    causes = [cause for cause in goodput.CAUSES if any(spent.seconds[cause] for _, spent in spent_by_run)]
     total = "all but stopped" if "stopped" in causes else "all"
     columns = [Column("cause", causes, None, total, kind="whole", colours=[COLOURS[cause] for cause in causes])]
     words, single = [], len(runs) == 1
     for name, spent in spent_by_run:
-        seconds = [spent.parts[cause] for cause in causes]
+        seconds = [spent.seconds[cause] for cause in causes]
         heading = "seconds" if single else f"{name}, s"
         columns.append(Column(heading, [f"{s:,.1f}" for s in seconds], seconds, f"{spent.wanted_s:,.1f}"))
-        shares = [spent.parts[cause] / spent.wanted_s if cause != "stopped" and spent.wanted_s else None for cause in causes]
+        shares = [spent.seconds[cause] / spent.wanted_s if cause != "stopped" and spent.wanted_s else None for cause in causes]
         columns.append(Column("share", [percent(share) for share in shares], [share or 0.0 for share in shares], percent(1.0)))
-        text = goodput.words(spent)
+        text = goodput.format_goodput(spent)
         words.append(f"{text[:1].upper()}{text[1:]}." if single else f"{name}: {text}.")
     columns.append(Column("meaning", [goodput.MEANING[cause] for cause in causes]))
     unit, size = unit_of(max(spent.wall_s for _, spent in spent_by_run))
@@ -376,7 +376,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         plan = (run.receipt.get("planned") or {}).get("peak_gib")
         cells.append(("peak memory", size(peak), f"planned {size(plan)}" if plan else "fullest device"))
     if spent := run.wall_time:
-        stopped = f", and {duration(spent.parts['stopped'])} stopped" if spent.parts["stopped"] else ""
+        stopped = f", and {duration(spent.seconds['stopped'])} stopped" if spent.seconds["stopped"] else ""
         cells.append(("elapsed", duration(spent.wanted_s), f"goodput {percent(spent.goodput)}{stopped}"))
     return cells
 

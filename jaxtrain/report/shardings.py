@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.numbers import plural, size
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, nearest
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, suggest
 from jaxtrain.plan import topology as machines
 from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.shardings import Row, of_step, row_of
@@ -173,7 +173,7 @@ def _table(rows: tuple[Row, ...], title: str) -> Shardings:
 
 
 def _unknown(key: str, value: str, candidates: list[str]) -> ConfigError:
-    hint = nearest(value, list(dict.fromkeys(candidates)))
+    hint = suggest(value, list(dict.fromkeys(candidates)))
     return ConfigError([Problem(key, value, f"no array of this table has this {key}", hint)])
 
 

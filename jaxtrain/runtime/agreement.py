@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import Problem
 from jaxtrain.runtime.service import LEAVE_S, ClusterError
-from jaxtrain.runtime.words import first_line, listed, this_process
+from jaxtrain.runtime.words import first_line, process_list, this_process
 
 ANSWER_S = 60.0  # of connected processes, which answer at once
 
@@ -18,7 +18,7 @@ ANSWER_S = 60.0  # of connected processes, which answer at once
 def agree(devices: Devices, problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems for which the run is refused, on this process: empty on all processes, or on none.
 
-    All processes of the run call it once, after `start`. If their devices differ, that is the only problem, because other
+    All processes of the run call it once, after `connect`. If their devices differ, that is the only problem, because other
     problems may follow from it. A process without a problem of its own gets one that names a process with problems. If the
     result is not empty, end this process next, by `leave`.
 
@@ -76,7 +76,7 @@ def _unequal(views: Sequence[Mapping[str, Any]], kinds: Mapping[tuple[str, int],
         first = views[processes[0]]
         noun = ("CPU device" if kind == "cpu" else "GPU") + ("s" if count > 1 else "")
         host = first["who"] if len(processes) == 1 else f"the first on {first['who']}"
-        words.append(f"{listed(processes)} ({host}): {count} {noun}" + (f" ({first['source']})" if mixed else ""))
+        words.append(f"{process_list(processes)} ({host}): {count} {noun}" + (f" ({first['source']})" if mixed else ""))
     least = min(count for _, count in kinds)
     if mixed:
         remedy = f"Run ./run.sh preflight on a node of each kind, or {WITHOUT_GPUS}, in all processes."

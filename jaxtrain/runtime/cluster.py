@@ -28,7 +28,7 @@ MEANINGS = {
 }
 # The count of processes and the index of one, as launchers set them. If they tell of several processes and no launcher that is
 # read here describes the run, each process would train alone. "": no variable has the count.
-OTHERS = (
+OTHER_LAUNCHERS = (
     *(("WORLD_SIZE", "RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK")),
     *(("PMI_SIZE", "PALS_RANKID"), ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"), ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK")),
     *(("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"), ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK")),
@@ -133,13 +133,13 @@ class _Reader:
                 return cluster
             alone = alone or cluster is not None
         # torchrun's MIN:MAX counts as MAX.
-        texts = {count: re.fullmatch(r"(?:\d+:)?(\d+)", self.text(count)) for count, _ in OTHERS if count}
+        texts = {count: re.fullmatch(r"(?:\d+:)?(\d+)", self.text(count)) for count, _ in OTHER_LAUNCHERS if count}
         sizes = {count: int(text[1]) for count, text in texts.items() if text}
         counts = [count for count, size in sizes.items() if size > 1]
         if self.text("PROCESS_ID") and self.text("NUM_PROCESSES") not in ("", "1"):
             counts.append("NUM_PROCESSES")
         alone = alone or 1 in sizes.values()
-        for name in (counts or [index for _, index in OTHERS if self.text(index) and not alone])[:1]:
+        for name in (counts or [index for _, index in OTHER_LAUNCHERS if self.text(index) and not alone])[:1]:
             rule = "belongs to a run of several processes, and does not tell jaxtrain their address, count and index"
             address, count, index, devices = (variables[0] for variables in OPTIONS.values())
             remedy = f"Set {address}, {count} and {index} in every process (and {devices} where a node has several), or"

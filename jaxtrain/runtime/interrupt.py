@@ -18,7 +18,7 @@ def end_interrupted(number: int, frame: object, stderr: int = 2) -> None:
     os._exit(130)
 
 
-def begin() -> None:
+def handle_interrupts() -> None:
     """Handle Ctrl-C by `end_interrupted`, if this process is a command and nothing handles it yet."""
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_interrupted)

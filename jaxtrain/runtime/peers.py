@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jaxtrain.runtime import progress
 from jaxtrain.runtime.service import HEARTBEAT_S, append_news, is_aborting
-from jaxtrain.runtime.words import first_line, listed
+from jaxtrain.runtime.words import first_line, process_list
 
 AGREE_S = 60.0  # for all processes to publish the step they have reached, after a request to stop
 EXIT_S = 300.0  # for all processes to reach the end of the run
@@ -72,15 +72,15 @@ class Peers:
             threading.Thread(target=self._read_news, name="peers: news", daemon=True).start()
 
     @staticmethod
-    def connected() -> bool:
-        """Return whether this process is connected to others, by `start` or by a program that started JAX itself."""
+    def is_connected() -> bool:
+        """Return whether this process is connected to others, by `connect` or by a program that started JAX itself."""
         from jax._src import distributed
 
         return distributed.global_state.client is not None
 
     @classmethod
-    def of_this_run(cls) -> "Peers":
-        """Return the peers that `start` connected; in a run of one process, peers without a client.
+    def from_jax(cls) -> "Peers":
+        """Return the peers that `connect` connected; in a run of one process, peers without a client.
 
         To end this process, call `close` and then `leave`.
         """
@@ -130,7 +130,7 @@ class Peers:
             return [*values.values()]
         values = self._read(prefix)  # others may be missing too, or may have answered meanwhile
         if missing := [i for i in range(self.count) if i not in values]:
-            names = self.name(missing[0]) if len(missing) == 1 else listed(missing)
+            names = self.name(missing[0]) if len(missing) == 1 else process_list(missing)
             raise PeerLost(f"{names} did not answer within {timeout_s:g} s ({name})")
         return [values[i] for i in range(self.count)]
 
@@ -164,7 +164,7 @@ class Peers:
         """Publish where this process is. Waits without end if process 0 is stopped."""
         self._set(f"progress/{self.process_index}", text)
 
-    def published(self) -> dict[int, str]:
+    def read_progress(self) -> dict[int, str]:
         """Return process -> what it published last."""
         return self._read("progress")
 
@@ -199,7 +199,7 @@ class Peers:
     def _read_news(self) -> None:
         first, unanswered = "process 0", 0
         while not self._ending.is_set():
-            try:  # `start` has written the name: no answer means that process 0 is stopped, or slow
+            try:  # `connect` has written the name: no answer means that process 0 is stopped, or slow
                 name = self._client.blocking_key_value_get("jaxtrain/who/0", int(1000 * ANSWER_S))
                 first, unanswered = f"process 0 ({name})", -1
                 kind, text = json.loads(self._client.blocking_key_value_get(f"jaxtrain/news/{self._news}", int(1000 * POLL_S)))
@@ -243,8 +243,10 @@ class Peers:
                 departed = self._read("left")
                 dead = [i for i in everyone if i not in live and i not in departed]
                 if dead and not self._ending.is_set():
-                    names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{listed(dead)} are"
-                    states = progress.in_words(progress.places(self.published(), self.present(), dead), self.name)
+                    names = f"{self.name(dead[0])} is" if len(dead) == 1 else f"{process_list(dead)} are"
+                    states = progress.describe_states(
+                        progress.process_states(self.read_progress(), self.present(), dead), self.name
+                    )
                     lost = f"{names} dead: it ended, or sent no heartbeat for {HEARTBEAT_S} s"
                     self._append("failed", "; ".join(filter(None, (lost, states))))  # in the news, so all name the same one
                     return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.durations import duration
-from jaxtrain.runtime.words import listed
+from jaxtrain.runtime.words import process_list
 
 PUBLISH_S = 2.0  # between two records of a process
 SILENT_S = 5.0  # a process whose record stays the same for this long does not answer
@@ -24,7 +24,7 @@ def record(step: int | None, phase: str, seconds: float, waits_at: str | None) -
     return json.dumps({"step": step, "phase": phase, "seconds": seconds, "waits_at": waits_at, "time": time.time()})
 
 
-def places(records: Mapping[int, str], processes: Iterable[int], silent: Collection[int]) -> list[dict[str, Any]]:
+def process_states(records: Mapping[int, str], processes: Iterable[int], silent: Collection[int]) -> list[dict[str, Any]]:
     """Return where these processes are: the fields of `record`, and `silent_s`, the age of a record that has stayed the same.
 
     A process that has published nothing has the phase None. silent: processes that do not answer.
@@ -37,13 +37,13 @@ def places(records: Mapping[int, str], processes: Iterable[int], silent: Collect
     return states
 
 
-def in_words(states: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> str:
+def describe_states(states: Sequence[Mapping[str, Any]], name: Callable[[int], str]) -> str:
     """Return one sentence on where the processes are, without its full stop; "" if none has published anything.
 
     Those for which others may wait come first: a process that does not answer, then one that is not in the exchange in which
     others are, then one in an earlier step, or at work on the host while others may wait for their devices.
 
-    states: from `places`. name: returns a process with its host and pid.
+    states: from `process_states`. name: returns a process with its host and pid.
     """
     if all(state["phase"] is None for state in states):
         return ""
@@ -59,7 +59,7 @@ def in_words(states: Sequence[Mapping[str, Any]], name: Callable[[int], str]) ->
 def _describe_group(group: Sequence[Mapping[str, Any]], name: Callable[[int], str] | None) -> str:
     """Return the part of the sentence on processes that are at the same place. name: names a process that is alone there."""
     first, is_single = group[0], len(group) == 1
-    subject, has = listed([state["process"] for state in group]), "has" if is_single else "have"
+    subject, has = process_list([state["process"] for state in group]), "has" if is_single else "have"
     if is_single and name is not None:
         subject = name(first["process"])
     if first["phase"] is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.runtime.cluster import Cluster
-from jaxtrain.runtime.words import reason, this_process
+from jaxtrain.runtime.words import error_text, this_process
 
 HEARTBEAT_S = 15  # A process without a heartbeat for this long counts as lost.
 PORT_S = 30.0  # An earlier attempt of the same job may still hold process 0's port for this long.
@@ -24,7 +24,7 @@ class ClusterError(RuntimeError):
     """The processes of a run could not connect to each other."""
 
 
-def start(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
+def connect(cluster: Cluster, *, init_timeout_s: int = 300) -> None:
     """Connect this process to the other processes of the run. Call it before JAX's devices are used.
 
     The tasks of the service are "recoverable": if a process is lost, JAX does not abort the other processes. `Peers.watch`
@@ -125,7 +125,7 @@ def _await_free_port(cluster: Cluster) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"process 0 cannot listen at {cluster.coordinator}: {reason(error)}. Fix: end the other program on "
+                    f"process 0 cannot listen at {cluster.coordinator}: {error_text(error)}. Fix: end the other program on "
                     f"port {port}, or give all processes another port. The address comes from {cluster.source}."
                 ) from None
             time.sleep(0.5)

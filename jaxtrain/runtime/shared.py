@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxtrain.runtime.peers import Peers
-from jaxtrain.runtime.words import listed, reason
+from jaxtrain.runtime.words import error_text, process_list
 
 PROBE = ".shared-"  # begins the name of the folder that process 0 makes
 SEE_S = 5.0  # a network file system may show a new folder some seconds late
@@ -58,7 +58,7 @@ def _make_probe(probe: Path) -> str:
             probe.mkdir(parents=True)
             return ""
         except OSError as error:
-            why = reason(error)
+            why = error_text(error)
     return why
 
 
@@ -78,7 +78,7 @@ def _try_probe(probe: Path, index: int) -> str:
             if time.monotonic() > deadline:
                 return UNSEEN
         except OSError as error:
-            return reason(error)
+            return error_text(error)
         time.sleep(0.2)
 
 
@@ -93,4 +93,4 @@ def _rule(name: str, views: list[tuple[dict[str, str], dict[str, str]]], peers: 
         rule = f"{peers.name(i)} does not see in {path} what {peers.name(0)} writes in {views[0][1][name]}"
     else:
         rule = f"{peers.name(i)} cannot write to {path} ({error})"
-    return rule + (f"; the same holds for {listed(failing[1:])}" if len(failing) > 1 else "")
+    return rule + (f"; the same holds for {process_list(failing[1:])}" if len(failing) > 1 else "")

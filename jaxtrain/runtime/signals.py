@@ -89,7 +89,7 @@ class Stop:
                 if number in (*EXIT_CODES, TRACE):
                     self._handle(signal.Signals(number))
 
-    def asked_elsewhere(self, why: str) -> None:
+    def handle_remote_stop(self, why: str) -> None:
         """End this process by `at_once` if another process was asked to stop while there is no state to save.
 
         Without `at_once`, do nothing: the loop gets the request from the other processes. why: the other process's reason.

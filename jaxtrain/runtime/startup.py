@@ -19,11 +19,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from jaxtrain.config.environment import EXPORTED, Overlay, exported
+from jaxtrain.config.environment import EXPORTED, Overlay, exported_names
 from jaxtrain.config.hardware import WITHOUT_GPUS, Devices
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.runtime import interrupt
-from jaxtrain.runtime.distributed import Cluster, agree, start
+from jaxtrain.runtime.distributed import Cluster, agree, connect
 
 CONNECT_S = 300  # for all processes of a run to connect
 TELL_S = 30  # for a process with problems to connect to the others, and tell them
@@ -37,7 +37,7 @@ def set_environment(overlay: Overlay) -> None:
 
     Removes those that an earlier run has set. Raises ConfigError if this process has initialised the backend with other values.
     """
-    old = exported(os.environ) - {PLATFORMS} - overlay.set.keys()
+    old = exported_names(os.environ) - {PLATFORMS} - overlay.set.keys()
     absent = {name: value for name, value in overlay.set.items() if os.environ.get(name) != value}
     if (old or absent) and _started_on_gpus():
         rule = "JAX was started in this process before, without this, and has allocated its share of GPU memory"
@@ -51,7 +51,7 @@ def set_environment(overlay: Overlay) -> None:
 
 def export(values: Mapping[str, str]) -> None:
     """Set environment variables, and record that they are not from the shell."""
-    exported_values = {name: os.environ[name] for name in sorted(exported(os.environ))}
+    exported_values = {name: os.environ[name] for name in sorted(exported_names(os.environ))}
     os.environ.update(values)
     os.environ[EXPORTED] = json.dumps(exported_values | dict(values))
 
@@ -138,7 +138,7 @@ def start_jax(
             jax.config.update("jax_platforms", "cpu")  # if jax was imported before, it has read the variable
     if cluster is not None:
         with quiet():
-            start(cluster, init_timeout_s=connect_s)
+            connect(cluster, init_timeout_s=connect_s)
             check()
     if devices.kind == "cpu":
         with quiet():
@@ -234,7 +234,7 @@ def load_nvrtc_builtins() -> None:
 
 CUDA_FOLDER = "Fix: set CUDA_ROOT to a folder that has bin/ptxas and nvvm/libdevice/libdevice.10.bc"
 # Text in an error of XLA or cuDNN -> the part of CUDA that is missing, and a remedy.
-MISSING_PARTS = {
+CUDA_HINTS = {
     "No valid execution plans built": "Likely cause: NVRTC, which compiles cuDNN's attention, finds no libnvrtc-builtins.so of "
     "its version. Fix: set LD_PRELOAD to the path of that file, or attention.impl=pallas.",
     "No PTX compilation provider is available": f"Cause: there is no ptxas. {CUDA_FOLDER}.",
@@ -242,9 +242,9 @@ MISSING_PARTS = {
 }
 
 
-def missing_part(error: str) -> str:
+def cuda_hint(error: str) -> str:
     """Return which part of CUDA is missing, and a remedy, if an error of XLA or cuDNN shows it; else ""."""
-    return next((cause for text, cause in MISSING_PARTS.items() if text in error), "")
+    return next((cause for text, cause in CUDA_HINTS.items() if text in error), "")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 
-def begin() -> None:
+def set_up_streams() -> None:
     """Set the encodings of this process, its arguments and its standard streams. Call it first in a process.
 
     In a locale that is not UTF-8, this function starts the process again in Python's UTF-8 mode.
@@ -85,7 +85,7 @@ class Output(io.FileIO):
 
 
 def reader_ended(stream: object) -> bool:
-    """Return whether the reader of a stream that `begin` made has ended."""
+    """Return whether the reader of a stream that `set_up_streams` made has ended."""
     buffer = getattr(stream, "buffer", None)
     return getattr(getattr(buffer, "raw", buffer), "ended", False)
 

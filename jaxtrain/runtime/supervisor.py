@@ -15,19 +15,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from jaxtrain.runtime.variables import LAUNCHED, NOTE, OF_AN_ATTEMPT, PREFLIGHT, RESTART
+from jaxtrain.runtime.variables import ATTEMPT_VARIABLES, LAUNCHED, NOTE, PREFLIGHT, RESTART
 
 # HUP and QUIT too: a run must not outlive its supervisor.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 TRACE = signal.SIGUSR2
-AGAIN, HANG, UNFIT, REFUSED, INTERRUPTED = 75, 124, 3, 2, 130
+RETRY, HANG, UNFIT, REFUSED, INTERRUPTED = 75, 124, 3, 2, 130
 LONGEST_PAUSE_S = 60
 LAST_OF_A_JOB_S = 600
 POLL_S = 0.1
 ANSWER_S = 20
 # With these options, main prints an answer and does not train.
 ANSWERS = ("--help", "--explain", "--replay")
-MEANINGS = {AGAIN: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
+MEANINGS = {RETRY: "restart requested: a process was lost, the time limit, or a signal", HANG: "the watchdog ended a hang"}
 # A run that is out of memory would fail again after a restart. A fault in native code must be examined, and may have damaged
 # files that a restart reads. So neither is restarted.
 DEATHS = {
@@ -41,7 +41,7 @@ DEATHS = {
 RESTARTED = (signal.SIGABRT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class End(Exception):
+class Exit(Exception):
     """Raised to end the supervisor: it prints the reason and exits with `code`."""
 
     def __init__(self, code: int, reason: str = ""):
@@ -64,7 +64,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None  # the last signal that asked for an end
+        self.stop_signal: signal.Signals | None = None  # the last signal that asked for an end
         self._child: subprocess.Popen[bytes] | None = None
         self._pending: list[int] = []
         self._handled: list[signal.Signals] = []
@@ -83,20 +83,20 @@ class Signals:
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         if number != TRACE:
-            self.asked = signal.Signals(number)
+            self.stop_signal = signal.Signals(number)
         if self._child is None:
             self._pending.append(number)
         else:
             self._child.send_signal(number)
 
     def check(self) -> None:
-        """Raise End if run.sh has received a signal to stop."""
-        if self.asked is not None:
-            code = INTERRUPTED if self.asked == signal.SIGINT else AGAIN
-            raise End(code, f"not started, because run.sh was sent {self.asked.name.removeprefix('SIG')}")
+        """Raise Exit if run.sh has received a signal to stop."""
+        if self.stop_signal is not None:
+            code = INTERRUPTED if self.stop_signal == signal.SIGINT else RETRY
+            raise Exit(code, f"not started, because run.sh was sent {self.stop_signal.name.removeprefix('SIG')}")
 
-    def rest(self, seconds: float) -> None:
-        """Wait `seconds` before an attempt. Raises End if a signal asks for an end."""
+    def wait(self, seconds: float) -> None:
+        """Wait `seconds` before an attempt. Raises Exit if a signal asks for an end."""
         until = time.monotonic() + seconds
         while (remaining := until - time.monotonic()) > 0:
             self.check()
@@ -105,7 +105,7 @@ class Signals:
     def run(self, command: list[str], environ: Mapping[str, str]) -> int:
         """Run a process to which signals are passed on, in the supervisor's process group and with its stdin.
 
-        Returns: its exit code as a shell reports it. Raises: End, if a signal asked for an end before the start.
+        Returns: its exit code as a shell reports it. Raises: Exit, if a signal asked for an end before the start.
         """
         self._pending.clear()
         self.check()
@@ -128,7 +128,7 @@ def pause_s(first_s: int, number: int) -> int:
     return max(first_s, min(first_s * 2 ** (number - 1), LONGEST_PAUSE_S))
 
 
-def explain(code: int) -> tuple[int, str]:
+def explain_exit(code: int) -> tuple[int, str]:
     """Return (exit code of the supervisor, text with the meaning of `code`). code: exit code of an attempt."""
     try:
         death = signal.Signals(code - 128) if code > 128 and code != INTERRUPTED else None
@@ -137,7 +137,7 @@ def explain(code: int) -> tuple[int, str]:
     meaning = MEANINGS.get(code, "")
     if death is not None:
         meaning = f"killed by signal {death.value}, {death.name.removeprefix('SIG')}{DEATHS.get(death, '')}"
-    return AGAIN if death in RESTARTED else code, f"exit {code}" + (f" ({meaning})" if meaning else "")
+    return RETRY if death in RESTARTED else code, f"exit {code}" + (f" ({meaning})" if meaning else "")
 
 
 def trains_on_cpu(environ: Mapping[str, str]) -> bool:
@@ -145,7 +145,7 @@ def trains_on_cpu(environ: Mapping[str, str]) -> bool:
     return environ.get("JAX_PLATFORMS", "").startswith("cpu") or environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
-def gpus_here() -> bool:
+def has_gpus() -> bool:
     """Return whether this node has NVIDIA GPUs, found as run.sh finds them."""
     if glob.glob("/dev/nvidia[0-9]*"):
         return True
@@ -156,11 +156,11 @@ def gpus_here() -> bool:
     return b"GPU " in listed.stdout
 
 
-def whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return the whole number in a variable, or `default` if it is unset. Raises End for any other text."""
+def int_variable(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return the whole number in a variable, or `default` if it is unset. Raises Exit for any other text."""
     text = environ.get(name) or str(default)
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        raise End(REFUSED, f"{name} = {text}: is no whole number from 0 to 999999. Fix: {name}={default}.")
+        raise Exit(REFUSED, f"{name} = {text}: is no whole number from 0 to 999999. Fix: {name}={default}.")
     return int(text)
 
 
@@ -172,44 +172,44 @@ class Supervisor:
         preflight: whether preflight comes before training on GPUs.
         environ: the environment of the started processes.
         program: the command that runs a Python module.
-        row: the number of restarts in a row without progress.
+        streak: the number of restarts in a row without progress.
     """
 
     def __init__(self, words: list[str], environ: Mapping[str, str], program: tuple[str, ...] = (sys.executable, "-m")):
-        """Read the arguments of run.sh. Raises End if an option or a variable of the supervisor is wrong."""
+        """Read the arguments of run.sh. Raises Exit if an option or a variable of the supervisor is wrong."""
         for word in words:
             if word.startswith("--no-preflight="):
                 name, _, value = word.partition("=")
-                raise End(REFUSED, f"{name} = {value}: takes no value. Fix: {name}.")
+                raise Exit(REFUSED, f"{name} = {value}: takes no value. Fix: {name}.")
         self.arguments = [word for word in words if word != "--no-preflight"]
         self.preflight = "--no-preflight" not in words
         # Another run.sh may have set the variables of an attempt.
-        self.environ = {name: text for name, text in environ.items() if name not in OF_AN_ATTEMPT}
+        self.environ = {name: text for name, text in environ.items() if name not in ATTEMPT_VARIABLES}
         self.program = program
         self.signals = Signals()
-        self.row, self.most = 0, whole_number(environ, "JAXTRAIN_RESTARTS", 3)
-        self.first_pause_s = whole_number(environ, "JAXTRAIN_RESTART_WAIT", 1)
-        self.reset_s = whole_number(environ, "JAXTRAIN_RESTART_RESET", 600)
+        self.streak, self.max_restarts = 0, int_variable(environ, "JAXTRAIN_RESTARTS", 3)
+        self.first_pause_s = int_variable(environ, "JAXTRAIN_RESTART_WAIT", 1)
+        self.reset_s = int_variable(environ, "JAXTRAIN_RESTART_RESET", 600)
 
     def train(self) -> int:
-        """Train, and restart after an attempt whose exit code `explain` maps to AGAIN or HANG.
+        """Train, and restart after an attempt whose exit code `explain_exit` maps to RETRY or HANG.
 
         Returns: the exit code, unless a trainer replaces this process.
         """
         if any(word == "-h" or word.startswith(ANSWERS) for word in self.arguments):
             self._become_trainer()
         self.signals.listen()
-        self.preflight = self.preflight and gpus_here() and not trains_on_cpu(self.environ)
-        if self.most == 0 and not self.preflight:
+        self.preflight = self.preflight and has_gpus() and not trains_on_cpu(self.environ)
+        if self.max_restarts == 0 and not self.preflight:
             self._become_trainer()
         with tempfile.TemporaryDirectory(prefix="jaxtrain-") as scratch:
-            if self.most > 0:
+            if self.max_restarts > 0:
                 return self._attempts(Path(scratch))
             # If the trainer takes this process's place, the folder stays: it reads preflight's findings there.
             return self._preflight(Path(scratch), measure=True) or self._become_trainer()
 
     def _attempts(self, scratch: Path) -> int:
-        """Run attempts until one succeeds or must not be restarted. Returns: the supervisor's exit code (`explain`)."""
+        """Run attempts until one succeeds or must not be restarted. Returns: the supervisor's exit code (`explain_exit`)."""
         note = scratch / "note"
         note.touch()
         self.environ |= {LAUNCHED: str(int(time.time())), NOTE: str(note)}
@@ -225,9 +225,9 @@ class Supervisor:
                 code = self._run("main")
             # A hang lasts at least as long as the watchdog waits, so its duration proves no progress.
             if code != HANG and time.monotonic() - began >= self.reset_s:
-                self.row = 0
-            code, meaning = explain(code)
-            if code not in (AGAIN, HANG):
+                self.streak = 0
+            code, meaning = explain_exit(code)
+            if code not in (RETRY, HANG):
                 if code > 128 and code != INTERRUPTED:
                     say(f"{meaning}: not started again")
                 return code
@@ -235,24 +235,24 @@ class Supervisor:
             if obstacle:
                 say(f"{meaning}: not started again, {obstacle}")
                 return code
-            self.row, restarts = self.row + 1, restarts + 1
-            pause = pause_s(self.first_pause_s, self.row)
-            say(f"{meaning}: starting again in {pause} s, restart {self.row} of {self.most}")
-            self.signals.rest(pause)
+            self.streak, restarts = self.streak + 1, restarts + 1
+            pause = pause_s(self.first_pause_s, self.streak)
+            say(f"{meaning}: starting again in {pause} s, restart {self.streak} of {self.max_restarts}")
+            self.signals.wait(pause)
             self.environ[RESTART] = str(restarts)
 
     def _obstacle(self, note: str, now: float) -> str | None:
         """Return the reason against a restart; None if the run may restart. note: text in the trainer's file JAXTRAIN_NOTE."""
-        if self.signals.asked is not None:
-            return f"because run.sh was sent {self.signals.asked.name.removeprefix('SIG')}"
+        if self.signals.stop_signal is not None:
+            return f"because run.sh was sent {self.signals.stop_signal.name.removeprefix('SIG')}"
         if note:
             return f"because {note}"
         # Near the end of a Slurm job its time limit ended the attempt (train.max_minutes=auto), and would end the next.
         end = self.environ.get("SLURM_JOB_END_TIME", "")
         if re.fullmatch("[0-9]{1,12}", end) and int(end) - now < LAST_OF_A_JOB_S:
             return f"in the last ten minutes of the job (SLURM_JOB_END_TIME={end})"
-        if self.row >= self.most:
-            return f"after {self.row} in a row without progress (JAXTRAIN_RESTARTS={self.most})"
+        if self.streak >= self.max_restarts:
+            return f"after {self.streak} in a row without progress (JAXTRAIN_RESTARTS={self.max_restarts})"
         return None
 
     def _preflight(self, scratch: Path, measure: bool) -> int:
@@ -260,7 +260,7 @@ class Supervisor:
 
         Before a restart, `measure` is False: no rates are measured, and the run keeps the findings of its start.
 
-        Returns: 0 if the GPUs are fit, or an exit code after which the preflight may be repeated. Raises: End, if training must
+        Returns: 0 if the GPUs are fit, or an exit code after which the preflight may be repeated. Raises Exit if training must
         not start.
         """
         if not self.preflight:
@@ -273,11 +273,11 @@ class Supervisor:
                 self.environ[PREFLIGHT] = str(report)
         elif code == UNFIT:
             fix = "Fix: repair them, or give --no-preflight to train anyway."
-            raise End(UNFIT, f"not started: preflight found the faults above. {fix}")
+            raise Exit(UNFIT, f"not started: preflight found the faults above. {fix}")
         elif code == REFUSED:
-            raise End(REFUSED)
-        elif explain(code)[0] not in (AGAIN, HANG):
-            raise End(code, f"not started: preflight ended with {code}. Fix: --no-preflight trains without it.")
+            raise Exit(REFUSED)
+        elif explain_exit(code)[0] not in (RETRY, HANG):
+            raise Exit(code, f"not started: preflight ended with {code}. Fix: --no-preflight trains without it.")
         return code
 
     def _run(self, command: str, *more: str) -> int:
@@ -285,7 +285,7 @@ class Supervisor:
         return self.signals.run(words, self.environ)
 
     def _become_trainer(self) -> NoReturn:
-        """Replace this process by the trainer. Raises End if a signal has asked for an end."""
+        """Replace this process by the trainer. Raises Exit if a signal has asked for an end."""
         words = [*self.program, "jaxtrain", "main", *self.arguments]
         self._announce_variables()
         self.signals.release()
@@ -295,5 +295,5 @@ class Supervisor:
     def _announce_variables(self) -> None:
         """If JAXTRAIN_VERBOSE=1, print the environment variables that run.sh and the supervisor set for the run."""
         if self.environ.get("JAXTRAIN_VERBOSE") == "1":
-            names = [name for name in ("PYTHONPATH", *OF_AN_ATTEMPT) if name in self.environ]
+            names = [name for name in ("PYTHONPATH", *ATTEMPT_VARIABLES) if name in self.environ]
             say(" ".join(["sets", *(f"{name}={shlex.quote(self.environ[name])}" for name in names)]))

@@ -16,7 +16,7 @@ END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm sets it for every job
 LEAST_S = 60.0  # left for the last save, in addition to twice the longest save
 MOST = 0.25  # largest fraction of the whole time that is left for the last save
 LOOK_S = 1.0
-WHY = "time limit"
+REASON = "time limit"
 
 
 def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
@@ -27,7 +27,7 @@ def launch_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 def forbid_restart(why: str, environ: Mapping[str, str] = os.environ) -> None:
     """If `why`, the reason of the stop, is the time limit, ask the run.sh that started this run not to restart it."""
-    if why.startswith(WHY) and NOTE in environ:
+    if why.startswith(REASON) and NOTE in environ:
         with contextlib.suppress(OSError):  # without the note, the next attempt ends at once for its time limit
             Path(environ[NOTE]).write_text("its time limit is over (train.max_minutes)\n", encoding="utf-8")
 
@@ -89,5 +89,5 @@ class TimeLimit:
         while not self._over.wait(LOOK_S):
             remaining = self._end - time.monotonic()
             if remaining <= min(LEAST_S + 2 * self._save_s(), MOST * self._seconds):
-                self._ask(f"{WHY}, {duration(remaining)} before it")
+                self._ask(f"{REASON}, {duration(remaining)} before it")
                 return

@@ -5,4 +5,4 @@ LAUNCHED = "JAXTRAIN_LAUNCHED"  # seconds since 1970 at the start of the first a
 NOTE = "JAXTRAIN_NOTE"  # a file in which an attempt writes why no other should follow
 RESTART = "JAXTRAIN_RESTART"  # the number of restarts so far; not set in the first attempt
 
-OF_AN_ATTEMPT = (RESTART, LAUNCHED, NOTE, PREFLIGHT)
+ATTEMPT_VARIABLES = (RESTART, LAUNCHED, NOTE, PREFLIGHT)

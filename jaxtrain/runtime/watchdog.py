@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.config.durations import duration
-from jaxtrain.config.schema import Problem, nearest
+from jaxtrain.config.schema import Problem, suggest
 from jaxtrain.runtime import progress
 from jaxtrain.runtime.service import LEAVE_S
 
@@ -81,7 +81,7 @@ def parse_budgets(text: str) -> tuple[dict[str, float], list[Problem]]:
         if not (name and value):
             problems.append(Problem(KEY, item, "must be NAME=SECONDS", f"For example {name or 'step'}=600."))
         elif name not in BUDGETS:
-            problems.append(Problem(KEY, item, f"there is no {name!r} to watch", nearest(name, list(BUDGETS))))
+            problems.append(Problem(KEY, item, f"there is no {name!r} to watch", suggest(name, list(BUDGETS))))
         elif name in named_budgets:
             problems.append(Problem(KEY, item, f"{name!r} is named twice", "Keep one of them."))
         elif not 0 <= seconds < math.inf:
@@ -98,7 +98,7 @@ class Activity:
     """A running activity. Its clock shows the seconds of its budget that are used; times are those of time.monotonic()."""
 
     budget: str  # in BUDGETS
-    what: str  # in CAUSES, or in words
+    label: str  # in CAUSES, or in words
     budget_s: float  # 0: not watched
     since: float  # the clock's zero: the last progress, later by the time for which the clock was paused
 
@@ -207,7 +207,7 @@ class Watchdog:
                     inner = self._phases[-1] if self._phases else Activity("", "end", 0.0, self._last_end)
                 since, waits_at = time.monotonic() - inner.since, self.peers.waits_at()
                 with contextlib.suppress(RuntimeError):  # process 0 is lost: peers.py reports it
-                    self.peers.publish(progress.record(self._step, inner.what, since, waits_at))
+                    self.peers.publish(progress.record(self._step, inner.label, since, waits_at))
 
     def _watch(self) -> None:
         try:
@@ -279,16 +279,16 @@ class Watchdog:
         """Return the fields of report.json that are known at once."""
         now, cause = time.monotonic(), ""
         if overdue is not None:
-            cause = CAUSES.get(overdue.what, f"{overdue.what} has not finished after")
+            cause = CAUSES.get(overdue.label, f"{overdue.label} has not finished after")
             cause += f" {duration(overdue.budget_s)} ({KEY}: {overdue.budget}={overdue.budget_s:g})"
         return {
             "cause": cause,
-            "phase": self._phases[-1].what if self._phases else None,
+            "phase": self._phases[-1].label if self._phases else None,
             "step": self._step,
             "budget": overdue and overdue.budget,
             "budget_s": overdue and overdue.budget_s,
             "seconds": overdue and now - overdue.since,
-            "activities": [{"name": a.budget, "what": a.what, "seconds": now - a.since} for a in self._running()],
+            "activities": [{"name": a.budget, "what": a.label, "seconds": now - a.since} for a in self._running()],
             "folder": time.strftime("hang-%Y%m%d-%H%M%S"),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
@@ -299,11 +299,11 @@ class Watchdog:
     def _compare(self, report: dict[str, Any], peers: "Peers") -> None:
         """Add where all processes are to the cause and the report. The first process to find this tells it to the others."""
         if (hang := peers.hang) is None:
-            before = peers.published()
+            before = peers.read_progress()
             time.sleep(progress.SILENT_S)
-            now = peers.published()
-            states = progress.places(now, peers.present(), [i for i in now if now[i] == before.get(i)])
-            cause = ": ".join(filter(None, (progress.in_words(states, peers.name), report["cause"])))
+            now = peers.read_progress()
+            states = progress.process_states(now, peers.present(), [i for i in now if now[i] == before.get(i)])
+            cause = ": ".join(filter(None, (progress.describe_states(states, peers.name), report["cause"])))
             hang = peers.tell_hang(json.dumps({"cause": cause, "processes": states, "folder": report["folder"]}))
         report |= json.loads(hang)
 

@@ -9,7 +9,7 @@ def this_process() -> str:
     return f"host {socket.gethostname()}, pid {os.getpid()}"
 
 
-def listed(processes: Sequence[int]) -> str:
+def process_list(processes: Sequence[int]) -> str:
     """Return processes, in order, as text: "process 1", "processes 1 and 2", "processes 0 to 4, 6 and 7"."""
     ends = [i for i in processes if not {i - 1, i + 1} <= {*processes}]
     texts = [f"{i} to" if i + 2 in processes and i + 1 in processes else str(i) for i in ends]
@@ -17,7 +17,7 @@ def listed(processes: Sequence[int]) -> str:
     return f"process {text}" if len(processes) == 1 else f"processes {' and '.join(text.rsplit(', ', 1))}"
 
 
-def reason(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """Return the system's text of an error in lower case, without the "[Errno N]" that Python adds."""
     has_errno = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
     return (os.strerror(error.errno or 0) if has_errno else error.strerror or str(error)).lower()

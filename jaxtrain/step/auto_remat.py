@@ -34,7 +34,7 @@ def layers_kept(layout: Layout, period: int) -> int:
     period: layers in each element of the stack.
     """
     stack = layout.stages
-    return period * (stack.per_group * schedule_of(layout).slots[2] if layout.pipelined else stack.places)
+    return period * (stack.per_group * schedule_of(layout).slots[2] if layout.pipelined else stack.slots)
 
 
 def expert_room(model: Model, moe: Moe, ranks: int) -> float:

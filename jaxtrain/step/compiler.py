@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 
 from jaxtrain.config import hardware
 from jaxtrain.config.schema import ConfigError, Problem, parse_options
-from jaxtrain.runtime.startup import missing_part
+from jaxtrain.runtime.startup import cuda_hint
 from jaxtrain.step import state
 from jaxtrain.step.program import Program
 
@@ -280,7 +280,7 @@ def compile_train(
     try:
         return lowered.compile(compiler_options=options | (extra or {}) or None)
     except jax.errors.JaxRuntimeError as error:
-        if not (cause := missing_part(str(error))):
+        if not (cause := cuda_hint(str(error))):
             raise
         raise KernelNotBuilt(f"{str(error).splitlines()[0].rstrip('. ')}. {cause}") from error
 

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from jaxtrain.config import own_parts, schema
-from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, parts_of
-from jaxtrain.config.shapes import MTP, without_place
+from jaxtrain.config.schema import ConfigError, Problem, RunConfig, Train, own_settings, split_items
+from jaxtrain.config.shapes import MTP, without_period
 from jaxtrain.models import family, layers
 from jaxtrain.models.attention import Kernel
 from jaxtrain.models.lora import EQUATIONS, Lora, is_adapter
@@ -38,7 +38,7 @@ def make_definition(run: RunConfig, zero: Zero, kernel: Kernel) -> Definition:
         numerics,
         placement,
         zero,
-        lora=Lora(run.lora.rank, run.lora.scale, parts_of(run.lora.targets), run.lora.experts, numerics.adapters),
+        lora=Lora(run.lora.rank, run.lora.scale, split_items(run.lora.targets), run.lora.experts, numerics.adapters),
         moe=run.moe,
         own=own_settings(run.own),
         structure=getattr(module, "STRUCTURE", Structure()),
@@ -92,7 +92,7 @@ def fp8_weights(precision: str, exclude: str, definition: Definition) -> Params:
     With `precision=fp8`, the weights of linear layers and experts are multiplied in FP8, except those in `fp8.exclude`.
     Raises ConfigError for names in fp8.exclude that the model does not have.
     """
-    name_tree = jax.tree.map(without_place, names(definition.dots))
+    name_tree = jax.tree.map(without_period, names(definition.dots))
     multiplied = [name for name, dot in zip(*map(jax.tree.leaves, (name_tree, definition.dots)), strict=True) if dot]
     chosen, problems = eight_bit(precision, exclude, [*dict.fromkeys(multiplied)])
     if problems:
@@ -107,7 +107,7 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
     Raises ConfigError for a pattern of train.freeze that matches no parameter, if no parameter is trained, and for a model
     without the adapters in lora.targets.
     """
-    name_tree = jax.tree.map(without_place, names(definition.abstract))
+    name_tree = jax.tree.map(without_period, names(definition.abstract))
     parameter_names = [*dict.fromkeys(jax.tree.leaves(name_tree))]
     if lora.rank:
         adapted = {
@@ -116,7 +116,7 @@ def trained_parameters(lora: schema.Lora, train: Train, definition: Definition) 
         if problems := wrong_targets(lora, sorted(adapted), any(name.endswith(".router") for name in parameter_names)):
             raise ConfigError(problems)
         return jax.tree.map(is_adapter, name_tree)
-    patterns = parts_of(train.freeze)
+    patterns = split_items(train.freeze)
     remedy = f"Set '', or patterns of these parameters: {', '.join(parameter_names)}."
     unmatched = [p for p in patterns if not fnmatch.filter(parameter_names, p)]
     if unmatched:

@@ -244,7 +244,7 @@ LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_M
 
 def find_loss(name: str) -> Loss:
     """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
-    return LOSSES[name] if name in LOSSES else _with_check(name, own_parts.load("loss.name", name))
+    return LOSSES[name] if name in LOSSES else _with_check(name, own_parts.load_part("loss.name", name))
 
 
 @functools.cache  # the losses of two programs of a run are equal

@@ -11,7 +11,7 @@ import jax
 from jaxtrain.config.hardware import HOST_LIMIT, HOST_SHARE, Devices, host_gib
 from jaxtrain.config.schema import Remat, RunConfig
 from jaxtrain.metrics.throughput import HasMemoryStats
-from jaxtrain.metrics.throughput import memory as measured
+from jaxtrain.metrics.throughput import memory_gib as measured
 from jaxtrain.models.activations import kept
 from jaxtrain.step import auto_remat, compiler
 from jaxtrain.step.program import Program, build

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.context import Context
 from jaxtrain.config.layout import Layout
-from jaxtrain.config.schema import ConfigError, Model, Moe, Optimizer, Problem, RunConfig, Train, own_settings, parts_of
-from jaxtrain.config.shapes import EXPERT_METRICS, STACK, without_place
+from jaxtrain.config.schema import ConfigError, Model, Moe, Optimizer, Problem, RunConfig, Train, own_settings, split_items
+from jaxtrain.config.shapes import EXPERT_METRICS, STACK, without_period
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models.attention import Kernel, element_kinds
@@ -128,7 +128,7 @@ class Program:
 
 def make_balance(model: Model, moe: Moe, frozen: Sequence[str], layout: Layout, definition: Definition) -> Balance:
     """Return the settings of load balancing. frozen: patterns of names of parameters that do not change."""
-    name_tree = jax.tree.map(without_place, names(definition.abstract))
+    name_tree = jax.tree.map(without_period, names(definition.abstract))
     moves = jax.tree.map(lambda name: is_bias(name) and not matches(name, frozen), name_tree)
     return Balance(moe, model.num_experts, layout.stages.order, moves, model.mtp_layers, model.period)
 
@@ -215,11 +215,11 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     # The arrays.
     averages = run.train.ema_decay > 0
     state = abstract_state(definition, tx, placement, offload, trained, layout.stages if pipe else None, averages)
-    batch = abstract_batch(placement, layout.batch, run.loss.of_pairs, run.model.mtp_layers)
-    eval_batch = abstract_batch(placement, (1, *layout.batch[1:]), run.loss.of_pairs)
+    batch = abstract_batch(placement, layout.batch, run.loss.is_pairwise, run.model.mtp_layers)
+    eval_batch = abstract_batch(placement, (1, *layout.batch[1:]), run.loss.is_pairwise)
 
     # The shard_map around loss and gradients. Gradients leave it reduced, and sharded like the weights.
-    frozen = ["*"] if run.lora.rank else parts_of(run.train.freeze)  # with adapters the routers' biases are frozen too
+    frozen = ["*"] if run.lora.rank else split_items(run.train.freeze)  # with adapters the routers' biases are frozen too
     balance = make_balance(run.model, run.moe, frozen, layout, definition) if run.model.num_experts else None
     objective = make_objective(run, zero, trained, balance)
     adds = not pipe and adds_in_backward(run.train, not run.parallel.scan_layers, definition)

@@ -95,9 +95,9 @@ def compare(
     for name in allowed:
         if name.startswith(f"{schema.OWN}.") and not _match_keys([name], settings):
             rule = "neither the checkpoint's config nor this one has such a key"
-            remedy = schema.nearest(name, settings) if settings else "Take it out of the list"
+            remedy = schema.suggest(name, settings) if settings else "Take it out of the list"
             problems.append(Problem("checkpoint.allow_change", name, rule, remedy))
-    allowed = [name for name in allowed if _match_keys([name], [*settings, *schema.declared()])]
+    allowed = [name for name in allowed if _match_keys([name], [*settings, *schema.all_keys()])]
     everything = ",".join(dict.fromkeys([*allowed, *(name for name, _ in needs_approval)]))
     for name, rule in needs_approval:
         former = f"was {_format(name, before)}" if before.get(name) != after.get(name) else "had other content"
@@ -149,13 +149,13 @@ def check_allow_change(allow_change: str) -> list[Problem]:
     Fixed keys are the keys that can never change on resume.
 
     A pattern that also matches other keys is valid, although `compare` refuses all changes of the fixed keys."""
-    keys = list(schema.declared())
+    keys = list(schema.all_keys())
     problems: list[Problem] = []
     for name in filter(None, (pattern.strip() for pattern in allow_change.split(","))):
         matched = [name] if name.startswith(f"{schema.OWN}.") else _match_keys([name], keys)
         fixed = [k for k in matched if resume_of(k).word == "never"]
         if not matched:
-            problems.append(Problem("checkpoint.allow_change", name, schema.NO_KEY, schema.nearest(name, keys)))
+            problems.append(Problem("checkpoint.allow_change", name, schema.NO_KEY, schema.suggest(name, keys)))
         elif fixed == matched:
             problems.append(
                 Problem("checkpoint.allow_change", name, f"{fixed[0]} can never change on resume", "Take it out of the list")
@@ -181,7 +181,7 @@ def markdown() -> str:
         "ask": "Only if named in `--config.checkpoint.allow_change=KEY,KEY`",
         "never": "Never",
     }
-    rules = {name: resume_of(name) for name in (*schema.declared(), f"{schema.OWN}.*")}
+    rules = {name: resume_of(name) for name in (*schema.all_keys(), f"{schema.OWN}.*")}
     rows: dict[Resume, list[str]] = {}
     for name, rule in rules.items():
         section = name.partition(".")[0]

@@ -36,7 +36,7 @@ from jaxtrain.config.schema import (
     RunConfig,
     Sample,
     Train,
-    nearest,
+    suggest,
     to_dict,
 )
 from jaxtrain.models import FAMILIES, rules
@@ -154,7 +154,7 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
     key_problems = {p.key: p for p in check_keys(values)}
     if not key_problems:
         return _combined_problems(run, devices, set())
-    keys = schema.declared()
+    keys = schema.all_keys()
     floats = {key for key in key_problems if isinstance(values[key], float)}
     run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in key_problems})
     not_read = (
@@ -194,12 +194,12 @@ def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[
             problems += rules.wrong_targets(run.lora, adaptable, run.model.num_experts > 0) or rules.unused_experts(
                 run.lora, run.model
             )
-    if run.loss.of_pairs:
+    if run.loss.is_pairwise:
         problems += _pairs(run.loss, run.data, bad)
     if run.model.mtp_layers and not bad & {"model.mtp_layers", "model.family"}:
         problems += _mtp(run, bad)
     reported = {p.key for p in problems}
-    return problems + [p for key, p in unread.problems(run.flat, READ_WITH, bad).items() if key not in reported]
+    return problems + [p for key, p in unread.find_unread(run.flat, READ_WITH, bad).items() if key not in reported]
 
 
 def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
@@ -208,10 +208,10 @@ def check_keys(values: Mapping[str, Any]) -> Iterable[Problem]:
     Args:
         values: dotted key -> value.
     """
-    for name, key in schema.declared().items():
+    for name, key in schema.all_keys().items():
         value = values[name]
         if key.importable and ":" in value:
-            yield from filter(None, [own_parts.not_found(name, value)])
+            yield from filter(None, [own_parts.check_module(name, value)])
         elif key.choices and value not in key.choices:
             yield _no_choice(name, value, key)
         elif violation := key.out_of_range(value):
@@ -226,7 +226,7 @@ def _no_choice(name: str, value: str, key: declaration.Key) -> Problem:
     if (name, value) == ("optimizer.offload", "params"):
         remedy = "Set moments, and spread them over more microbatches by train.grad_accum."
         return Problem(name, value, NO_PARAMS, remedy)
-    remedy = nearest(meant if meant in key.choices else value, list(key.choices))
+    remedy = suggest(meant if meant in key.choices else value, list(key.choices))
     if key.importable:
         remedy = f"{remedy.rstrip('.')} (or package.module:name for your own)."
     return Problem(name, value, "no such choice", remedy)
@@ -396,5 +396,5 @@ def _sample_and_log(sample: Sample, log: Log) -> Iterable[Problem]:
         if value and not re.fullmatch(form, value):
             yield Problem(f"log.{name}", value, f"must be {words}", f"For example --config.log.{name}=pretraining.")
         elif value and importlib.util.find_spec(name) is None:
-            remedy = f"Set log.{name} to '', or install it. {installed.remedy(name)}"
+            remedy = f"Set log.{name} to '', or install it. {installed.install_remedy(name)}"
             yield Problem(f"log.{name}", value, f"the package {name} is not installed", remedy)

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 
 from jaxtrain.config.layout import Layout
-from jaxtrain.config.schema import EXPERT_AXIS, FIT, Problem, RunConfig, parts_of
+from jaxtrain.config.schema import EXPERT_AXIS, FIT, Problem, RunConfig, split_items
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.kernels.experts import support
 from jaxtrain.models import FAMILIES
@@ -25,7 +25,7 @@ def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad
         yield from _expert_axis(m.num_experts, ranks, dict(run.sharding.rules), layout)
     if not m.num_experts:
         return
-    frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in parts_of(run.train.freeze))
+    frozen = run.lora.rank > 0 or any(fnmatch.fnmatchcase(ROUTER, pattern) for pattern in split_items(run.train.freeze))
     if m.renormalize and m.experts_per_token == 1 < m.num_experts and not frozen:
         rule = "one score divided by itself is 1, so with model.experts_per_token = 1 the router gets no gradient from the loss"
         yield Problem("model.renormalize", True, rule, f"Set false, or keep the router as it is: train.freeze={ROUTER}.")
@@ -37,7 +37,7 @@ def check_experts(run: RunConfig, hardware: Hardware | None, layout: Layout, bad
     if m.family in FAMILIES and not even and m.num_experts % ranks == 0:
         weights = EXPERTS & eight_bit(run.precision, run.fp8.exclude, matmuls(m))[0]
         names = sorted(name.removeprefix("layers.") for name in weights)
-        names = [*parts_of(run.fp8.exclude), *names] if names else []
+        names = [*split_items(run.fp8.exclude), *names] if names else []
         yield from support.problems_fp8(run.moe.impl, hardware, names, m.num_experts)
 
 

@@ -19,7 +19,7 @@ from jaxtrain.config.schema import (
     Problem,
     RunConfig,
     Train,
-    nearest,
+    suggest,
 )
 from jaxtrain.kernels.attention import Hardware
 from jaxtrain.models import FAMILIES
@@ -137,10 +137,10 @@ def _rules(rules: Mapping[str, str], family: str) -> Iterable[Problem]:
     for axis, onto in rules.items():
         key, names = f"sharding.rules.{axis}", [n for n in onto.split("+") if n]
         if axis not in RULES and family in FAMILIES:
-            yield Problem(key, onto, f"the {family} model has no axis of that name", nearest(axis, list(RULES)))
+            yield Problem(key, onto, f"the {family} model has no axis of that name", suggest(axis, list(RULES)))
         for n in names:
             if n not in MESH_AXES:
-                yield Problem(key, onto, f"no mesh axis {n!r}", nearest(n, list(MESH_AXES)))
+                yield Problem(key, onto, f"no mesh axis {n!r}", suggest(n, list(MESH_AXES)))
         if len(set(names)) < len(names):
             yield Problem(key, onto, "names a mesh axis twice", "Name each once, joined by '+'.")
 
@@ -240,14 +240,14 @@ def _ramp(train: Train, layout: Layout, bad: set[str]) -> Iterable[Problem]:
         """Return the nearest size that divides; 0 if that is none."""
         return round(size / shards) * shards if size < unit == rows else round(size / unit) * unit
 
-    if not any(size != nearest_fit(size) for size, _ in ramp.parts):
+    if not any(size != nearest_fit(size) for size, _ in ramp.phases):
         return
-    size = next(size for size, _ in ramp.parts if size != nearest_fit(size))
+    size = next(size for size, _ in ramp.phases if size != nearest_fit(size))
     rule = f"{size} sequences do not divide into microbatches of {rows}"
     if size < unit == rows:
         rule = f"{size} sequences do not divide over {shards} devices ({' x '.join(layout.mesh_axes('batch'))})"
     elif unit > rows:
         rule += f" in runs of mesh.stage = {stages.stages}"
-    fit = {nearest_fit(size): until for size, until in ramp.parts}
+    fit = {nearest_fit(size): until for size, until in ramp.phases}
     nearest_ramp = Ramp(full, tuple((size, until) for size, until in fit.items() if 0 < size < full))
     yield Problem(key, text, rule, f"Set '{nearest_ramp}'.")

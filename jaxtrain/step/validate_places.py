@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.config.launch import Loaded
+from jaxtrain.config.launch import LoadedConfig
 from jaxtrain.config.schema import Problem, RunConfig, flatten, to_dict
-from jaxtrain.config.stores import is_bucket, refused
+from jaxtrain.config.stores import is_bucket, path_problem
 from jaxtrain.runtime.variables import RESTART
 from jaxtrain.step import resume
 
@@ -91,7 +91,7 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
     return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]
 
 
-def check_settings_given(loaded: Loaded, workdir: Path) -> list[Problem]:
+def check_settings_given(loaded: LoadedConfig, workdir: Path) -> list[Problem]:
     """Return a problem if a command without --config would resume a run with another config than the run has.
 
     Such a command reads the default config. The command is refused if a key that it does not set differs from the run's config.
@@ -134,7 +134,7 @@ def remote(key: str, path: str, checkpoints: bool = False) -> list[Problem]:
 
     checkpoints: the place is for checkpoints, which may be at gs:// and s3://.
     """
-    why = refused(path, checkpoints)
+    why = path_problem(path, checkpoints)
     return [Problem(key, path, *why)] if why else []
 
 

@@ -106,7 +106,7 @@ def _number_problems(paths: Sequence[str], weights: Sequence[float]) -> Iterator
 
 
 def _path_problems(paths: Sequence[str], out: str) -> Iterator[Problem]:
-    if refused := stores.refused(out):
+    if refused := stores.path_problem(out):
         yield Problem("--out", out, *refused)
     for path in paths:
         if not stores.is_bucket(path) and is_folder(path):

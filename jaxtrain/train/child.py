@@ -24,7 +24,7 @@ from jaxtrain.config.durations import duration
 from jaxtrain.config.launch import REPO
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.metrics.files import write_atomic
-from jaxtrain.runtime.startup import missing_part
+from jaxtrain.runtime.startup import cuda_hint
 
 OK, REFUSED, NO_MEMORY, FAILED, LATE = "ok", "refused", "out of memory", "failed", "out of time"
 KILLED_S = 10.0  # wait for a killed process to end
@@ -158,7 +158,7 @@ def last_lines(output: str) -> str:
 def error_line(error: BaseException) -> str:
     """Return an exception as one line."""
     line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    return f"{line} {missing_part(str(error))}".rstrip()
+    return f"{line} {cuda_hint(str(error))}".rstrip()
 
 
 def main(argv: list[str]) -> int:

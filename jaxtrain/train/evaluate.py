@@ -14,7 +14,7 @@ from jaxtrain.checkpoint import CheckpointError, Checkpoints
 from jaxtrain.config.context import Context
 from jaxtrain.metrics import samples
 from jaxtrain.metrics.files import Writers
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 from jaxtrain.models.module import Params
 from jaxtrain.step.batch import HostBatch
 from jaxtrain.step.loss import CROSS_ENTROPY, Batch
@@ -224,7 +224,7 @@ class SampleWriter:
             if self._sampler is None:
                 self._sampler = generation.Sampler(self._run, self._program.placement)
             texts = self._texts(self._sampler, params)
-            new_samples = [Sample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
+            new_samples = [TextSample(done, i if len(texts) > 1 else 0, text) for i, text in enumerate(texts, start=1)]
             self._writers.samples(new_samples)
             console = self._services.console
             console.end_live()
@@ -237,7 +237,7 @@ class SampleWriter:
     def _texts(self, sampler: generation.Sampler, params: Params) -> list[str]:
         """Return the continuation of each prompt, then the answer to each conversation with the reference answer below."""
         settings, tokenizer = self._run.sample, self._tokenizer
-        ask = samples.Ask(settings.prompt, settings.max_tokens, settings.temperature)
+        ask = samples.Sampling(settings.prompt, settings.max_tokens, settings.temperature)
         texts = []
         if ask.prompt or not self._questions:
             texts = generation.continue_all(sampler, params, tokenizer, ask, self._stops)
@@ -252,7 +252,7 @@ class SampleWriter:
     def written(self, done: int) -> bool:
         """Return whether samples.txt has the samples of step `done`."""
         path = self._writers.samples_path
-        return path.exists() and any(sample.step == done for sample in samples.read(path.read_bytes().decode()))
+        return path.exists() and any(sample.step == done for sample in samples.parse_samples(path.read_bytes().decode()))
 
 
 def first_questions(held_out: Mapping[str, Any], count: int, seq_len: int) -> list[tuple[list[int], list[int]]]:

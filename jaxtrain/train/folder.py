@@ -95,7 +95,7 @@ def check_references(setup: Setup) -> list[Problem]:
     """Return the problems of the reference log-probabilities of a run whose reference no longer exists (references.check)."""
     run, start = setup.run, setup.start
     new_adapters = setup.program.adapters and not start.adapters
-    if new_adapters or not (run.loss.of_pairs and start.resumed):
+    if new_adapters or not (run.loss.is_pairwise and start.resumed):
         return []
     saved = setup.checkpoints.meta(start.step)
     return references.check(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
@@ -183,7 +183,7 @@ def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,
         "config": config_sha256(to_dict(setup.asked)),
-        "code": installed.code() if jax.process_count() > 1 else "",  # reads some 300 files
+        "code": installed.code_sha256() if jax.process_count() > 1 else "",  # reads some 300 files
         "environment": overlay.common(),
     }
 

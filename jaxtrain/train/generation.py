@@ -24,7 +24,7 @@ from jaxtrain.hf.importing import open_origin
 from jaxtrain.hf.model import alone, read_params
 from jaxtrain.kernels.attention import Hardware, support
 from jaxtrain.kernels.numerics import DTYPES
-from jaxtrain.metrics.samples import Ask, prompts
+from jaxtrain.metrics.samples import Sampling, split_prompts
 from jaxtrain.models.attention import Kernel, cached_arrays
 from jaxtrain.models.module import Definition, Params
 from jaxtrain.models.transformer import Cache, empty_cache
@@ -54,7 +54,7 @@ class Sampler:
         self.definition = make_definition(run, make_zero(run.sharding, self.placement), Kernel(name, specs))
         check_decodes(run.model.family, run.sample.max_tokens, self.definition)
         self._pipe = make_pipeline(run.model, self.placement, self.definition)
-        self._num_slots = placement.layout.stages.places if self._pipe else 0
+        self._num_slots = placement.layout.stages.slots if self._pipe else 0
         self.run = run
         self._dtype = DTYPES[run.compute]
         specs = self.definition.specs(self.placement), self.cache_specs, P()
@@ -137,7 +137,9 @@ def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float
     return order[jax.random.categorical(key, nucleus)].astype(jnp.int32)
 
 
-def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, room: int = 0, *, stops: Sequence[int]) -> str:
+def continue_text(
+    sampler: Sampler, params: Params, tokenizer: Any, ask: Sampling, room: int = 0, *, stops: Sequence[int]
+) -> str:
     """Return the prompt and its continuation, which ends before the first of `stops`, or else after max_tokens.
 
     stops: ids. room: as in `Sampler.tokens`.
@@ -148,7 +150,7 @@ def continue_text(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, ro
 
 
 def continue_ids(
-    sampler: Sampler, params: Params, prompt: Sequence[int], ask: Ask, stops: Sequence[int], room: int = 0
+    sampler: Sampler, params: Params, prompt: Sequence[int], ask: Sampling, stops: Sequence[int], room: int = 0
 ) -> list[int]:
     """Return the ids that continue a prompt of ids, up to the first of `stops`, which is left out, or max_tokens of them."""
     ids: list[int] = []
@@ -185,9 +187,9 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
-def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Ask, stops: Sequence[int]) -> list[str]:
+def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Sampling, stops: Sequence[int]) -> list[str]:
     """Return the prompt and its continuation for each of the prompts in `ask.prompt`."""
-    asks = [dataclasses.replace(ask, prompt=prompt) for prompt in prompts(ask.prompt)]
+    asks = [dataclasses.replace(ask, prompt=prompt) for prompt in split_prompts(ask.prompt)]
     vocab_size = sampler.run.model.vocab_size
     room = max(len(prompt_ids(tokenizer, request.prompt, vocab_size)) for request in asks) + ask.max_tokens
     return [continue_text(sampler, params, tokenizer, request, room, stops=stops) for request in asks]
@@ -248,7 +250,7 @@ class Chat:
         ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(conversation)))])
         return ids.tolist()
 
-    def answer(self, model: Loaded, conversation: Conversation, ask: Ask) -> str:
+    def answer(self, model: Loaded, conversation: Conversation, ask: Sampling) -> str:
         """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
 
         Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.

@@ -45,7 +45,7 @@ def open_history(workdir: Path) -> History:
     stretches = [_stretch(entry, run.train.steps if end is None else end) for entry, end in zip_longest(entries, ends)]
     stretches = [each for each in stretches if each.first <= each.last]
     path = workdir / "metrics.jsonl"
-    done = [line["step"] for line in metrics.read(path) if line["kind"] == "train"] if path.exists() else []
+    done = [line["step"] for line in metrics.read_metrics(path) if line["kind"] == "train"] if path.exists() else []
     skipped = [_skipped(item, stretches) for item in position.read(checkpoints.directory)]
     return History(stretches, _mixture(run, workdir, step, meta, data_position), max([step, *done[-1:]]), skipped)
 

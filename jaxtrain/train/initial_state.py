@@ -79,7 +79,7 @@ def import_named_parts(run: RunConfig) -> None:
             continue  # the value is a path that contains a colon
         if ":" in value:
             try:
-                own_parts.load(key, value)
+                own_parts.load_part(key, value)
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -414,7 +414,7 @@ def restore(user_run: RunConfig, program: Program, start: Start, checkpoints: Ch
         resumed_from_step=start.step if start.resumed else None,
         passed_over={str(step): reason for step, reason in start.damaged.items()},
     )
-    services.receipt.began(_origin_entry(user_run.init.from_, start, current, checkpoints))
+    services.receipt.record_start(_origin_entry(user_run.init.from_, start, current, checkpoints))
     if start.resumed:
         with services.ledger.during("restore"):
             jax.block_until_ready(current)

@@ -107,7 +107,7 @@ class Loop:
         """
         services, ramp = self.services, self.run.ramp
         size, until = ramp.size(self.done), ramp.until(self.done)
-        if ramp.parts:
+        if ramp.phases:
             services.console.say(
                 f"from step {self.done + 1} on: {size} sequences a step" + (f", until step {until}" if until else "")
             )
@@ -121,7 +121,7 @@ class Loop:
         if size != self.compiled.size:
             self.compiled = self._sizes[size]
             self._tracer.use(self.compiled.train)
-        if ramp.parts:
+        if ramp.phases:
             self.log.rates.resize(self.compiled.program.run.tokens_per_step)
         source, program = Positioned(self.data, self.start.position), self.compiled.program
         count = None if until is None else until - self.done
@@ -181,7 +181,7 @@ class Loop:
             self.log.rates.exclude()
         self._tracer.after_step(self.done, metrics)
         self.done += 1
-        self.services.ledger.stepped(self.done)
+        self.services.ledger.record_step(self.done)
         self.metrics.put(self.done, metrics, on_host)
         for hook in self._hooks:
             if not hook.due(self.done):
@@ -232,7 +232,7 @@ class Loop:
         A new run evaluates the weights that it begins from. A resumed run may have been ended after a save and before both.
         """
         done = self.done
-        due = [self.held_out.due(done) and done not in self.services.writers.evaluated()]
+        due = [self.held_out.due(done) and done not in self.services.writers.evaluated_steps()]
         due.append(self.samples.due(done) and not self.samples.written(done))
         # Process 0 decides, because other nodes may not see its files.
         evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(due), AGREE_S)[0])

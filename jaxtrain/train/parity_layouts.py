@@ -22,7 +22,7 @@ from jaxtrain.config.schema import (
     RunConfig,
     Train,
     from_dict,
-    nearest,
+    suggest,
     to_dict,
 )
 from jaxtrain.data import loading, opening
@@ -117,7 +117,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
             return {}, [(f"{token!r} is no axis with its size", f"Write {FORM}.")]
         axis, size = form[1], int(form[2])
         if axis not in MESH_AXES:
-            return {}, [(f"no mesh axis {axis!r}", nearest(axis, list(MESH_AXES)))]
+            return {}, [(f"no mesh axis {axis!r}", suggest(axis, list(MESH_AXES)))]
         if axis in sizes or size < 1:
             return {}, [(f"{axis} {'twice' if axis in sizes else 'of size 0'}", "Name each axis once, with a size above 0.")]
         sizes[axis] = size

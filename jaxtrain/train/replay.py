@@ -25,7 +25,7 @@ import numpy as np
 from jaxtrain.checkpoint import CheckpointError, Checkpoints, digests, files
 from jaxtrain.config import schema
 from jaxtrain.config.command_line import FAILED
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig
 from jaxtrain.config.shapes import STACK
 from jaxtrain.metrics.files import write_atomic
@@ -94,7 +94,7 @@ def write(
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
         raise ReplayError(f"step {skip.step} cannot be stored for a replay: {error}") from error
-    return spelled(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
+    return to_run_sh(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import ml_collections
 
 from jaxtrain.checkpoint import CheckpointError
 from jaxtrain.config import environment, hardware, own_parts
-from jaxtrain.config.commands import spelled, training
-from jaxtrain.config.launch import Launch, variables
+from jaxtrain.config.commands import to_run_sh, training_command
+from jaxtrain.config.launch import Launch, shell_prefix
 from jaxtrain.config.schema import ConfigError, Problem, RunConfig, to_dict
 from jaxtrain.data.loading import resolve_with_epochs
 from jaxtrain.data.tokenfile import TokenFileError
@@ -121,7 +121,7 @@ def run(
 
 def check_alone() -> list[Problem]:
     """Return the problems of a launcher's variables that describe several processes, if this program has not connected them."""
-    if Peers.connected():
+    if Peers.is_connected():
         return []
     cluster, problems = detect({}, os.environ)
     if cluster is not None:
@@ -141,7 +141,7 @@ def attempt(
       own_process: the process exists for this run alone. A signal before the first step, the watchdog, and the loss of another
           process of the run may then end this process at once.
     """
-    record, peers = Record(), Peers.of_this_run()
+    record, peers = Record(), Peers.from_jax()
     budgets = parse_budgets(run.train.timeouts)[0] if own_process else {}
 
     def end_process(reason: str) -> None:
@@ -214,7 +214,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
 
         if own_process:
             services.stop.at_once = stop_early
-            peers.listen(services.stop.asked_elsewhere)
+            peers.listen(services.stop.handle_remote_stop)
         # Training.
         code, reason, failure = FAILED, "ended by an exception", None
         try:
@@ -231,7 +231,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             services.stop.close()
             done = setup.start.step if ledger.step is None else ledger.step
             if (spent := ledger.close(code, reason)) is not None:
-                console.say(goodput.words(spent))
+                console.say(goodput.format_goodput(spent))
                 record.facts["goodput"] = spent.record()
             if line := next_command(setup, peers, code, failure, done, own_process):
                 console.say(line)
@@ -280,7 +280,7 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
             rewind_metrics(setup, restored, services)
             jax.block_until_ready(restored.state)
             check_free_memory(compiled.program, compiled.train, jax.local_devices())
-            if run.loss.of_pairs and not learn_references(setup, restored, saver, services):
+            if run.loss.is_pairwise and not learn_references(setup, restored, saver, services):
                 return stopped(restored.start.step, saver, services)
 
             # The steps.
@@ -368,13 +368,13 @@ def next_command(setup: Setup, peers: Peers, code: int, failure: Exception | Non
     """
     argv, stopped = setup.launch.argv, failure is None and code in (AGAIN, INTERRUPTED)
     if stopped and own_process and peers.count == 1:
-        return f"resume: {variables()}{training(shlex.join(argv))}"
-    return f"report: {spelled('python -m jaxtrain report')} {shlex.quote(str(setup.workdir))}" if done else ""
+        return f"resume: {shell_prefix()}{training_command(shlex.join(argv))}"
+    return f"report: {to_run_sh('python -m jaxtrain report')} {shlex.quote(str(setup.workdir))}" if done else ""
 
 
 def newest(workdir: Path) -> dict[str, Any]:
     """Return the last line of kind `train` in a run's metrics.jsonl; {} if there is none."""
     path, last = workdir / "metrics.jsonl", {}
-    for line in metrics.read(path) if path.exists() else ():
+    for line in metrics.read_metrics(path) if path.exists() else ():
         last = line if line["kind"] == "train" else last
     return last

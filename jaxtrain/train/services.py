@@ -100,5 +100,5 @@ class Services:
 
     def ask_to_stop(self, why: str) -> None:
         """Make all processes stop after the same step; before the first step, end this process."""
-        self.stop.asked_elsewhere(why)
+        self.stop.handle_remote_stop(why)
         self.peers.ask_to_stop(why)

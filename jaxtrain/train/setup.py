@@ -127,7 +127,7 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
             tokenizer, text = text_format.load(text, run.data.tokenizer)
         if tokenizer:
             generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)
-        for prompt in samples.prompts(run.sample.prompt) if tokenizer else ():
+        for prompt in samples.split_prompts(run.sample.prompt) if tokenizer else ():
             generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except Exception as error:
         if isinstance(error, ConfigError) or not (problem := refusal_of(error)):
@@ -209,7 +209,7 @@ def compile_size(setup: Setup, size: int, say: Callable[[str], None]) -> tuple[P
     """Return (program, compiled train step) of a batch of `size` sequences; of remat.policy=auto, with a choice that fits."""
     program = setup.program
     if size != setup.run.train.global_batch:
-        program = build(setup.run.of_size(size), jax.devices())
+        program = build(setup.run.with_batch_size(size), jax.devices())
     return compile_to_fit(program, setup.options_of(size), usable_gib(), say)
 
 
@@ -281,7 +281,7 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
         if run.sample.max_tokens and run.data.source != "synthetic":
             generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)
             tokenizer = load_tokenizer(run.data.tokenizer)
-            for prompt in samples.prompts(run.sample.prompt):
+            for prompt in samples.split_prompts(run.sample.prompt):
                 generation.prompt_ids(tokenizer, prompt, run.model.vocab_size)
     except ConfigError as error:
         return error.problems

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.checkpoint import digests
-from jaxtrain.config.commands import spelled
+from jaxtrain.config.commands import to_run_sh
 from jaxtrain.config.schema import to_dict
 from jaxtrain.step import state
 from jaxtrain.step.batch import HostBatch
@@ -32,7 +32,7 @@ def describe(setup: Setup, metrics: StepMetrics, data_position: Position) -> Bad
     each = setup.run.ramp.unit * setup.run.data.seq_len
     tokens = batches[0] * each, (batches[-1] + 1) * each
     command = f"python -m jaxtrain data seen --workdir={shlex.quote(str(setup.workdir))} --step={metrics.step}"
-    command = spelled(command) if hasattr(setup.data, "mixture") and not setup.data.synthetic else ""
+    command = to_run_sh(command) if hasattr(setup.data, "mixture") and not setup.data.synthetic else ""
     return Bad(metrics.step, metrics.verdict, metrics.loss, metrics.grad_norm, tuple(batches), tokens, command)
 
 

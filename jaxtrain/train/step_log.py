@@ -106,7 +106,7 @@ class StepLog:
             console.warn(text)
         if metrics.step % self._run.log.every_steps and metrics.step != self._run.train.steps:
             return
-        in_use, peak = throughput.memory(jax.local_devices())
+        in_use, peak = throughput.memory_gib(jax.local_devices())
         line = {
             "step": metrics.step,
             "loss": metrics.loss,
@@ -146,7 +146,7 @@ def measure_rates(run: RunConfig, console: Console) -> throughput.Throughput:
             console.say(f"MFU counts causal attention, of {peak:g} TFLOP/s a GPU")
             if run.precision == "fp8":
                 console.say(f"the FP8 peak is {gpu.fp8:g} TFLOP/s a GPU")
-                console.of_fp8 = gpu.peak(run.compute) / gpu.fp8 if gpu.fp8 else None
+                console.fp8_factor = gpu.peak(run.compute) / gpu.fp8 if gpu.fp8 else None
     return rates_of(run, jax.device_count(), peak)
 
 

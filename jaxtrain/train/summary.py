@@ -40,8 +40,8 @@ def print_summary(setup: Setup, console: Console) -> None:
         f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
         f"{short_count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
     )
-    if ramp.parts:
-        sizes = ", ".join(f"{size} sequences until step {until}" for size, until in ramp.parts)
+    if ramp.phases:
+        sizes = ", ".join(f"{size} sequences until step {until}" for size, until in ramp.phases)
         never = "" if ramp.end < steps else f" (train.steps={steps}: the later sizes are not reached)"
         say(f"batch ramp: {sizes}, then {ramp.full}{never}")
     if getattr(data, "answers", False) and epochs > MANY:  # a user's own source may lack it
@@ -115,7 +115,7 @@ def print_summary(setup: Setup, console: Console) -> None:
         )
     if not setup.asked.data.max_segments and run.data.masks_documents:
         say(f"data: up to {run.data.max_segments} documents in a sequence")
-    for prompt in samples.prompts(run.sample.prompt) if setup.tokenizer else ():
+    for prompt in samples.split_prompts(run.sample.prompt) if setup.tokenizer else ():
         if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
             console.warn(note)
     if other_templates := getattr(data, "templates", ()):
@@ -150,7 +150,7 @@ def slow_start(run: RunConfig, done: int, evaluates: bool, seconds: float, limit
     text = f"step {done + 1} is not done after {duration(seconds)}: {size * run.data.seq_len:,} tokens on {len(devices)} x "
     text += devices[0].device_kind + (", and an evaluation before it" if evaluates else "")
     if devices[0].platform == "cpu":
-        batch = "train.batch_ramp" if run.ramp.parts else "train.global_batch"
+        batch = "train.batch_ramp" if run.ramp.phases else "train.global_batch"
         lower = [f"data.seq_len ({run.data.seq_len})", f"{batch} ({size})"]
         lower += [f"eval.sequences ({run.eval.sequences})"] if evaluates else []
         text += f". Lower values of {', '.join(lower)} take less time"

@@ -24,7 +24,7 @@ try:
 except ClusterError as error:
     print(error, flush=True)
     leave(75)
-peers = Peers.of_this_run()
+peers = Peers.from_jax()
 
 def lost(message):
     print("lost:", message, flush=True)

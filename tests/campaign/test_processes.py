@@ -59,7 +59,7 @@ def test_live_line_on_a_terminal(tmp_path):
     script = f"""
 import os
 from jaxtrain.metrics import progress, table
-line = dict.fromkeys(("step", *table.required()), 0.5)
+line = dict.fromkeys(("step", *table.required_names()), 0.5)
 with progress.Console({str(tmp_path)!r}, 0, 40) as console:
     console.say("compiling")
     for step in range(1, 21):

@@ -168,7 +168,7 @@ def test_addresses_that_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         for scheme, package, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
-            rule, remedy = stores.refused(f"{scheme}://bucket/run", checkpoints=True) or ("", "")
+            rule, remedy = stores.path_problem(f"{scheme}://bucket/run", checkpoints=True) or ("", "")
             assert package in rule and f"--extra {extra}" in remedy
             with pytest.raises(CheckpointError, match=f"--extra {extra}$"):
                 checkpoint.locate(f"{scheme}://bucket/run")

@@ -257,7 +257,7 @@ def test_training_begins_at_the_reference(whole):
 def test_samples_answer_the_first_held_out_pairs(whole):
     """Each below its prompt, and beside the chosen answer."""
     file = TokenFile.open(whole / "held_out.tok")
-    found = list(samples.read((whole / "whole" / "samples.txt").read_text()))
+    found = list(samples.parse_samples((whole / "whole" / "samples.txt").read_text()))
     assert [(sample.step, sample.prompt) for sample in found] == [(step, n) for step in (5, 6) for n in (1, 2)]
     for sample, (first, last) in zip(found[:2], itertools.batched(file.doc_offsets[:8].tolist(), 2), strict=False):
         counts = file.loss_flags(first, last)

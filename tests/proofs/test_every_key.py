@@ -305,7 +305,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def logged(kind: str) -> Callable[[Path], list[int]]:
-    return lambda workdir: [line["step"] for line in metrics.read(workdir / "metrics.jsonl") if line["kind"] == kind]
+    return lambda workdir: [line["step"] for line in metrics.read_metrics(workdir / "metrics.jsonl") if line["kind"] == kind]
 
 
 def saves(workdir: Path) -> list[int]:
@@ -335,7 +335,7 @@ LEFT: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "profile.start": (has_any("profile/plugins/profile/*/*.xplane.pb"), False, True),
     "profile.steps": (lambda workdir: "steps 1 to 2" in (workdir / "log.txt").read_text(), False, True),
     "profile.dump_hlo": (has_any("profile/train_step.hlo.txt"), False, True),
-    "sample.every_steps": (lambda w: [x.step for x in samples.read((w / "samples.txt").read_text())], [4], [3, 4]),
+    "sample.every_steps": (lambda w: [x.step for x in samples.parse_samples((w / "samples.txt").read_text())], [4], [3, 4]),
 }
 
 
@@ -347,7 +347,7 @@ def test_a_key_changes_what_a_run_leaves_behind(key, runs):
 
 def eval_sequences(runs):
     """Fewer held-out sequences give another mean loss with the same weights."""
-    files = (metrics.read(runs.workdir(name) / "metrics.jsonl") for name in ("base", "other"))
+    files = (metrics.read_metrics(runs.workdir(name) / "metrics.jsonl") for name in ("base", "other"))
     base, other = ({(line["kind"], line["step"]): line["loss"] for line in lines} for lines in files)
     assert base["train", 2] == other["train", 2] and base["eval", 2] != other["eval", 2]
 
@@ -381,7 +381,7 @@ def sampling(runs):
     sampler, weights = generation.Sampler(run, helpers.program(run).placement), helpers.fresh_state(run).params
 
     def write(**changes: Any) -> str:
-        ask = samples.Ask(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
+        ask = samples.Sampling(**{"prompt": "x", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, **changes})
         return generation.continue_text(sampler, weights, ByteTokenizer(), ask, stops=[256])
 
     assert write(prompt="y").startswith("y") and write().startswith("x")
@@ -458,7 +458,7 @@ ELSEWHERE = {
 
 def test_every_key_is_in_one_table():
     tables = ({key for _, keys in CONSTANTS for key in keys}, PROGRAM, LEFT, ALONE, ELSEWHERE)
-    known = set(config.declared())
+    known = set(config.all_keys())
     found = {key: sum(key in table for table in tables) for key in known}
     wrong = {key: count for key, count in found.items() if count != 1}
     assert not wrong, "give a key that changes nothing any test has seen a row here, or remove it"

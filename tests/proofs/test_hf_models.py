@@ -28,7 +28,7 @@ from jaxtrain.hf.folder import describe, is_folder, model_of, open_folder, write
 from jaxtrain.hf.importing import import_folder, open_origin
 from jaxtrain.hf.model import logits_of, read_params
 from jaxtrain.hf.names import entries
-from jaxtrain.metrics.samples import Ask
+from jaxtrain.metrics.samples import Sampling
 from jaxtrain.models.attention import rotary_factor, rotary_frequencies, score_factor
 from jaxtrain.models.hugging_face import HuggingFaceError
 from jaxtrain.step.batch import place_batch
@@ -193,7 +193,7 @@ def test_a_text_ends_at_every_eos_of_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     hugging_face.write_base(tmp_path / "base", ["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     model = generation.load("base", jax.devices()[:1])
-    ask = Ask("def", max_tokens=6, temperature=0.0)
+    ask = Sampling("def", max_tokens=6, temperature=0.0)
     talk = [{"role": "user", "content": "def"}]
     prompts = {"prompt": list(b"def"), "chat": generation.Chat(model.text, "base", "chatml").prompt(Conversation(talk))}
     assert prompts["chat"] == [257, *b"user\ndef", 258, *b"\n", 257, *b"assistant\n"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_sh import HAS_GPU, HUNG_S, PATH, REPO, Machine, copy_launcher, script
 
-from jaxtrain.config.commands import table
+from jaxtrain.config.commands import command_table
 
 DEFAULT = "cuda12" if HAS_GPU else "plan"
 
@@ -158,7 +158,9 @@ def test_mistakes_install_nothing(machine: Machine, arguments: str, env: dict[st
 
 def test_help_and_a_dry_run_install_nothing(machine: Machine):
     done = machine.run("--help")
-    assert done.returncode == 0 and all(f"\n  {name:<12}{purpose}\n" in done.stdout for name, purpose in table().items())
+    assert done.returncode == 0 and all(
+        f"\n  {name:<12}{purpose}\n" in done.stdout for name, purpose in command_table().items()
+    )
     for line, started in (("data", "-m jaxtrain data"), ("--config=x.py", "-m jaxtrain.commands.supervise --config=x.py")):
         done = machine.run(line, JAXTRAIN_DRY_RUN="1", JAXTRAIN_CUDA="12")
         assert done.returncode == 0 and "requirements/cuda12.txt" in done.stderr and started in done.stderr

@@ -146,7 +146,7 @@ facts.read_facts({{}}, 900.0)
 
 
 def test_every_fact_of_a_gpu():
-    found = gpu_facts.read(Nvml(Gpu(ecc=2, action=4, used=2**30)))
+    found = gpu_facts.read_gpu_facts(Nvml(Gpu(ecc=2, action=4, used=2**30)))
     (gpu,) = found["gpus"].values()
     assert found["driver"] == "580.65.06" and set(gpu) == {*gpu_facts.READINGS, "refused"} and not gpu["refused"]
     assert gpu["memory"] == {"total_gib": 141.0, "used_gib": 1.0} and gpu["processes"] == [
@@ -165,17 +165,17 @@ def test_every_fact_of_a_gpu():
 
 def test_what_a_driver_refuses_is_left_out():
     wanted = frozenset({"nvmlDeviceGetRemappedRows", "nvmlDeviceGetFieldValues"})
-    gpu = gpu_facts.read(Nvml(Gpu(broken=wanted, fabric=pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)))["gpus"]["0"]
+    gpu = gpu_facts.read_gpu_facts(Nvml(Gpu(broken=wanted, fabric=pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)))["gpus"]["0"]
     left_out = {"remapped_rows", "fabric", "recovery_action", "nvlinks", "nvlink_errors"}
     assert set(gpu["refused"]) == left_out and not left_out & set(gpu) and "Not Supported" in gpu["refused"]["fabric"]
-    alone = gpu_facts.read(Nvml(Gpu(links=0)))["gpus"]["0"]
+    alone = gpu_facts.read_gpu_facts(Nvml(Gpu(links=0)))["gpus"]["0"]
     assert alone["nvlinks"] == {"up": [], "down": [], "gb_s": []} and alone["nvlink_errors"] == {}
 
 
 def test_links_of_newer_gpus():
     """Idle links may sleep, and Blackwell counts recoveries in a field of its own."""
     gpu = Gpu(asleep=True, broken=frozenset({"nvmlDeviceGetNvLinkErrorCounter"}))
-    found = gpu_facts.read(Nvml(gpu))["gpus"]["0"]
+    found = gpu_facts.read_gpu_facts(Nvml(gpu))["gpus"]["0"]
     assert found["nvlinks"]["up"] == [*range(16)] and found["nvlink_errors"] == {"recovery": {"6": 7}}
 
 
@@ -192,7 +192,7 @@ def test_an_error_of_one_reading_costs_that_fact():
         def DeviceGetMigMode(self, gpu):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
 
-    found = gpu_facts.read(Odd(Gpu(fabric=7, action=12)))
+    found = gpu_facts.read_gpu_facts(Odd(Gpu(fabric=7, action=12)))
     gpu = found["gpus"]["0"]
     assert set(gpu["refused"]) == {"processes", "mig"} and "error" not in gpu and found["driver"] == ""
     assert gpu["fabric"]["state"] == "number 7" and gpu["recovery_action"] == "number 12"
@@ -203,7 +203,7 @@ def test_an_error_of_one_reading_costs_that_fact():
                 return lambda *_: (_ for _ in ()).throw(pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN))
             return super().__getattr__(name)
 
-    gpu = gpu_facts.read(Mute(Gpu()))["gpus"]["0"]
+    gpu = gpu_facts.read_gpu_facts(Mute(Gpu()))["gpus"]["0"]
     assert gpu["error"] == "Unknown Error" and gpu["reset"] is False and gpu["name"] == "NVIDIA H200"
 
 
@@ -280,7 +280,7 @@ def test_pynvml_itself_is_asked_as_it_wants_to_be(monkeypatch):
     )
     monkeypatch.setattr(pynvml, "nvmlLib", library)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    found = gpu_facts.read(pynvml)
+    found = gpu_facts.read_gpu_facts(pynvml)
     assert found == {
         "driver": "580.126.09",
         "cuda": "13.0",
@@ -318,13 +318,13 @@ def test_pynvml_itself_is_asked_as_it_wants_to_be(monkeypatch):
 def test_gpus_that_the_driver_does_not_reach():
     """Of a GPU in another job's hands nothing is told."""
     states = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_NO_PERMISSION)
-    found = gpu_facts.read(Nvml(Gpu(), *(Gpu(lost=True, error=error) for error in states)))["gpus"]
+    found = gpu_facts.read_gpu_facts(Nvml(Gpu(), *(Gpu(lost=True, error=error) for error in states)))["gpus"]
     assert {i: (bool(gpu.get("error")), gpu.get("reset")) for i, gpu in found.items()} == {
         "0": (False, None),
         "1": (True, False),
         "2": (True, True),
     }
-    assert gpu_facts.read(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "loaded": False}
+    assert gpu_facts.read_gpu_facts(Nvml(driver=False)) == {"error": "NVML: Driver Not Loaded", "loaded": False}
 
 
 def test_this_machine_with_a_jax_that_cannot_be_imported(tmp_path):

@@ -155,13 +155,13 @@ def test_a_jax_that_goes_on_with_the_cpu_is_a_fault(monkeypatch):
 
 
 def test_gpus_are_watched_while_they_compute():
-    def sampled(mhz: float, *reasons: str) -> nvml.Sample:
-        return nvml.Sample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
+    def sampled(mhz: float, *reasons: str) -> nvml.GpuSample:
+        return nvml.GpuSample(0.0, 1.0, 90.0, 650.0, 700.0, 60.0, mhz, 3201.0, reasons, 0, None)
 
     said = [sampled(1500.0), None, sampled(1100.0, "hw_thermal", "sw_thermal")]
     all_said = threading.Event()
 
-    def sample(at: float) -> nvml.Sample | None:
+    def sample(at: float) -> nvml.GpuSample | None:
         if not said:
             all_said.set()
             raise nvml.Lost("gone")

@@ -21,7 +21,7 @@ from jaxtrain.config.schema import Log
 from jaxtrain.metrics import files, samples
 from jaxtrain.metrics.mlflow import MLflow
 from jaxtrain.metrics.remote import TrackerError
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 from jaxtrain.metrics.trackers import open_trackers
 from jaxtrain.metrics.trackio import Trackio
 
@@ -68,12 +68,12 @@ def tracked(stores: Path) -> Path:
 
 def numbers(workdir: Path) -> dict[tuple[str, int], float]:
     """Return (tag, step) -> every number of metrics.jsonl."""
-    return {(tag, line["step"]): x for line in runs.lines(workdir) for tag, x in files.tagged(line).items()}
+    return {(tag, line["step"]): x for line in runs.lines(workdir) for tag, x in files.tracker_values(line).items()}
 
 
-def texts_of(workdir: Path) -> list[Sample]:
+def texts_of(workdir: Path) -> list[TextSample]:
     """Return the texts of samples.txt, which are those of the last step."""
-    found = list(samples.read((workdir / "samples.txt").read_text()))
+    found = list(samples.parse_samples((workdir / "samples.txt").read_text()))
     assert [(sample.step, sample.prompt) for sample in found] == [(STEPS, 1), (STEPS, 2)]
     return found
 
@@ -115,7 +115,7 @@ def test_mlflow_has_config_samples_and_receipt(tracked: Path) -> None:
     params = client.get_run(run_id).data.params
     assert params["train.steps"] == str(STEPS) and float(params["optimizer.clip_norm"]) != 0.5  # that of the first start
     assert json.loads(artifact("receipt.json"))["exit_code"] == 0
-    assert list(samples.read(artifact(f"samples/step_{STEPS:08}.txt"))) == texts_of(tracked)
+    assert list(samples.parse_samples(artifact(f"samples/step_{STEPS:08}.txt"))) == texts_of(tracked)
 
 
 def test_trackio_has_every_number_at_its_step(tracked: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_that_is_new_there_gets_all_there_is(tmp_path: Path, kind: Any) ->
     seen = []
     for project in ("one", "two", "two"):
         tracker = kind(tmp_path, project, {}, resumed=True)
-        tracker.rewind(200, lines, [Sample(2, 0, "x")], 0)
+        tracker.rewind(200, lines, [TextSample(2, 0, "x")], 0)
         tracker.close(1)
         seen.append(tracker.facts["id"])
         if kind is MLflow:
@@ -207,7 +207,7 @@ def test_a_server_that_fails_or_hangs_stops_no_run(tmp_path, caplog, monkeypatch
         tracker._thread.join(300)
     assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 3, "told once"
     assert "http://localhost:1/api" in caplog.text and "a-password" not in caplog.text
-    assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_failure_at_the_end_of_a_run_is_in_its_log(stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_own_parts_train_and_resume(plain: Plain, tmp_path: Path) -> None:
         "eval__every_steps": 4,
     }
     assert run(workdir, train__steps=4, **parts) == 0
-    _, held_out = (line for line in metrics.read(workdir / "metrics.jsonl") if line["kind"] == "eval")
+    _, held_out = (line for line in metrics.read_metrics(workdir / "metrics.jsonl") if line["kind"] == "eval")
     assert held_out["cross_entropy"] == pytest.approx(2 * held_out["loss"], rel=1e-6)
     assert held_out["perplexity"] == math.exp(held_out["cross_entropy"])
     ours, theirs = runs.losses(workdir), runs.losses(plain.workdir)

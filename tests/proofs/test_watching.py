@@ -27,7 +27,7 @@ from jaxtrain.metrics import files, samples
 from jaxtrain.metrics.gpu_monitor import Monitor
 from jaxtrain.metrics.receipt import own_code
 from jaxtrain.metrics.remote import TrackerError
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 from jaxtrain.metrics.wandb import WandB
 from jaxtrain.report import run_page
 from jaxtrain.report.run import read
@@ -175,10 +175,10 @@ def test_samples_do_not_disturb_training(watched: Watched, plain: Path) -> None:
 
 
 def test_samples_are_written_at_intervals(watched: Watched) -> None:
-    found = list(samples.read(watched.first["samples.txt"]))
+    found = list(samples.parse_samples(watched.first["samples.txt"]))
     assert [(s.step, s.prompt) for s in found] == [(step, prompt) for step in (6, 12, 16) for prompt in (1, 2)]
     assert all(s.text.startswith("dx"[s.prompt - 1]) for s in found)
-    assert samples.write(found) == watched.first["samples.txt"]
+    assert samples.format_samples(found) == watched.first["samples.txt"]
     # The metrics of step 6 and of the next step have no step time, so no rate includes the samples' time.
     lines = map(json.loads, watched.first["metrics.jsonl"].splitlines())
     times = {line["step"]: line["step_time_s"] for line in lines if line["kind"] == "train"}
@@ -200,7 +200,7 @@ def test_tensorboard_shows_sets_and_texts(watched: Watched) -> None:
     for line in held_out(watched.workdir, "code_2"):
         for name in ("loss", "perplexity", "bits_per_byte"):
             assert numbers[line["step"], f"eval/code_2/{name}"] == pytest.approx(line[name])
-    texts = list(samples.read((watched.workdir / "samples.txt").read_text()))
+    texts = list(samples.parse_samples((watched.workdir / "samples.txt").read_text()))
     shown = [(step, tag) for step, _, values in found for tag in values if tag.startswith("sample/")]
     assert shown == [(s.step, f"sample/{s.prompt}/text_summary") for s in texts]
     assert json.loads(numbers[16, "receipt/text_summary"])["exit_code"] == 0
@@ -230,7 +230,7 @@ def test_events_page_and_metrics_agree(watched: Watched, plain: Path) -> None:
 
 def test_a_receipt_names_the_code_that_ran(plain: Path) -> None:
     found = runs.receipt(plain)["code"]
-    assert (found["digest"], found["own"]) == (installed.code(), {})
+    assert (found["digest"], found["own"]) == (installed.code_sha256(), {})
     assert own_code({"model": {"family": "not_there:Family"}, "data": {"source": "metrics:x, gs://b/c", "lr": 1.0}}) == {}
     held = hashlib.sha256(Path(helpers.__file__).read_bytes()).hexdigest()
     assert own_code({"resolved": {"model": {"family": "helpers:WiderFamily"}}}) == {"helpers": held}
@@ -251,7 +251,7 @@ def test_wandb_is_told_the_same(watched: Watched) -> None:
         lines = [line for line in runs.lines(watched.workdir) if line["step"] > from_step]
         assert [row["step"] for row in rows] == [line["step"] for line in lines]
         for row, line in zip(rows, lines, strict=True):
-            same = {k: v for k, v in files.tagged(line).items() if k.startswith("eval/") or k == "train/loss"}
+            same = {k: v for k, v in files.tracker_values(line).items() if k.startswith("eval/") or k == "train/loss"}
             assert same and {k: row[k] for k in same} == same
         assert [row["step"] for row in told if "samples" in row] == [step for step in (6, 12, 16) if step > from_step]
     folder = sorted((watched.workdir / "wandb").glob("offline-run-*"))[-1] / "files"
@@ -266,7 +266,7 @@ def test_a_wandb_run_that_is_new_gets_all_there_is(tmp_path: Path, monkeypatch: 
     told = record_wandb(monkeypatch)
     for project in ("one", "two"):
         tracker = WandB(tmp_path, project, {}, resumed=True)
-        tracker.rewind(2, [line], [Sample(2, 0, "x")], 0)
+        tracker.rewind(2, [line], [TextSample(2, 0, "x")], 0)
         tracker.close(0)
     assert [row["step"] for _, row in told] == [2] * 4
     assert [row.get("eval/loss") for _, row in told] == [1.5, None] * 2 and "samples" in told[1][1]
@@ -293,7 +293,7 @@ def test_a_tracker_that_fails_stops_no_run(tmp_path, caplog, monkeypatch):
         writers.close(0)
     wandb.finish()
     assert len([record for record in caplog.records if record.name == "jaxtrain"]) == 1, "told once"
-    assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_without_a_login_nothing_starts(config, tmp_path, monkeypatch, capsys):

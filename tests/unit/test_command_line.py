@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.commands.command import read_line, run_command
 from jaxtrain.config import commands
-from jaxtrain.config.command_line import Parser, output_file, place, whole
+from jaxtrain.config.command_line import Parser, at_least, output_file, path_text
 from jaxtrain.config.schema import ConfigError, Problem
 
 
@@ -22,7 +22,7 @@ def files() -> Parser:
     )
     p.argument("runs", "a run's folder", "RUN", several=True)
     p.option("html", "the file", "FILE", "report.html", type=output_file)
-    p.option("rows", "rows of the table", "N", 10, type=whole(1))
+    p.option("rows", "rows of the table", "N", 10, type=at_least(1))
     p.option("shape", "rows or columns", "SHAPE", "rows", choices=("rows", "columns"), modes=("",))
     p.option("json", "for programs; without FILE on the terminal", "FILE", const="-")
     p.option("list", "instead: list the traces")
@@ -43,7 +43,7 @@ def test_values_come_from_the_defaults_and_from_the_command_line():
     given = FILES.parse(["--rows", "3", "runs/a", "--json", "--list"])
     assert given.problems == []
     assert (given.rows, given.json, given.list, given.mode) == (3, "-", True, "list")
-    assert given.given == {"runs", "rows", "json", "list"}
+    assert given.explicit == {"runs", "rows", "json", "list"}
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_values_are_taken_as_they_are_typed():
     assert [x.key for x in p.parse(["--explain", "config.train.steps=3"]).problems] == ["argument 'config.train.steps=3'"]
     assert [x.key for x in p.parse(["--set=a", "--explain", "--prompt"]).problems] == ["--prompt"]
     argument = Parser("profile", "Show a trace.")
-    argument.argument("run", "a run's folder", "RUN", type=place)
-    argument.option("trace", "its number", "N", type=whole(1))
+    argument.argument("run", "a run's folder", "RUN", type=path_text)
+    argument.option("trace", "its number", "N", type=at_least(1))
     assert [x.key for x in argument.parse(["--trace", "-3"]).problems] == ["--trace", "RUN"]
     assert [x.key for x in argument.parse(["a", "b"]).problems] == ["argument 'b'"]
     (problem,) = argument.parse(["~nobody-of-this-name/x"]).problems
     assert problem.key == "RUN" and problem.value == "~nobody-of-this-name/x"
 
 
-@pytest.mark.parametrize("name", [name for name in commands.table() if name != "main"])
+@pytest.mark.parametrize("name", [name for name in commands.command_table() if name != "main"])
 def test_defaults_are_values_of_their_options(name: str):
     """A default is not read from text, so it must be what the same text would give."""
     top = importlib.import_module(f"jaxtrain.commands.{name}").parser()

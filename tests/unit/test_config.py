@@ -17,7 +17,7 @@ from jaxtrain import main
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import hardware, launch, layout, schema
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import RunConfig, spelled_value
+from jaxtrain.config.schema import RunConfig, format_value
 from jaxtrain.data import loading
 from jaxtrain.models import FAMILIES
 from jaxtrain.models.activations import KEPT
@@ -88,7 +88,7 @@ def test_overrides_take_the_type_of_their_key():
 def test_every_key_can_be_overridden():
     """Each key's own value, written as text, is read back as it was, so that keys of every type can be set."""
     values = dict(schema.flatten(schema.default_config()))
-    argv = [f"--config.{key}={'' if value == '' else spelled_value(value)}" for key, value in values.items()]
+    argv = [f"--config.{key}={'' if value == '' else format_value(value)}" for key, value in values.items()]
     loaded = loading.load([TINY, *argv])
     assert loaded.problems == []
     assert loaded.run == schema.resolve(schema.default_config())[0]
@@ -118,12 +118,12 @@ def test_the_launch_is_recorded():
 )
 def test_another_number_of_gpus_than_the_files_is_named_with_its_variant(name: str, gpus: int, variant: str):
     stem, _, given = name.partition(":")
-    line = loading.load([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.other_size(gpus)
+    line = loading.load([f"--config={REPO}/configs/{stem}.py:{given}"]).launch.size_note(gpus)
     assert line.endswith(variant) and bool(line) == bool(variant)
 
 
 def test_a_variant_that_the_file_refuses_is_not_named():
-    line = loading.load([f"--config={REPO}/configs/llama3_405b.py"]).launch.other_size(8)
+    line = loading.load([f"--config={REPO}/configs/llama3_405b.py"]).launch.size_note(8)
     assert "gpus=128" in line and ":gpus=8" not in line
 
 
@@ -235,7 +235,7 @@ def test_a_warmup_of_a_file_with_epochs(tmp_path, body, typed, warmup, origins):
     told = [re.findall(r"\(([a-z. ]+)\)", note) for note in loaded.launch.notes if note.startswith("optimizer.")]
     assert told == ([origins] if origins else [])
     if not typed:
-        made = launch.read_file(file.removeprefix("--config="), None)[0]
+        made = launch.read_config_file(file.removeprefix("--config="), None)[0]
         assert made is not None and loading.resolve_with_epochs(made)[0] == loaded.run
 
 
@@ -351,8 +351,8 @@ def test_mesh_sizes_on_nodes():
 
 def test_declared_keys_hold_their_defaults_and_the_choices_that_exist():
     values = dict(schema.flatten(schema.to_dict(RunConfig())))
-    assert set(schema.declared()) == set(values)
-    for name, key in schema.declared().items():
+    assert set(schema.all_keys()) == set(values)
+    for name, key in schema.all_keys().items():
         assert not key.choices or values[name] in key.choices, name
         assert key.out_of_range(values[name]) is None, name
     assert schema.choices("model.family") == tuple(FAMILIES)

@@ -22,7 +22,7 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def load(path: Path | str) -> launch.Loaded:
+def load(path: Path | str) -> launch.LoadedConfig:
     return loading.load([f"--config={path}"])
 
 
@@ -105,7 +105,9 @@ def test_a_config_file_has_no_future_of_the_program_that_reads_it(tmp_path: Path
     code = compile("from __future__ import annotations\nloaded = loading.load([f'--config={file}'])", "caller", "exec")
     names = {"loading": loading, "file": write(tmp_path / "c.py", text)}
     exec(code, names)
-    assert typing.cast(launch.Loaded, names["loaded"]).run.model.num_layers == load(names["file"]).run.model.num_layers == 5
+    assert (
+        typing.cast(launch.LoadedConfig, names["loaded"]).run.model.num_layers == load(names["file"]).run.model.num_layers == 5
+    )
 
 
 @pytest.mark.parametrize(

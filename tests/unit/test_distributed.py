@@ -618,7 +618,7 @@ def test_each_process_says_in_which_exchange_its_main_thread_waits(connect: Conn
     other.join(LONG_S)
     assert seen == ["best", None] and peers[0].waits_at() is None
     peers[1].publish("here")
-    assert peers[0].published() == {1: "here"} and peers[0].present() == [0, 1]
+    assert peers[0].read_progress() == {1: "here"} and peers[0].present() == [0, 1]
     peers[0]._set("left/1", "")
     assert peers[0].present() == [0]
 

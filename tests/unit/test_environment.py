@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.config import environment, hardware
 from jaxtrain.config.hardware import HOST_LIMIT, Devices
-from jaxtrain.config.launch import resolved
+from jaxtrain.config.launch import resolve_config
 from jaxtrain.config.schema import RunConfig, default_config
 from jaxtrain.step.validate import validate
 
@@ -36,7 +36,7 @@ USUAL = {
 def run(**env: Any) -> RunConfig:
     config = default_config()
     config.env.update(env)
-    found, problems = resolved(config)
+    found, problems = resolve_config(config)
     assert not problems
     return found
 
@@ -68,7 +68,7 @@ def test_the_shell_stands_above_the_table():
     assert overlay.inherited == {name: value for name, value in shell.items() if value}
     said = {line.split("=")[0].removeprefix("environment: "): line for line in overlay.lines()}
     assert "INFO" in said["NCCL_DEBUG"] and "WARN" in said["NCCL_DEBUG"], "the default that it replaces"
-    assert environment.table(90)["CUDA_DEVICE_MAX_CONNECTIONS"][1] in said["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert environment.gpu_table(90)["CUDA_DEVICE_MAX_CONNECTIONS"][1] in said["CUDA_DEVICE_MAX_CONNECTIONS"]
     overlay, problems = environment.overlay(run(), CPU, shell)
     assert not problems and not overlay.set and overlay.inherited == {name: value for name, value in shell.items() if value}
 
@@ -174,15 +174,15 @@ def test_deterministic_sums():
 
 def test_each_generation_has_its_table():
     for sm, known in ((80, 80), (89, 80), (90, 90), (103, 100)):
-        assert environment.table(sm) is environment.TABLES[known]
-    assert environment.table(75) is environment.ALL
+        assert environment.gpu_table(sm) is environment.TABLES[known]
+    assert environment.gpu_table(75) is environment.ALL
 
 
 def test_the_environment_of_a_run_is_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     config = default_config()
     config.data.source = "synthetic"
     config.train.global_batch = 8
-    asked = resolved(config)[0]
+    asked = resolve_config(config)[0]
     assert not validate(asked, H200, tmp_path)
     monkeypatch.setenv("JAX_DISABLE_JIT", "1")
     assert [p.key for p in validate(asked, H200, tmp_path)] == ["JAX_DISABLE_JIT"]

@@ -90,13 +90,13 @@ def seen_last(lines: list[dict[str, Any]], at: float) -> list[dict[str, Any]]:
 )
 def test_every_second_has_one_cause(lines, parts, counted, good):
     found = goodput.summarise(lines)
-    assert found.parts.keys() == set(goodput.CAUSES)
-    assert {cause: pytest.approx(s) for cause, s in found.parts.items() if s} == parts
-    assert sum(found.parts.values()) == pytest.approx(found.wall_s)
+    assert found.seconds.keys() == set(goodput.CAUSES)
+    assert {cause: pytest.approx(s) for cause, s in found.seconds.items() if s} == parts
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_s)
     assert sum(sum(s.seconds.values()) for s in found.spans) == pytest.approx(found.wall_s)
     assert (found.attempts, found.steps, found.steps_repeated) == counted
     assert found.goodput == (None if good is None else pytest.approx(good))
-    assert found.record()["wall_s"] == pytest.approx(sum(parts.values())) and goodput.words(found)
+    assert found.record()["wall_s"] == pytest.approx(sum(parts.values())) and goodput.format_goodput(found)
 
 
 # ---- The file
@@ -123,13 +123,13 @@ def test_blocks_claim_their_time_and_no_more(tmp_path: Path, now: list[float]):
             with ledger.during("data"):
                 now[0] += 5.0
             now[0] += 0.5
-        ledger.stepped(3)
+        ledger.record_step(3)
         now[0] += 4.0
         found = ledger.close(0, "done")
-        ledger.stepped(9)
+        ledger.record_step(9)
     assert found is not None and found.steps == 3 and found.wall_s == pytest.approx(33.5)
     expected = {"startup": 3.0, "compile": 20.0, "eval": 1.5, "data": 5.0, "step": 4.0}
-    assert {cause: seconds for cause, seconds in found.parts.items() if seconds} == pytest.approx(expected)
+    assert {cause: seconds for cause, seconds in found.seconds.items() if seconds} == pytest.approx(expected)
     last = [json.loads(line) for line in path.read_text().splitlines()][-1]
     assert last == {"kind": "end", "time": pytest.approx(1030.5), "exit_code": 0, "reason": "done"}
 
@@ -149,23 +149,23 @@ def test_lines_come_while_a_block_is_long(tmp_path: Path, now: list[float]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ledger, "_over", SimpleNamespace(wait=wait))
             ledger._beat()
-        assert [line["kind"] for line in goodput.read(path)] == ["begin", "spent"]
-        assert goodput.read(path)[-1]["seconds"] == {"compile": 30.0} and path.stat().st_mtime == 1031.0
-        assert goodput.summarise(goodput.read(path)).parts["compile"] == 31.0
+        assert [line["kind"] for line in goodput.read_ledger(path)] == ["begin", "spent"]
+        assert goodput.read_ledger(path)[-1]["seconds"] == {"compile": 30.0} and path.stat().st_mtime == 1031.0
+        assert goodput.summarise(goodput.read_ledger(path)).seconds["compile"] == 31.0
 
 
 def test_a_line_cut_by_a_kill(tmp_path: Path, now: list[float]):
     path = tmp_path / goodput.FILE
     whole = json.dumps(begin(5.0)) + "\n" + json.dumps(spent(9.0, 4, step=4.0)) + "\n"
     path.write_text(whole + '{"kind": "spe')
-    assert [line["kind"] for line in goodput.read(path)] == ["begin", "spent"]
+    assert [line["kind"] for line in goodput.read_ledger(path)] == ["begin", "spent"]
     with Ledger(path, now[0]) as ledger:
         ledger.end(0, "done")
-    assert [line["kind"] for line in goodput.read(path)] == ["begin", "spent", "begin", "end"]
+    assert [line["kind"] for line in goodput.read_ledger(path)] == ["begin", "spent", "begin", "end"]
     path.write_text('{"kind": "spe')
     with Ledger(path, now[0]) as ledger:
         ledger.end(0, "done")
-    assert goodput.summarise(goodput.read(path)).attempts == 1
+    assert goodput.summarise(goodput.read_ledger(path)).attempts == 1
 
 
 def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, now: list[float], caplog: pytest.LogCaptureFixture):
@@ -177,5 +177,5 @@ def test_a_ledger_that_cannot_be_written_ends_no_run(tmp_path: Path, now: list[f
         with ledger.during("save"):
             now[0] += 2.0
         found = ledger.close(0, "done")
-    assert found is not None and (found.parts["compile"], found.parts["save"]) == (1.0, 2.0)
+    assert found is not None and (found.seconds["compile"], found.seconds["save"]) == (1.0, 2.0)
     assert len(caplog.records) == 1

@@ -24,9 +24,9 @@ from jaxtrain.config import shapes
 from jaxtrain.config.ramp import Ramp
 from jaxtrain.config.schema import Profile
 from jaxtrain.metrics import files, profiling, progress, samples, table
-from jaxtrain.metrics.samples import Sample
+from jaxtrain.metrics.samples import TextSample
 from jaxtrain.metrics.tensorboard import TensorBoard
-from jaxtrain.metrics.throughput import Throughput, memory
+from jaxtrain.metrics.throughput import Throughput, memory_gib
 from jaxtrain.report import run_page
 from jaxtrain.report.run import read
 from jaxtrain.train.step_log import PendingMetrics
@@ -42,7 +42,7 @@ def test_lines_have_the_documented_keys_and_every_digit(tmp_path):
         writers.eval(step=1, loss=2.0, bits_per_byte=None, perplexity=12.25, cross_entropy=2.5)
         # before the file is closed: each line is flushed
         train, evaluation, own = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert tuple(train) == ("kind", "step", *table.required(), "time_unix")
+    assert tuple(train) == ("kind", "step", *table.required_names(), "time_unix")
     assert train["loss"] == train["grad_norm"] == float(loss) != 0.1 and np.float32(train["loss"]) == loss
     assert train["lr"] == 1 / 3 and train["mfu_full"] is None
     assert train["tokens"] == 7 and isinstance(train["tokens"], int)
@@ -57,7 +57,7 @@ def test_nonfinite_values_are_valid_json_and_read_back(tmp_path):
     text = (tmp_path / "metrics.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert line["nonfinite"] == {"loss": "nan", "grad_norm": "-inf"} and line["loss"] is line["grad_norm"] is None
-    (back,) = files.read(tmp_path / "metrics.jsonl")
+    (back,) = files.read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(back["loss"]) and back["grad_norm"] == -math.inf and "nonfinite" not in back
 
 
@@ -81,11 +81,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
             writers.train(**train_line(2))
         assert cut.value.filename == str(path) and str(path) in str(cut.value)
         with files_up_to(10), pytest.raises(files.NotWritten) as text:
-            writers.samples([Sample(1, 0, "a text of more than ten bytes")])
+            writers.samples([TextSample(1, 0, "a text of more than ten bytes")])
         assert text.value.filename == str(tmp_path / "samples.txt")
     with files.Writers(tmp_path) as writers:
         writers.train(**train_line(2))
-    assert [line["step"] for line in files.read(path)] == [1, 2]
+    assert [line["step"] for line in files.read_metrics(path)] == [1, 2]
     (tmp_path / "file").write_text("old")
     for place in ("file", "file/below"):
         with files_up_to(2), pytest.raises(files.NotWritten) as found:
@@ -106,7 +106,7 @@ def test_a_tracker_that_cannot_write_is_left_out(tmp_path):
     with files.Writers(tmp_path, [Broken(tmp_path), TensorBoard(tmp_path / "other")]) as writers:
         for step in (1, 2):
             writers.train(**train_line(step))
-    assert [line["step"] for line in files.read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [step for step, *_ in events(tmp_path / "other" / "tb")[0]] == [1, 2]
 
 
@@ -137,7 +137,7 @@ def test_a_new_metric_is_one_entry_of_the_table(tmp_path, monkeypatch):
         line = train_line(1, **found.more)
         writers.train(**line)
         console.step(line)
-    assert [x["own/metric"] for x in files.read(tmp_path / "metrics.jsonl")] == [0.5]
+    assert [x["own/metric"] for x in files.read_metrics(tmp_path / "metrics.jsonl")] == [0.5]
     assert "own 0.50" in out.getvalue() and "own 0.50" in (tmp_path / "log.txt").read_text()
     assert [values["train/own/metric"] for _, _, values in events(tmp_path / "tb")[0] if "train/own/metric" in values] == [0.5]
     assert curves_of(run_page.html([read(tmp_path)]))["own curve"] == {1: 50.0}
@@ -181,14 +181,14 @@ def test_rewind_forgets_later_steps_in_both_places(tmp_path):
                 writers.train(**train_line(step, loss=step + 10.0 * attempt))
                 if step in (2, 6):
                     writers.eval(step=step, loss=9.0, bits_per_byte=3.0, perplexity=7.0)
-    lines = [(line["kind"], line["step"], line["loss"]) for line in files.read(tmp_path / "metrics.jsonl")]
+    lines = [(line["kind"], line["step"], line["loss"]) for line in files.read_metrics(tmp_path / "metrics.jsonl")]
     assert lines == [("train", 1, 1.0), ("train", 2, 2.0), ("eval", 2, 9.0), ("train", 3, 3.0), ("train", 4, 4.0),
                      ("train", 5, 15.0), ("train", 6, 16.0), ("eval", 6, 9.0)]  # fmt: skip
     found, restarts = events(tmp_path / "tb")
     assert [(step, v.get("train/loss", v.get("eval/loss"))) for step, _, v in found] == [line[1:] for line in lines]
     assert restarts == 1
     assert found[2][2] == {"eval/loss": 9.0, "eval/bits_per_byte": 3.0, "eval/perplexity": 7.0}
-    times = [line.get("time_unix") for line in files.read(tmp_path / "metrics.jsonl")]
+    times = [line.get("time_unix") for line in files.read_metrics(tmp_path / "metrics.jsonl")]
     assert found[0][1] == times[0] and found[2][1] == times[1] and found[3][1] == times[3]
     assert (tmp_path / "tb" / "events.out.tfevents.1.mine").exists()
     assert not list(tmp_path.glob(".*"))
@@ -202,12 +202,12 @@ def test_a_cut_last_line(tmp_path):
     whole = writers.path.read_bytes()
     for cut in (1, 20, len(whole.splitlines()[-1]) - 1):  # even if only the newline is missing
         writers.path.write_bytes(whole[:-cut])
-        assert [line["step"] for line in files.read(writers.path)] == [1, 2]
+        assert [line["step"] for line in files.read_metrics(writers.path)] == [1, 2]
         assert writers.rewind(3) == files.Rewound(kept=2, dropped=0, cut=True)
         writers.path.write_bytes(whole[:-cut])
         writers.gpu(**gpu_line(3))  # without a rewind, a new line does not continue the old one
         writers.close()
-        assert [line["step"] for line in files.read(writers.path)] == [1, 2, 3]
+        assert [line["step"] for line in files.read_metrics(writers.path)] == [1, 2, 3]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": ', 1))
     with pytest.raises(files.MetricsError, match="metrics.jsonl:2"):
@@ -227,7 +227,7 @@ def test_gpu_lines_are_kept_and_shown(tmp_path):
         shown |= values
     assert shown["train/loss"] == 0.5 and shown["gpu/0/power_w"] == 600.0 and shown["gpu/1/power_w"] == 601.0
     assert not {"gpu/0/gpu", "gpu/0/process", "gpu/0/throttle_reasons", "gpu/0/ecc_uncorrected"} & set(shown)
-    assert "gpu/3.1/power_w" in files.tagged({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
+    assert "gpu/3.1/power_w" in files.tracker_values({"kind": "gpu", **gpu_line(1, gpu=1, process=3)})
 
 
 def test_other_processes_write_their_gpus_apart_and_nothing_else(tmp_path):
@@ -236,15 +236,15 @@ def test_other_processes_write_their_gpus_apart_and_nothing_else(tmp_path):
             for step in (1, 2, 3):
                 writers.train(**train_line(step))
                 writers.gpu(**gpu_line(step, process=process))
-            writers.samples([Sample(2, process, "x")])
+            writers.samples([TextSample(2, process, "x")])
             writers.note("config", {})
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.1.jsonl", "samples.txt", "tb0"}
-    other = list(files.read(tmp_path / "metrics.1.jsonl"))
+    other = list(files.read_metrics(tmp_path / "metrics.1.jsonl"))
     assert [(line["kind"], line["step"]) for line in other] == [("gpu", 1), ("gpu", 2), ("gpu", 3)]
     for process in (0, 1):  # each process rewinds its own file
         kept = files.Writers(tmp_path, process_index=process).rewind(2)
         assert kept == files.Rewound(4 - 2 * process, 2 - process, False)
-    assert [line["step"] for line in files.read(tmp_path / "metrics.1.jsonl")] == [1, 2]
+    assert [line["step"] for line in files.read_metrics(tmp_path / "metrics.1.jsonl")] == [1, 2]
     (moved,) = files.Writers(tmp_path, process_index=1).set_aside()  # what was written without a checkpoint
     assert moved.name.startswith("metrics.1.set_aside-") and (tmp_path / "metrics.jsonl").exists()
     aside = files.Writers(tmp_path).set_aside()
@@ -252,13 +252,17 @@ def test_other_processes_write_their_gpus_apart_and_nothing_else(tmp_path):
 
 
 def test_samples_file_can_be_read_back_whatever_a_model_writes() -> None:
-    nasty = [Sample(3, 0, "--- step 9\n--- step 9, prompt 2\n\n"), Sample(4, 2, ""), Sample(12, 1, "a\r\n--- step 1")]
-    text = samples.write(nasty)
-    back = list(samples.read(text))
+    nasty = [
+        TextSample(3, 0, "--- step 9\n--- step 9, prompt 2\n\n"),
+        TextSample(4, 2, ""),
+        TextSample(12, 1, "a\r\n--- step 1"),
+    ]
+    text = samples.format_samples(nasty)
+    back = list(samples.parse_samples(text))
     assert [s[:2] for s in back] == [s[:2] for s in nasty]
     assert [s.text.replace(" ---", "---") for s in back] == [s.text for s in nasty]
-    assert samples.write(back) == text
-    assert list(samples.read("no heading\n")) == []
+    assert samples.format_samples(back) == text
+    assert list(samples.parse_samples("no heading\n")) == []
 
 
 # ---- Rates and memory
@@ -299,7 +303,7 @@ def test_throughput_is_that_of_the_device():
         "step_time_s": 0.5, "data_wait_s": 0.125, "tokens_per_s": 16000.0, "tokens_per_s_per_device": 4000.0,
         "tflops_per_device": 20.0, "mfu_causal": 0.2, "mfu_full": 0.24, "hfu": 0.28,
     }  # fmt: skip
-    assert set(line) < set(table.required())
+    assert set(line) < set(table.required_names())
     assert set(throughput.line().values()) == {None}  # no step since the last line
     now[0] += 2.0
     throughput.start_step()
@@ -333,8 +337,8 @@ def test_halts_and_warm_up_and_copies_for_a_save_do_not_count(loop):
 
 def test_memory_is_that_of_the_fullest_device():
     used = [{"bytes_in_use": n * 2**30, "peak_bytes_in_use": (9 - n) * 2**30} for n in (2, 3)]
-    assert memory([SimpleNamespace(memory_stats=lambda told=told: told) for told in used]) == (3.0, 7.0)
-    assert memory(jax.local_devices()) == (None, None)  # CPUs report no memory
+    assert memory_gib([SimpleNamespace(memory_stats=lambda told=told: told) for told in used]) == (3.0, 7.0)
+    assert memory_gib(jax.local_devices()) == (None, None)  # CPUs report no memory
 
 
 # ---- Messages

@@ -16,7 +16,7 @@ from jaxtrain.commands import api
 from jaxtrain.commands.command import run_command
 from jaxtrain.config import own_parts, schema
 from jaxtrain.config.command_line import Parser
-from jaxtrain.config.own_parts import WrongPart, load, not_found, problem_of
+from jaxtrain.config.own_parts import WrongPart, check_module, load_part, problem_of
 from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.config.shapes import BATCH_KEYS
 from jaxtrain.data.batches import OwnSource
@@ -80,16 +80,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_a_module_that_cannot_be_imported_is_one_problem_with_its_line(value: str, said: list[str]):
     with pytest.raises(ConfigError) as caught:
-        load("loss.name", value)
+        load_part("loss.name", value)
     (problem,) = caught.value.problems
     assert (problem.key, problem.value) == ("loss.name", value)
     assert all(words in str(problem) for words in said)
 
 
 def test_a_package_that_cannot_be_imported_is_found_without_jax():
-    assert not_found("loss.name", "lab_of_mine.sound:part") is None
-    assert "PYTHONPATH" in str(not_found("loss.name", "no_such_lab.sound:part"))
-    assert "__init__.py:1" in str(not_found("loss.name", "lab_of_mine.package.inner:part"))
+    assert check_module("loss.name", "lab_of_mine.sound:part") is None
+    assert "PYTHONPATH" in str(check_module("loss.name", "no_such_lab.sound:part"))
+    assert "__init__.py:1" in str(check_module("loss.name", "lab_of_mine.package.inner:part"))
 
 
 def failure(call: Any) -> Exception:
@@ -99,21 +99,21 @@ def failure(call: Any) -> Exception:
 
 
 def test_the_innermost_line_of_the_part_is_named(folder: Path):
-    part = load("loss.name", "lab_of_mine.sound:part")
-    load("optimizer.name", "lab_of_mine.optimizers:tree")
+    part = load_part("loss.name", "lab_of_mine.sound:part")
+    load_part("optimizer.name", "lab_of_mine.optimizers:tree")
     error = failure(lambda: part(0))
     problem = problem_of(error)
     assert problem is not None and (problem.key, problem.value) == ("loss.name", "lab_of_mine.sound:part")
     line = f"ZeroDivisionError: division by zero in {folder / 'sound.py'}:6, in helper: return 1 / args[0]"
     assert problem.rule == line
     stream = io.StringIO()
-    assert own_parts.report(error, stream)
+    assert own_parts.report_error(error, stream)
     first, second = stream.getvalue().splitlines()
     assert line in first and f"{folder / 'sound.py'}:2" in second
 
 
 def test_errors_of_jax_in_the_part_are_of_the_part(folder: Path):
-    part = load("loss.name", "lab_of_mine.sound:part")
+    part = load_part("loss.name", "lab_of_mine.sound:part")
     problem = problem_of(failure(lambda: jax.jit(lambda x: part(jnp.concatenate([x, x]) if part(x) is None else int(x)))(2.0)))
     assert problem is None  # the line is of this file, which is no part
     problem = problem_of(failure(lambda: jax.jit(part)({})))
@@ -121,7 +121,7 @@ def test_errors_of_jax_in_the_part_are_of_the_part(folder: Path):
 
 
 def test_other_errors_are_left_alone(capsys: pytest.CaptureFixture[str]):
-    part = load("loss.name", "lab_of_mine.sound:part")
+    part = load_part("loss.name", "lab_of_mine.sound:part")
 
     class Layout:
         def __rtruediv__(self, other: Any) -> Any:
@@ -136,17 +136,17 @@ def test_other_errors_are_left_alone(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("errors", [(), (ArithmeticError,), (ValueError,)])
 def test_a_command_names_the_line_first_and_is_refused(errors: Any, capsys: pytest.CaptureFixture[str]):
-    part = load("model.family", "lab_of_mine.sound:part")
+    part = load_part("model.family", "lab_of_mine.sound:part")
     assert run_command(COMMAND, [], lambda _: part(0), errors=errors) == 2
     first = capsys.readouterr().err.splitlines()[0]
     assert first.startswith("error: model.family = ") and "sound.py:6" in first
 
 
 def test_functions_of_the_api_add_the_line(monkeypatch: pytest.MonkeyPatch):
-    load("model.family", "lab_of_mine.sound:part")
+    load_part("model.family", "lab_of_mine.sound:part")
     from jaxtrain.report import run
 
-    monkeypatch.setattr(run, "read", lambda folder, kind: load("model.family", "lab_of_mine.sound:part")(0))
+    monkeypatch.setattr(run, "read", lambda folder, kind: load_part("model.family", "lab_of_mine.sound:part")(0))
     error = failure(lambda: api._with_user_line(api.open_run)("anything"))
     assert isinstance(error, ZeroDivisionError) and "sound.py:6" in error.__notes__[0]
 
@@ -177,7 +177,7 @@ def test_an_optimizer_returns_updates_and_a_state_like_those_it_received(name: s
 def test_a_sound_optimizer_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
     from jaxtrain.optim.optimizer import make_optimizer
 
-    module = sys.modules[load("loss.name", "lab_of_mine.sound:part").__module__]
+    module = sys.modules[load_part("loss.name", "lab_of_mine.sound:part").__module__]
     monkeypatch.setattr(module, "adam", lambda *args: optax.scale_by_adam(), raising=False)
     params = {"w": jnp.arange(6.0).reshape(2, 3)}
     tx = make_optimizer(schema.Optimizer(name="lab_of_mine.sound:adam"), schema.Dtypes(), {})
@@ -225,7 +225,7 @@ def test_an_error_belongs_to_the_part_that_was_called():
     from jaxtrain.optim.optimizer import make_optimizer
 
     for key in ("model.family", "data.source", "loss.name"):
-        load(key, "lab_of_mine.optimizers:closure")
+        load_part(key, "lab_of_mine.optimizers:closure")
     params = {"w": jnp.ones((2, 3))}
 
     def step(name: str) -> Any:
@@ -240,7 +240,7 @@ def test_an_error_belongs_to_the_part_that_was_called():
 
 @pytest.mark.parametrize("value", ["lab_of_mine.optimizers:number", "lab_of_mine.exits:x", "lab_of_mine.optimizers:optaxx"])
 def test_what_is_no_function_is_refused_at_its_import(value: str):
-    error = failure(lambda: load("optimizer.name", value))
+    error = failure(lambda: load_part("optimizer.name", value))
     assert isinstance(error, ConfigError) and [p.key for p in error.problems] == ["optimizer.name"]
 
 
@@ -258,7 +258,7 @@ def test_a_source_that_ends_is_a_problem_of_the_source():
 
 
 def test_ctrl_c_in_a_part_is_no_error_of_it():
-    load("loss.name", "lab_of_mine.sound:part")
+    load_part("loss.name", "lab_of_mine.sound:part")
     assert problem_of(KeyboardInterrupt()) is None
 
 

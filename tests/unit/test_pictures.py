@@ -12,7 +12,7 @@ from test_imports import ROOMS
 
 from benchmarks import pictures
 from jaxtrain.config import installed
-from jaxtrain.config.context import Context, pairs
+from jaxtrain.config.context import Context, pairs_per_rank
 from jaxtrain.kernels.context_parallel.split import Split
 from jaxtrain.step.stages import Schedule
 
@@ -57,7 +57,7 @@ def test_steps_of_a_ring_compute_each_causal_block_once_and_are_equal():
     for step in steps:
         halves = [gpu for (q, k), gpu in step.items() for _ in range(1 if q == k else 2)]
         assert collections.Counter(halves) == dict.fromkeys(range(4), 4)
-    assert pairs(context, 64) == [4 * 4 * 8**2 / 2] * 4
+    assert pairs_per_rank(context, 64) == [4 * 4 * 8**2 / 2] * 4
 
 
 def test_keys_come_from_the_gpu_before(monkeypatch: pytest.MonkeyPatch):

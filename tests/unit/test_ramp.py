@@ -31,7 +31,7 @@ def test_a_step_has_the_sequences_of_its_part(text):
         assert ramp.steps_for(sequences) == wanted
         assert ramp.steps_for(fractions.Fraction(2 * sequences - 1, 2)) == wanted
     changes = [step for step in range(30) if ramp.until(step) not in (None, ramp.until(step - 1) if step else None)]
-    assert len(changes) == len(ramp.parts)
+    assert len(changes) == len(ramp.phases)
 
 
 @pytest.mark.parametrize("text", ["8", "8:", ":3", "8:3,", "a:3", "8:-3", "8:3:4", "0:3", "8:0", "32:3", "8:3,8:4", "8:3,16:3"])
@@ -56,6 +56,8 @@ def test_a_smaller_step_has_the_microbatches_of_the_full_one():
             *(f"--config.train.{x}" for x in ("global_batch=64", "grad_accum=4", "batch_ramp=8:2,32:4")),
         ]
     ).run
-    found = [(run.of_size(size).train.global_batch, run.of_size(size).train.grad_accum) for size in (8, 16, 32, 64)]
+    found = [
+        (run.with_batch_size(size).train.global_batch, run.with_batch_size(size).train.grad_accum) for size in (8, 16, 32, 64)
+    ]
     assert found == [(8, 1), (16, 1), (32, 2), (64, 4)]
-    assert run.of_size(64) is run and run.of_size(32).ramp == Ramp(32)
+    assert run.with_batch_size(64) is run and run.with_batch_size(32).ramp == Ramp(32)

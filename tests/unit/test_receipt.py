@@ -17,7 +17,7 @@ from jaxtrain.config import installed, schema
 from jaxtrain.config.hardware import HOST_LIMIT
 from jaxtrain.metrics import files as metrics
 from jaxtrain.metrics import receipt as receipts
-from jaxtrain.metrics.receipt import FORMAT, Receipt, checkout, device_facts, load, open_run, rates, select_environment
+from jaxtrain.metrics.receipt import FORMAT, Receipt, checkout, device_facts, load_receipt, open_run, rates, select_environment
 from jaxtrain.report.receipt import compare, rows
 
 RESOLVED = schema.to_dict(schema.RunConfig())
@@ -37,9 +37,9 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     driver = Nvml(Gpu(), Gpu(limit_mw=500_000), Gpu(lost=True))
     written = Receipt(tmp_path, driver=driver)
     assert written.start({"resolved": RESOLVED, "devices": device_facts(jax.devices())}) == ""
-    found = load(tmp_path / "receipt.json")
+    found = load_receipt(tmp_path / "receipt.json")
     assert (found["format"], found["exit_code"], found["resolved"]) == (FORMAT, None, json.loads(json.dumps(RESOLVED)))
-    assert found["code"] == {"commit": "c" * 40, "dirty": False, "digest": installed.code(), "own": {}}
+    assert found["code"] == {"commit": "c" * 40, "dirty": False, "digest": installed.code_sha256(), "own": {}}
     versions = {"jax": jax.__version__, "driver": "580.65.06", "driver_cuda": "13.0"}
     assert found["versions"].items() >= versions.items() and found["devices"]["count"] == jax.device_count()
     assert found["hardware"]["cpus"] == 3, "those that the process may use"
@@ -48,13 +48,13 @@ def test_a_killed_run_has_what_was_known_at_its_start(tmp_path: Path, monkeypatc
     assert second.items() >= ({"index": 1, "name": "NVIDIA H200", "ecc": True} | limits).items()
     assert first["power_limit_w"] == 700.0 and lost == {"index": 2, "lost": True} and driver.open == 0
     written.finish(75, "SIGTERM", {"goodput": {"goodput": 0.5}})
-    found = load(tmp_path / "receipt.json")
+    found = load_receipt(tmp_path / "receipt.json")
     assert (found["exit_code"], found["reason"], found["goodput"]) == (75, "SIGTERM", {"goodput": 0.5})
 
 
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path) -> None:
     Receipt(tmp_path, driver=Nvml(driver=False)).start({})
-    found = load(tmp_path / "receipt.json")
+    found = load_receipt(tmp_path / "receipt.json")
     assert found["hardware"]["gpus"] == [] and "driver" not in found["versions"]
 
 
@@ -85,7 +85,7 @@ def test_the_state_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_other_processes_write_nothing(tmp_path: Path) -> None:
     written = Receipt(tmp_path, process_index=1, driver=Nvml())
     written.start({})
-    written.began(None)
+    written.record_start(None)
     written.finish(0, "done")
     assert not list(tmp_path.iterdir())
 
@@ -103,7 +103,7 @@ def test_no_secret_and_no_variable_of_one_attempt_is_kept() -> None:
 def attempt(folder: Path, loaded: dict[str, Any] | None = None, **optimizer: Any) -> Receipt:
     written = Receipt(folder, driver=Nvml())
     written.start({"resolved": {**RESOLVED, "optimizer": RESOLVED["optimizer"] | optimizer}})
-    written.began(loaded)
+    written.record_start(loaded)
     written.finish(75, "SIGTERM")
     return written
 
@@ -124,7 +124,7 @@ def test_a_resumed_run_has_its_attempts_and_their_changes(tmp_path: Path) -> Non
     was = RESOLVED["optimizer"]["lr"]
     assert found_in(plain, resumed) == [("config", "optimizer.lr", str(was), "0.9")]
     third = attempt(resumed, read_from(first.id))
-    found = load(resumed / "receipt.json")
+    found = load_receipt(resumed / "receipt.json")
     assert [one["attempt"] for one in (*found["attempts"], found)] == [1, 2, 3]
     assert [one["exit_code"] for one in found["attempts"]] == [75, 75] and found["id"] == third.id
     assert len(json.dumps(found["attempts"])) < 1500 and "changed" not in found["attempts"][0]
@@ -163,10 +163,10 @@ def test_a_run_that_began_from_another_state_differs(tmp_path: Path) -> None:
 def test_an_attempt_began_where_it_first_began(tmp_path: Path) -> None:
     written = Receipt(tmp_path, driver=Nvml())
     written.start({})
-    written.began(None)
-    origin = load(tmp_path / "receipt.json")["origin"]
-    written.began(read_from("x"))  # it diverged, and rolled back
-    assert origin and load(tmp_path / "receipt.json")["origin"] == origin
+    written.record_start(None)
+    origin = load_receipt(tmp_path / "receipt.json")["origin"]
+    written.record_start(read_from("x"))  # it diverged, and rolled back
+    assert origin and load_receipt(tmp_path / "receipt.json")["origin"] == origin
 
 
 # ---- Results
@@ -332,7 +332,7 @@ def test_a_receipt_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
         path.write_text(text)
         said = Receipt(tmp_path, driver=Nvml()).start({})
         (aside,) = tmp_path.glob("receipt.set_aside-*")
-        assert str(path) in said and aside.name in said and load(path)["attempts"] == []
+        assert str(path) in said and aside.name in said and load_receipt(path)["attempts"] == []
         assert aside.read_text() == text
         aside.unlink()
 

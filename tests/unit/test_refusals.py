@@ -21,7 +21,7 @@ from jaxtrain.commands import hf, plan, sample
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import explain, hardware, schema
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import Problem, declared
+from jaxtrain.config.schema import Problem, all_keys
 from jaxtrain.data import loading, opening, prepare
 from jaxtrain.step.validate import validate
 
@@ -198,7 +198,7 @@ def keys(*args: object, **how: object) -> list[str]:
 
 def mended(settings: str, fix: str) -> str:
     """Return the settings with a fix, which replaces settings of the same keys. Unknown keys are left out."""
-    known = {*declared(), "--workdir"} | {f"sharding.rules.{axis}" for axis, _ in schema.RunConfig().sharding.rules}
+    known = {*all_keys(), "--workdir"} | {f"sharding.rules.{axis}" for axis, _ in schema.RunConfig().sharding.rules}
     replaced = {word.partition("=")[0] for word in fix.split()}
     words = [(word.partition("=")[0], word) for word in settings.split()]
     return " ".join([word for key, word in words if key in known and key not in replaced] + [fix])
@@ -221,7 +221,7 @@ FLOATS = [key for key, value in schema.flatten(schema.to_dict(schema.RunConfig()
 @pytest.mark.parametrize("key", FLOATS)
 def test_numbers_that_are_none_in_float32_are_refused_and_the_named_one_is_taken(key: str):
     """1e-39 would become 0, and 1e39 infinite. Below an open limit is a number that rounds to this limit."""
-    declaration = declared()[key]
+    declaration = all_keys()[key]
     wrong = [1e-46, 1e-39, 1e39] + ([declaration.below * (1 - 1e-9)] if declaration.below else [])
     for value in wrong:
         refused = declaration.out_of_range(value)
@@ -240,7 +240,7 @@ WHOLE = [
 
 @pytest.mark.parametrize("key", WHOLE)
 def test_numbers_above_int32_are_refused(key: str):
-    for value in (2**31 if declared()[key].at_most is None else declared()[key].at_most + 1, 2**63, 10**30):
+    for value in (2**31 if all_keys()[key].at_most is None else all_keys()[key].at_most + 1, 2**63, 10**30):
         (problem,) = [problem for problem in problems(f"{key}={value}") if problem.key == key]
         assert problem.remedy.startswith("Set ") and not problem.remedy.startswith(f"Set {value}")
 
@@ -300,7 +300,7 @@ def test_a_plan_that_a_message_names_is_for_the_machine_of_the_config(config_of,
     file = f"--config={REPO}/configs/{config_of}"
     assert main.main([file, "--config.memory_estimation.enable=true"]) == 2
     named = {*re.findall(r"--topology=([\w:]+)", capsys.readouterr().err)}
-    assert named == {machine} and f"--topology={machine} does" in explain.not_checked(loading.load([file]), on_gpus=False)
+    assert named == {machine} and f"--topology={machine} does" in explain.unchecked_note(loading.load([file]), on_gpus=False)
 
 
 def test_a_problem_without_a_remedy_ends_with_its_rule():

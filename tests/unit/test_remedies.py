@@ -11,11 +11,11 @@ from test_refusals import EIGHT_CPUS, EIGHT_H200, TINY
 
 from jaxtrain.config import launch, schema
 from jaxtrain.config.hardware import Devices
-from jaxtrain.config.schema import MESH_AXES, Problem, declared
+from jaxtrain.config.schema import MESH_AXES, Problem, all_keys
 from jaxtrain.data import loading
 from jaxtrain.step.validate import validate_step
 
-TINYS = loading.load([TINY]).asked  # key -> value
+TINYS = loading.load([TINY]).requested  # key -> value
 SECTIONS = ("model", "mesh", "pipeline", "moe", "parallel", "sharding", "attention", "remat", "dtypes", "fp8", "train", "loss")
 SECTIONS += ("optimizer", "lora", "data", "precision")
 ELSEWHERE = {"data.source", "data.eval_source", "data.tokenizer", "train.max_minutes", "train.timeouts"}
@@ -43,14 +43,14 @@ Settings = dict[str, Any]
 
 def draw(rng: random.Random) -> Settings:
     def one(key: str) -> Any:
-        old, choices = TINYS[key], declared()[key].choices
+        old, choices = TINYS[key], all_keys()[key].choices
         if key.startswith("sharding.rules."):
             return "+".join(rng.sample(MESH_AXES, rng.choice((0, 1, 2))))
         if isinstance(old, bool):
             return not old
         return rng.choice(WHOLE if isinstance(old, int) else FLOATS if isinstance(old, float) else choices or TEXTS[key])
 
-    usable = [key for key in KEYS if not isinstance(TINYS[key], str) or declared()[key].choices or key in TEXTS]
+    usable = [key for key in KEYS if not isinstance(TINYS[key], str) or all_keys()[key].choices or key in TEXTS]
     found = {key: one(key) for key in rng.sample(usable, rng.choice((1, 2, 2, 3)))}
     if rng.random() < 0.5:
         axes = ("data", "fsdp", "tensor", "stage", "seq", "expert")
@@ -77,7 +77,7 @@ def typed(fix: str) -> Settings:
     if not all(key in TINYS for key, _, _ in words):
         return {}
     try:
-        return {key: launch.parse(value.strip("'"), type(TINYS[key])) for key, _, value in words}
+        return {key: launch.parse_value(value.strip("'"), type(TINYS[key])) for key, _, value in words}
     except (ValueError, KeyError):
         return {}
 

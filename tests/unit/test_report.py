@@ -78,7 +78,7 @@ def test_time_is_drawn_as_it_was_spent():
     lines += [spent(165.0, 30, restore=5.0), {"kind": "back", "step": 20}, spent(200.0, 60, step=35.0)]
     lines.append({"kind": "end", "time": 200.0, "exit_code": 0, "reason": "60 steps"})
     found = goodput.summarise(lines)
-    assert found.parts["down"] == 15.0
+    assert found.seconds["down"] == 15.0
     events = run_page.wall_time_events(found, 1.0)
     assert (events[0][0], events[-1][1]) == (0.0, pytest.approx(100.0))
     causes = {colour: cause for cause, colour in run_page.COLOURS.items()}
@@ -96,7 +96,7 @@ def test_shares_of_the_wall_time_are_of_the_time_of_goodput(tmp_path: Path):
     ledger = "".join(json.dumps(each) + "\n" for each in lines)
     trained = [line(step, tokens=1_234_567, tokens_per_s_per_device=250.0) for step in range(51, 61)]
     run = read(fake(tmp_path / "run", trained, receipt__json=told, goodput__jsonl=ledger))
-    assert run.wall_time is not None and run.wall_time.parts["stopped"] == 100.0
+    assert run.wall_time is not None and run.wall_time.seconds["stopped"] == 100.0
     table = run_page.wall_time([run]).parts[-1]
     seconds, shares = table.columns[1:3]  # type: ignore[union-attr]
     found = dict(zip(table.columns[0].cells, shares.cells, strict=True))  # type: ignore[union-attr]
@@ -230,7 +230,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
     words = " ".join(Read(run_page.html([read(folder)])).words)
     for file in ("receipt.json", "config.json", "goodput.jsonl"):
         assert file in words
-    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + files.encode(line(2)) + "\n")
+    (folder / "metrics.jsonl").write_text('{"kind": "train"}\n' + files.encode_line(line(2)) + "\n")
     with pytest.raises(ReceiptError, match="metrics.jsonl:1"):
         read(folder)
     assert command.main([str(folder)]) == 2

@@ -16,7 +16,7 @@ from jaxtrain.train import initial_state
 
 def test_every_key_says_whether_it_may_change():
     """A setting of the user's own, and a rule of a family's own axis, follow their sections."""
-    for name in (*schema.declared(), "own.gamma", "sharding.rules.channels"):
+    for name in (*schema.all_keys(), "own.gamma", "sharding.rules.channels"):
         word, reason = schema.resume_of(name)
         assert word in ("free", "ask", "never") and reason, name
     expected = {"own.gamma": "ask", "sharding.rules.channels": "free", "mesh.fsdp": "free", "data.seed": "ask"}

@@ -9,7 +9,7 @@ import pytest
 
 import jaxtrain
 from jaxtrain.config import commands
-from jaxtrain.runtime.supervisor import End, Supervisor, explain, pause_s, trains_on_cpu, whole_number
+from jaxtrain.runtime.supervisor import Exit, Supervisor, explain_exit, int_variable, pause_s, trains_on_cpu
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ EXITS = {134: (75, "ABRT"), 138: (75, "USR1"), 129: (129, "HUP"), 137: (137, "KI
 @pytest.mark.parametrize("code", [0, 75, 76, 130, 255, *EXITS])
 def test_the_meaning_of_an_exit_code(code: int):
     becomes, signal = EXITS.get(code, (code, ""))
-    status, text = explain(code)
+    status, text = explain_exit(code)
     assert status == becomes and f"exit {code}" in text and signal in text
 
 
@@ -46,19 +46,19 @@ def test_the_option_of_the_supervisor_is_taken_out_of_the_trainers():
     assert given.arguments == ["--config=x.py", "a b", "", "--no-preflights"] and not given.preflight
     alone = Supervisor(["--process-id=1"], {})
     assert alone.preflight and alone.arguments == ["--process-id=1"]
-    with pytest.raises(End, match=r"--no-preflight = 1: .* Fix: --no-preflight\.$") as end:
+    with pytest.raises(Exit, match=r"--no-preflight = 1: .* Fix: --no-preflight\.$") as end:
         Supervisor(["--no-preflight=1"], {})
     assert end.value.code == 2
 
 
 @pytest.mark.parametrize("text", ["-1", "two", "9999999", " 1"])
 def test_a_variable_that_is_no_number_is_refused(text: str):
-    with pytest.raises(End, match=rf"^N = {text}: .* Fix: N=3\.$"):
-        whole_number({"N": text}, "N", 3)
+    with pytest.raises(Exit, match=rf"^N = {text}: .* Fix: N=3\.$"):
+        int_variable({"N": text}, "N", 3)
 
 
 def test_numbers_in_variables():
-    assert [whole_number(environ, "N", 3) for environ in ({}, {"N": ""}, {"N": "0"}, {"N": "010"})] == [3, 3, 0, 10]
+    assert [int_variable(environ, "N", 3) for environ in ({}, {"N": ""}, {"N": "0"}, {"N": "010"})] == [3, 3, 0, 10]
 
 
 # ---- The package
@@ -105,7 +105,7 @@ def test_an_old_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_the_table_names_the_modules_that_run():
     assert not [*(REPO / "jaxtrain").glob("*/**/__main__.py")]
     runs = {path.stem for path in (REPO / "jaxtrain" / "commands").glob("[a-z]*.py")} - {"api", "command", "supervise"}
-    assert set(commands.table()) == {"main"} | runs
+    assert set(commands.command_table()) == {"main"} | runs
 
 
 def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -114,7 +114,7 @@ def test_commands_are_spelled_as_they_were_started(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(commands.PREFIX, raising=False)
         if prefix:
             monkeypatch.setenv(commands.PREFIX, prefix)
-        assert commands.spelled(text) == text.replace("python -m jaxtrain ", line)
+        assert commands.to_run_sh(text) == text.replace("python -m jaxtrain ", line)
         assert commands.main([]) == 0 and f"\n  {line}main " in capsys.readouterr().out
     assert commands.main(["configs/a.py"]) == 2 and capsys.readouterr().err.endswith("./run.sh --config=configs/a.py.\n")
 

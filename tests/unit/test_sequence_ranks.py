@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.config.context import Context, make_context, pairs, ulysses_problem
+from jaxtrain.config.context import Context, make_context, pairs_per_rank, ulysses_problem
 
 CONTEXTS = [Context(1, n) for n in (1, 2, 4, 8)]
 CONTEXTS += [Context(1, 4, gathered=True), Context(4, 1), Context(2, 2), Context(2, 4, gathered=True)]
@@ -19,7 +19,7 @@ def test_zigzag_order_gives_each_rank_an_early_and_a_late_chunk():
 @pytest.mark.parametrize("window", [0, 1 << 10])
 def test_ranks_have_the_same_work(context: Context, window: int):
     T = 1 << 16
-    work = pairs(context, T, window)
+    work = pairs_per_rank(context, T, window)
     assert len(work) == context.size
     whole = window * (T - window) + window**2 / 2 if window else T**2 / 2
     assert sum(work) == pytest.approx(whole)

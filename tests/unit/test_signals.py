@@ -57,12 +57,12 @@ def test_where_nothing_is_there_to_save_a_run_leaves_at_once(here: bool, why: st
 
     stop.at_once = at_once
     with pytest.raises(OSError):
-        stop._handle(signal.Signals[why]) if here else stop.asked_elsewhere(why)
+        stop._handle(signal.Signals[why]) if here else stop.handle_remote_stop(why)
     assert (seen, left) == ([(why, code)], [code])
 
 
 def test_with_something_to_save_the_loop_ends_the_run(left: list[int]):
-    Stop().asked_elsewhere("SIGTERM")
+    Stop().handle_remote_stop("SIGTERM")
     assert not left
 
 
@@ -73,5 +73,5 @@ def test_after_its_end_a_run_is_ended_by_no_request_and_signals_are_handled_as_b
         assert signal.getsignal(TERM) is not before
         stop.close()
         assert signal.getsignal(TERM) is before
-        stop.asked_elsewhere("SIGTERM")
+        stop.handle_remote_stop("SIGTERM")
     assert signal.getsignal(TERM) is before and not left

@@ -24,7 +24,7 @@ def test_layers_are_stacked_group_by_group():
 @pytest.mark.parametrize(("stages", "groups"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_a_microbatch_passes_every_layer_once_and_in_order(layers: int, stages: int, groups: int):
     stack = Arrangement(layers, stages, groups)
-    assert stack.places == len(stack.order) == stages * groups * stack.per_group
+    assert stack.slots == len(stack.order) == stages * groups * stack.per_group
     held = [stack.order[s * groups * stack.per_group :][: groups * stack.per_group] for s in range(stages)]
     path = [held[s][g * stack.per_group :][: stack.per_group] for g in range(groups) for s in range(stages)]
     passed = [layer for group in path for layer in group]

@@ -9,12 +9,12 @@ from benchmarks import migration
 from jaxtrain import main
 from jaxtrain.commands.command import read_line
 from jaxtrain.config import launch
-from jaxtrain.config.schema import declared, default_config, flatten
-from jaxtrain.config.synonyms import MOST, index, nearest_keys, other_trainers, pairs
+from jaxtrain.config.schema import all_keys, default_config, flatten
+from jaxtrain.config.synonyms import MOST, alias_index, nearest_keys, other_trainers, synonym_pairs
 from jaxtrain.data import loading
 
 REPO = Path(__file__).resolve().parents[2]
-KEYS = list(declared())
+KEYS = list(all_keys())
 DATA = other_trainers()
 MIGRATION = (REPO / "docs" / "migration.md").read_text()
 
@@ -63,7 +63,7 @@ def test_a_wrong_key_is_answered_with_the_right_one_first():
 @pytest.mark.parametrize("key", ["foo.bar", "remat.mode", "qqq"])
 def test_a_key_that_is_near_to_none_is_answered_with_those_of_its_section(key):
     assert nearest_keys(key, KEYS) == []
-    (problem,) = launch.apply(default_config(), key, "1")
+    (problem,) = launch.apply_override(default_config(), key, "1")
     section = key.partition(".")[0] + "."
     assert (section in problem.remedy) == any(known.startswith(section) for known in KEYS)
 
@@ -71,16 +71,16 @@ def test_a_key_that_is_near_to_none_is_answered_with_those_of_its_section(key):
 def test_every_setting_of_the_data_is_a_key_with_a_value_that_it_takes():
     rows = [row for topics in DATA["tables"].values() for topic in topics.values() for row in topic]
     assert len(rows) > 400
-    for setting in [*DATA["short"], *(setting for row in rows for _, settings in pairs(row) for setting in settings)]:
+    for setting in [*DATA["short"], *(setting for row in rows for _, settings in synonym_pairs(row) for setting in settings)]:
         key, given, value = setting.partition("=")
         if not setting.startswith(("--", "./run.sh")):
             assert key in KEYS, setting
-            assert not given or not launch.apply(default_config(), key, value), setting
+            assert not given or not launch.apply_override(default_config(), key, value), setting
 
 
 def test_a_row_of_the_data_has_a_setting_for_each_name_or_one_of_four_words():
     for row in (row for topics in DATA["tables"].values() for topic in topics.values() for row in topic):
-        groups, names = row[1].split(", "), len(list(pairs(row)))
+        groups, names = row[1].split(", "), len(list(synonym_pairs(row)))
         assert len(row) in (2, 3) and names % len(groups) == 0 or names == 1, row
         assert "`" in row[1] or row[1] in ("always", "derived", "needless", "not there"), row
 
@@ -103,7 +103,7 @@ def test_a_name_of_a_row_is_answered_with_its_own_settings(name, answers):
 
 
 def test_only_a_wrong_key_reads_the_data():
-    index.cache_clear()
+    alias_index.cache_clear()
     other_trainers.cache_clear()
     for option, reads in (("--config.train.steps=3", 0), ("--config.train.setps=3", 1)):
         assert len(loading.load([f"--config={REPO}/configs/tiny.py", option]).problems) == reads
@@ -164,7 +164,9 @@ def test_defaults_of_the_page_are_those_of_the_config():
     found = dict(re.findall(r"`([a-z_.]+)=([^`]+)`", rest.partition("## Difference 3")[0]))
     defaults = dict(flatten(default_config()))
     assert len(found) >= 8
-    assert {key: launch.parse(value, type(defaults[key])) for key, value in found.items()} == {k: defaults[k] for k in found}
+    assert {key: launch.parse_value(value, type(defaults[key])) for key, value in found.items()} == {
+        k: defaults[k] for k in found
+    }
 
 
 def test_quoted_answers_are_printed():

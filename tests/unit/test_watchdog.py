@@ -186,7 +186,7 @@ class FakePeers:
         self.records = records
         self.looks = 0
 
-    def published(self) -> dict[int, str]:
+    def read_progress(self) -> dict[int, str]:
         self.looks += 1
         return {i: json.dumps(record | {"time": 990 + (self.looks if i != 1 else 1)}) for i, record in enumerate(self.records)}
 
@@ -244,14 +244,16 @@ def test_the_report_says_where_several_processes_are(clock: Clock, tmp_path: Pat
 )
 def test_who_others_may_wait_for_comes_first(records: list[dict[str, Any]], silent: tuple[int, ...], order: list[list[int]]):
     texts = {i: json.dumps(each | {"time": 0.0}) for i, each in enumerate(records)}
-    parts = progress.in_words(progress.places(texts, range(len(records)), silent), lambda i: f"process {i}").split("; ")
+    parts = progress.describe_states(
+        progress.process_states(texts, range(len(records)), silent), lambda i: f"process {i}"
+    ).split("; ")
     assert [[int(digit) for digit in re.findall(r"\d+", re.split(" is | are | wait| ha", part)[0])] for part in parts] == order
 
 
 def test_before_anything_is_published_nothing_is_said():
-    assert progress.in_words(progress.places({}, range(3), ()), str) == ""
-    words = progress.in_words(
-        progress.places({0: json.dumps(record(1, "step") | {"time": 0.0})}, range(2), ()), lambda i: f"process {i}"
+    assert progress.describe_states(progress.process_states({}, range(3), ()), str) == ""
+    words = progress.describe_states(
+        progress.process_states({0: json.dumps(record(1, "step") | {"time": 0.0})}, range(2), ()), lambda i: f"process {i}"
     )
     assert words.startswith("process 1 ")
 

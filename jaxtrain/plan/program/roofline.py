@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from jaxtrain.config.context import pairs
+from jaxtrain.config.context import pairs_per_rank
 from jaxtrain.config.layout import Layout
 from jaxtrain.config.schema import Data, Model, Remat
 from jaxtrain.models import flops, windows
@@ -402,7 +402,7 @@ def expected_flops(program: Program, layout: Layout | None = None) -> float:
         passes = (layers + run.model.mtp_layers) * (1 + back * (backward + repeats))
         computed += (each.causal if masked else each.full) * passes * _ring_ratio(run.data, uniform_model, layout, masked)
     idle = schedule_of(layout).bubble
-    padding_factor = layout.stages.places / run.model.stack_length
+    padding_factor = layout.stages.slots / run.model.stack_length
     head = flops.head(run.model, run.lora, run.train)
     layers = (linear - head + computed) * padding_factor / (1 - idle)
     return (head + layers) * run.tokens_per_step / layout.devices
@@ -417,7 +417,7 @@ def attention_by_rank(program: Program) -> tuple[float, ...]:
         uniform_model = windows.all_of(run.model, kind)
         passes = (layers + run.model.mtp_layers) * (1 + backward + _attention_repeats(run.remat))
         mean = flops.attention(uniform_model, run.data.seq_len).causal * passes * run.tokens_per_step / layout.devices
-        by_rank = pairs(layout.context, run.data.seq_len, uniform_model.sliding_window)
+        by_rank = pairs_per_rank(layout.context, run.data.seq_len, uniform_model.sliding_window)
         out = [sum_ + mean * n * len(by_rank) / sum(by_rank) for sum_, n in zip(out, by_rank, strict=True)]
     return tuple(out)
 

@@ -23,8 +23,8 @@ BUGS = (
     Bug(
         "launch: one restart too many",
         SUPERVISOR,
-        "if self.row >= self.most:",
-        "if self.row > self.most:",
+        "if self.streak >= self.max_restarts:",
+        "if self.streak > self.max_restarts:",
         f"{RUN} -k 'after_an_end and budget'",
     ),
     Bug(
@@ -59,7 +59,7 @@ BUGS = (
         "launch: a signal before the first attempt is lost",
         SUPERVISOR,
         "        self._pending.clear()\n        self.check()\n",
-        "        self._pending.clear()\n        self.asked = None\n",
+        "        self._pending.clear()\n        self.stop_signal = None\n",
         f"{RUN} -k before_the_first",
     ),
     Bug(
@@ -93,7 +93,7 @@ BUGS = (
     Bug(
         "launch: the trainer gets variables of another supervisor",
         SUPERVISOR,
-        "if name not in OF_AN_ATTEMPT}",
+        "if name not in ATTEMPT_VARIABLES}",
         "if name}",
         f"{RUN} -k another_supervisor",
     ),
@@ -128,8 +128,8 @@ BUGS = (
     Bug(
         "launch: the last override does not win over the file",
         "jaxtrain/config/launch.py",
-        "section[last] = True if text == BARE else parse(text, type(old))",
-        "section[last] = old if text == BARE else parse(text, type(old))",
+        "section[last] = True if text == BARE else parse_value(text, type(old))",
+        "section[last] = old if text == BARE else parse_value(text, type(old))",
         "unit/test_config.py -k override",
     ),
     Bug(
@@ -338,7 +338,7 @@ BUGS = (
     Bug(
         "refusals: a command that a fix names plans the default config",
         "jaxtrain/config/launch.py",
-        "problems = with_config(problems, launch) if launch else problems",
+        "problems = fill_commands(problems, launch) if launch else problems",
         "problems = list(problems)",
         "unit/test_refusals.py -k repeats_config",
     ),

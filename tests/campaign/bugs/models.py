@@ -545,8 +545,8 @@ BUGS = (
     Bug(
         "own parts: a ValueError of the part is taken for wrong input, without its line",
         "jaxtrain/commands/command.py",
-        "        if own_parts.report(error, sys.stderr):\n            return REFUSED\n",
-        "        if not isinstance(error, errors) and own_parts.report(error, sys.stderr):\n            return REFUSED\n",
+        "        if own_parts.report_error(error, sys.stderr):\n            return REFUSED\n",
+        "        if not isinstance(error, errors) and own_parts.report_error(error, sys.stderr):\n            return REFUSED\n",
         "unit/test_own_parts.py -k refused",
     ),
     Bug(
@@ -664,7 +664,7 @@ BUGS = (
     Bug(
         "a base in fewer bits: every tensor-parallel shard takes the scales of the first",
         "jaxtrain/models/stored.py",
-        "start = tuple(index(axes) * n for axes, n in zip(over, sizes, strict=True))",
+        "start = tuple(device_index(axes) * n for axes, n in zip(over, sizes, strict=True))",
         "start = (0, 0)",
         "proofs/test_frozen_base.py -k decoded_weights",
     ),

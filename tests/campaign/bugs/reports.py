@@ -146,7 +146,7 @@ BUGS = (
     Bug(
         "goodput: time that was wanted to stop counts as lost",
         GOODPUT,
-        'self.wall_s - self.parts["stopped"]',
+        'self.wall_s - self.seconds["stopped"]',
         "self.wall_s",
         UNIT["goodput"],
     ),
@@ -327,8 +327,8 @@ BUGS = (
     Bug(
         "report: shares of the wall time are not those of goodput",
         PAGE,
-        "spent.parts[cause] / spent.wanted_s",
-        "spent.parts[cause] / spent.wall_s",
+        "spent.seconds[cause] / spent.wanted_s",
+        "spent.seconds[cause] / spent.wall_s",
         UNIT["report"],
     ),
     Bug("page: a name can write the page", LINES, '.replace("<", "\\\\u003c")', "", UNIT["report"]),
@@ -400,8 +400,8 @@ BUGS = (
     Bug(
         "lost time: saves are those of the whole run",
         LOST,
-        "spent.parts[cause] / spent.steps,",
-        "spent.parts[cause],",
+        "spent.seconds[cause] / spent.steps,",
+        "spent.seconds[cause],",
         UNIT["lost_time"],
     ),
     Bug("lost time: shortest first", LOST, "key=lambda row: -row.seconds", "key=lambda row: row.seconds", UNIT["lost_time"]),

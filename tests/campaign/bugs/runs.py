@@ -90,7 +90,7 @@ BUGS = (
     Bug(
         "command line: a bool is true whatever is written",
         "jaxtrain/config/launch.py",
-        "True if text == BARE else parse(text, type(old))",
+        "True if text == BARE else parse_value(text, type(old))",
         "True if text == BARE else type(old)(text)",
         "unit/test_config.py -k overrides_take",
     ),
@@ -139,8 +139,8 @@ BUGS = (
     Bug(
         "ramp: a part has one step more than it says",
         "jaxtrain/config/ramp.py",
-        "next((size for size, until in self.parts if step < until), self.full)",
-        "next((size for size, until in self.parts if step <= until), self.full)",
+        "next((size for size, until in self.phases if step < until), self.full)",
+        "next((size for size, until in self.phases if step <= until), self.full)",
         "unit/test_ramp.py",
     ),
     Bug(
