@@ -42,7 +42,7 @@ from jaxtrain.report.plan_sections import span
 from jaxtrain.report.tables import markdown_table
 from jaxtrain.step.auto_remat import Activations
 from jaxtrain.step.compiler import local_bytes
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 
 PAGE = "docs/evidence/limits.md"
 COMMAND = "python -m benchmarks.limits --write"
@@ -187,7 +187,7 @@ def memory_bytes(program: Program, sums_bytes: float) -> float:
 def least_remat(program: Program, room: float) -> Remat:
     """Return the remat with the least recomputation whose saved activations take at most `room` bytes; "full" if none does."""
     saved = Activations(program.run.model, program.run.moe, program.layout, program.placement.activation_shards)
-    return saved.least_recompute(room - saved.bytes_kept(("residual",))) or Remat("full")  # each layer's input is saved
+    return saved.least_recompute(room - saved.saved_bytes(("residual",))) or Remat("full")  # each layer's input is saved
 
 
 def repeated(run: RunConfig, gpus: int, remat: Remat) -> Work:
@@ -210,7 +210,7 @@ class Row:
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of the limit: matmuls and attention, memory-bound kernels, and remat."""
         run, machine = self.case.run_config, self.case.machine
-        program, needs = build(run, machines.devices(machine)), fit.least(run, machine)
+        program, needs = build_program(run, machines.devices(machine)), fit.least(run, machine)
         moved = memory_bytes(program, needs.gradients_gib * 2**30)
         room = (machine.usable_gib(run.train.memory_fraction) - needs.gib) * 2**30
         return {

@@ -23,7 +23,7 @@ from jaxtrain.config.command_line import Args, Parser, at_least
 from jaxtrain.config.schema import Fp8, RunConfig
 from jaxtrain.data.batches import with_documents
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.step.state import create_state
 from jaxtrain.train import evaluate
 from jaxtrain.train.initial_state import open_data
@@ -70,7 +70,7 @@ def losses(run: RunConfig) -> tuple[np.ndarray, float]:
     train, sets = open_data(run)
     (held_out,) = sets.values()
     run = with_documents(run, train, held_out)
-    program = build(run, jax.devices()[:1])
+    program = build_program(run, jax.devices()[:1])
     state = create_state(program.definition, program.tx, program.state, run.train.seed, program.trained)
     seen = []
     for i in range(run.train.steps):

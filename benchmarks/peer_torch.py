@@ -35,7 +35,7 @@ from jaxtrain.node import train_step
 from jaxtrain.node.train_step import DATA
 from jaxtrain.report import bench
 from jaxtrain.report.bench import Folder
-from jaxtrain.step.validate_places import writable
+from jaxtrain.step.validate_places import check_writable
 from jaxtrain.train import step_log
 from jaxtrain.train.child import FAILED, OK, last_lines, run_case
 
@@ -133,7 +133,7 @@ def start(args: Args) -> int:
     if hardware.probe().kind == "cpu" and any(s["attention"] != "sdpa" for s in settings):
         problems.append(Problem("--settings", args.settings, "a CPU has only sdpa", "Write --settings=sdpa,layers."))
     if args.out:
-        problems += writable("--out", Path(args.out).expanduser())
+        problems += check_writable("--out", Path(args.out).expanduser())
     if problems := problems or train_step.gpu_problems():
         raise ConfigError(problems)
     request: dict[str, Any] = {"devices": 1, "steps": args.steps, "warmup": args.warmup}

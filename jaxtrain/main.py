@@ -18,8 +18,8 @@ from jaxtrain.config.schema import ConfigError, RunConfig, to_dict
 from jaxtrain.runtime import distributed
 from jaxtrain.runtime.startup import set_environment, start_processes
 from jaxtrain.step.validate import validate
-from jaxtrain.step.validate_layout import in_use
-from jaxtrain.step.validate_places import check_lock, check_resume, check_settings_given, remote
+from jaxtrain.step.validate_layout import derived_values
+from jaxtrain.step.validate_places import check_lock, check_remote, check_resume, check_settings_given
 
 RETRY = 75  # exit code: start again
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
         loaded = load_bundle(Path(bundle), loaded)
         problems += loaded.problems
     workdir = Path(args.workdir or Path("runs") / loaded.launch.name).expanduser()
-    problems += remote("--workdir", args.workdir)
+    problems += check_remote("--workdir", args.workdir)
     certain = bool(problems)  # they do not follow from the number of devices, which other processes may contradict
     devices = distributed.all_devices(hardware.probe(), cluster)
     size_note = loaded.launch.size_note(devices.count) if devices.kind == "gpu" else ""
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], own_process: bool = False) -> int:
     if problems and (args.explain or cluster is None or not own_process):
         return refuse(problems)
     if args.explain:
-        explain.print_config(loaded, in_use(loaded.run, devices, workdir))
+        explain.print_config(loaded, derived_values(loaded.run, devices, workdir))
         print(explain.unchecked_note(loaded, devices.kind == "gpu"), file=sys.stderr)
         return 0
     if certain:

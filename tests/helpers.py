@@ -35,7 +35,7 @@ from jaxtrain.models.transformer import Block, build_as
 from jaxtrain.optim.optimizer import adamw
 from jaxtrain.sharding import all_reduce
 from jaxtrain.step import loss
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 from jaxtrain.step.state import NamedLeaf, TrainState, create_state, named_leaves, to_host
 from jaxtrain.train import parity
 
@@ -93,7 +93,7 @@ def training_flops(run: RunConfig) -> Flops:
 @functools.cache
 def program(run: RunConfig) -> Program:
     """Return the run's program on fake devices."""
-    return build(run, devices_of(run))
+    return build_program(run, devices_of(run))
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def start(made: Program) -> TrainState:
 
     def value(leaf: NamedLeaf) -> jax.Array:
         whole = np.zeros(leaf.array.shape, leaf.array.dtype)
-        for place, name in leaf.places or [(..., leaf.name)] if leaf.name.startswith("params.") else []:
+        for place, name in leaf.slot_names or [(..., leaf.name)] if leaf.name.startswith("params.") else []:
             drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(whole[place].shape)
             size = made.run.model.init_std if drawn.ndim > 1 else 0.1
             whole[place] = name.endswith(".scale") + size * drawn
@@ -184,7 +184,7 @@ def first_steps(run: RunConfig, steps: int = 3) -> parity.Trained:
 
     The step must return parameters and moments with the program's shardings.
     """
-    made = build(run, devices_of(run))
+    made = build_program(run, devices_of(run))
     step = compiled(made)
     after, _ = step.output_shardings
     for (path, sharding), a in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(made.state), strict=True):

@@ -12,8 +12,8 @@ import helpers
 
 from jaxtrain.config.schema import MESH_AXES, RunConfig, flatten, to_dict
 from jaxtrain.train import parity, parity_layouts
-from jaxtrain.train.parity import Bounds, Comparison, Trained
-from jaxtrain.train.parity_layouts import in_float32
+from jaxtrain.train.parity import Bounds, ParityComparison, Trained
+from jaxtrain.train.parity_layouts import to_float32
 
 # Weights ten times as large as usual make attention scores differ, so that a wrong mask or position changes the results.
 BASE = {"model.num_layers": 1, "model.init_std": 0.2, "data.max_segments": 6}
@@ -157,7 +157,7 @@ def pairs(names: Iterable[str]) -> set[tuple[str, str]]:
 
 def config(model: str, layout: str, precision: str) -> RunConfig:
     """Return a tiny run of this model in this layout. Raises ConfigError if the model cannot have the layout."""
-    (found,), problems = parity_layouts.parse(layout)
+    (found,), problems = parity_layouts.parse_layouts(layout)
     assert not problems, problems
     types = dict(flatten(to_dict(helpers.tiny())))
     chosen = {o.partition("=")[0]: o.partition("=")[2] for o in found.overrides}
@@ -171,17 +171,17 @@ def allowed(model: str, precision: str, parts: int) -> tuple[Trained, Bounds]:
     """Return a model's steps on one device, and the error bounds for a run. parts: its devices times its microbatches."""
     run = config(model, "one", precision)
     reference = one_device(run)
-    exact = None if precision == "f32" else one_device(in_float32(run))
+    exact = None if precision == "f32" else one_device(to_float32(run))
     return reference, parity.bounds(reference, exact, parts, run.train.global_batch * run.data.seq_len)
 
 
 one_device = functools.cache(helpers.first_steps)
 
 
-def against_one_device(name: str, precision: str) -> Comparison:
+def against_one_device(name: str, precision: str) -> ParityComparison:
     """Compare three steps of an entry of MATRIX with three steps of the same model on one device."""
     model, layout = MATRIX[name]
     run = config(model, layout, precision)
     # The reference comes first, so that a bug that a test plants in the step is not in the reference.
     reference, bounds = allowed(model, precision, len(helpers.devices_of(run)) * run.train.grad_accum)
-    return parity.compare(helpers.first_steps(run), reference, bounds)
+    return parity.compare_runs(helpers.first_steps(run), reference, bounds)

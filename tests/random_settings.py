@@ -23,7 +23,7 @@ from jaxtrain.config.schema import MESH_AXES, ConfigError, Problem, RunConfig
 from jaxtrain.data import loading
 from jaxtrain.models import FAMILIES, presets
 from jaxtrain.models.structure import SIZES
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import parity
 
@@ -174,7 +174,7 @@ def problems_of(settings: dict[str, str]) -> tuple[RunConfig, list[Problem]]:
     problems = [*loaded.problems, *validate_step(loaded.run, Devices("cpu", "cpu", size, 16.0, "a test"))]
     if not problems:
         try:
-            build(loaded.run, helpers.devices_of(loaded.run))
+            build_program(loaded.run, helpers.devices_of(loaded.run))
         except ConfigError as error:
             problems = error.problems
     return loaded.run, problems
@@ -216,7 +216,7 @@ def on_one_device(settings: dict[str, str]) -> dict[str, str]:
 def train(settings: dict[str, str]) -> list[parity.Trained]:
     """Return the results of one step, and of STEPS steps, from the same weights."""
     run = loading.load(argv(settings)).run
-    made = build(run, helpers.devices_of(run))
+    made = build_program(run, helpers.devices_of(run))
     step = helpers.compiled(made)
     batch = functools.partial(helpers.host_batch, run)
     return [parity.take_steps(made, step, helpers.start(made), batch, steps)[0] for steps in (1, STEPS)]
@@ -236,12 +236,12 @@ def judge(seed: int, say: Callable[[str], None] = lambda line: None) -> Verdict:
     run = problems_of(settings)[0]
     pairs = list(zip(train(settings), train(plain), strict=True))
     bounds = parity.bounds(pairs[0][1], None, 1, run.train.global_batch * run.data.seq_len)
-    first, later = (parity.compare(got, reference, bounds) for got, reference in pairs)
+    first, later = (parity.compare_runs(got, reference, bounds) for got, reference in pairs)
     # An element whose gradient is 0 at first, and rounding later, moves by a whole step of Adam in either direction.
     later = dataclasses.replace(later, parameter=first.parameter)
     measures = (first.gradient, first.parameter, later.loss, later.grad_norm)
     error = max(m.value / m.bound for m in measures)
-    return dataclasses.replace(verdict, wrong="; ".join((*first.wrong, *later.wrong)), error=error)
+    return dataclasses.replace(verdict, wrong="; ".join((*first.violations, *later.violations)), error=error)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxtrain.report.run_page import OpenRun
     from jaxtrain.report.search_page import Search
     from jaxtrain.report.shardings import Shardings
-    from jaxtrain.train.parity_report import Result as ParityResult
+    from jaxtrain.train.parity_report import ParityResult
     from jaxtrain.train.run import Result
 
 Config = RunConfig | str | os.PathLike[str]
@@ -224,7 +224,7 @@ def evaluate(
 
     from jaxtrain.data import text_format
     from jaxtrain.hf.importing import open_origin
-    from jaxtrain.train.generation import load as load_model
+    from jaxtrain.train.generation import load_model
     from jaxtrain.train.scoring import Scorer
 
     source = open_origin(os.fspath(model))
@@ -288,8 +288,7 @@ def generate(
     from jaxtrain.data import text_format
     from jaxtrain.data.rows import question
     from jaxtrain.hf.importing import open_origin
-    from jaxtrain.train.generation import Chat, continue_text
-    from jaxtrain.train.generation import load as load_model
+    from jaxtrain.train.generation import Chat, continue_text, load_model
 
     if messages is not None and prompt:
         raise ValueError("generate takes a prompt or messages, and both are given. Fix: leave one out.")
@@ -375,8 +374,8 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     from jaxtrain.train.parity_runs import compare_layouts
 
     run = load(config, **overrides)
-    meshes = meshes or parity_layouts.default(run.train, run.model)
-    layouts, problems = parity_layouts.parse(meshes)
+    meshes = meshes or parity_layouts.default_layouts(run.train, run.model)
+    layouts, problems = parity_layouts.parse_layouts(meshes)
     needed, available = max((layout.devices for layout in layouts), default=1), jax.device_count()
     if needed > available:
         remedy = f"Set JAX_NUM_CPU_DEVICES={needed} before JAX starts."
@@ -384,7 +383,7 @@ def parity(config: str | os.PathLike[str], meshes: str = "", steps: int = 3, **o
     if steps < 1:
         problems.append(Problem("steps", steps, "must be at least 1", "Set 3."))
     argv = _config_argv(config, overrides)
-    runs, _, layout_problems = parity_layouts.load_all([] if problems else layouts, argv)
+    runs, _, layout_problems = parity_layouts.load_layouts([] if problems else layouts, argv)
     if problems := problems + layout_problems:
         raise ConfigError(launch.fill_commands(problems, loading.load(argv).launch))
     override_args = tuple(f"{key}={value}" for key, value in flatten(overrides))

@@ -12,7 +12,7 @@ from jaxtrain.data import loading
 from jaxtrain.node import kernels, suite, train_step
 from jaxtrain.node.train_step import DATA, TRACED_STEPS
 from jaxtrain.report import bench
-from jaxtrain.step.validate_places import writable
+from jaxtrain.step.validate_places import check_writable
 
 STEPS = ("", "sweep")  # modes that time train steps
 
@@ -91,7 +91,7 @@ def find_problems(args: Args) -> list[Problem]:
         problems.append(Problem("--config", None, f"--{args.mode} does not use it", "Leave it out."))
     if args.mode == "sweep":
         problems += train_step.make_cases((), "", args.sweep)[1]
-    return problems + (writable("--out", Path(args.out).expanduser()) if args.out else [])
+    return problems + (check_writable("--out", Path(args.out).expanduser()) if args.out else [])
 
 
 def run(args: Args) -> int:

@@ -63,7 +63,7 @@ def harness_model() -> type:
                 raise TaskError(f"model argument {unknown[0]!r}: known are {known_args}")
             if not str(batch_size).isdigit() or int(batch_size) < 1:
                 raise TaskError(f"batch_size = {batch_size!r}: must be a number from 1 on; there is no auto")
-            run, sampler, params, self.step, text = generation.load(workdir, jax.local_devices(), base, ema)
+            run, sampler, params, self.step, text = generation.load_model(workdir, jax.local_devices(), base, ema)
             if not 0 <= int(max_length) <= run.data.seq_len:
                 raise TaskError(f"max_length = {max_length}: must be at most data.seq_len = {run.data.seq_len}, as in training")
             ids, text = text_format.load(text, tokenizer or run.data.tokenizer)
@@ -98,10 +98,10 @@ def harness_model() -> type:
             return ids
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **kwargs: Any) -> list[tuple[float, bool]]:
-            from jaxtrain.train.scoring import Scored
+            from jaxtrain.train.scoring import ScoreRequest
 
             scores = self.scorer.score(
-                [Scored([*context, *continuation], len(continuation)) for _, context, continuation in requests]
+                [ScoreRequest([*context, *continuation], len(continuation)) for _, context, continuation in requests]
             )
             for (texts, _, _), score in zip(requests, scores, strict=True):
                 self.cache_hook.add_partial("loglikelihood", texts, score)
@@ -123,7 +123,7 @@ def harness_model() -> type:
             def is_done(i: int, ids: list[int]) -> bool:
                 return ids[-1] in self._stops or any(stop in self.ids.decode(ids) for stop in asks[i][0])
 
-            outputs = self.scorer.likeliest(prompts, [most for _, most in asks], is_done)
+            outputs = self.scorer.greedy(prompts, [most for _, most in asks], is_done)
             texts = [
                 before(self.ids.decode([t for t in ids if t not in self._stops]), settings[0])
                 for ids, settings in zip(outputs, asks, strict=True)

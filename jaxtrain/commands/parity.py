@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> int:
     left_out: list[str] = []
 
     def find_all_problems(args: Args) -> list[Problem]:
-        layouts, mesh_problems = parity_layouts.parse(meshes_of(args))
+        layouts, mesh_problems = parity_layouts.parse_layouts(meshes_of(args))
         extra_args, argv = DTYPES.get(args.dtype, ()), args.loaded.launch.config_argv
-        runs[:], left_out[:], problems = parity_layouts.load_all(layouts, argv, extra_args, leave_out=not args.meshes)
+        runs[:], left_out[:], problems = parity_layouts.load_layouts(layouts, argv, extra_args, leave_out=not args.meshes)
         config_problems = {str(p) for p in args.problems}  # problems of the config, which each layout has too
         return [*find_problems(args), *mesh_problems, *(p for p in problems if str(p) not in config_problems)]
 
@@ -77,12 +77,12 @@ def main(argv: Sequence[str]) -> int:
 
 def meshes_of(args: Args) -> str:
     """Return the layouts to compare: --meshes if given, else the defaults."""
-    return args.meshes or parity_layouts.default(args.loaded.run.train, args.loaded.run.model)
+    return args.meshes or parity_layouts.default_layouts(args.loaded.run.train, args.loaded.run.model)
 
 
 def find_problems(args: Args) -> list[Problem]:
     """Return the problem of --meshes with only one layout, and of every --config.mesh.*, since --meshes sets the mesh."""
-    layouts, mesh_problems = parity_layouts.parse(meshes_of(args))
+    layouts, mesh_problems = parity_layouts.parse_layouts(meshes_of(args))
     if "meshes" in args.explicit and not mesh_problems and len(set(layouts)) == 1:
         rule = "is one layout, with nothing to compare it with"
         return [Problem("--meshes", args.meshes, rule, "For example --meshes=one,fsdp2.")]
@@ -105,7 +105,7 @@ def run(args: Args, runs: Runs, left_out: Sequence[str]) -> int:
     except FirstLayoutFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
-    parity_report.show(result, console)
+    parity_report.print_result(result, console)
     if args.json:
         write_output(args.json, json.dumps(parity_report.to_json(result), indent=1) + "\n")
     return 0 if result.agrees else FAILED

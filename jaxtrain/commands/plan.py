@@ -16,7 +16,7 @@ from jaxtrain.config.schema import ConfigError, Problem
 from jaxtrain.data import loading
 from jaxtrain.plan import FOLDER, MOST, cudnn_library
 from jaxtrain.runtime.startup import start_jax
-from jaxtrain.step.validate_places import writable
+from jaxtrain.step.validate_places import check_writable
 
 
 def _load_factor(text: str) -> float:
@@ -208,7 +208,7 @@ def _find_problems(args: Args) -> list[Problem]:
         unused = [f"--{name}" for name in OF_TOKENS if name in args.explicit]
         problems += [Problem(key, None, "only --tokens uses it", "Add --tokens=1e12, or leave it out.") for key in unused]
     if args.cache and "cache" in args.explicit:
-        problems += writable("--cache", Path(args.cache).expanduser())
+        problems += check_writable("--cache", Path(args.cache).expanduser())
     written: dict[Path, str] = {}
     for name in ("json", "html", "hlo"):
         file = getattr(args, name)

@@ -10,7 +10,7 @@ from jaxtrain.config.schema import Problem, suggest
 from jaxtrain.node import multi_node, preflight
 from jaxtrain.node.facts import ANSWER_S, Unanswered, call_with_timeout
 from jaxtrain.runtime import distributed
-from jaxtrain.step.validate_places import writable
+from jaxtrain.step.validate_places import check_writable
 
 ALLOW = "JAXTRAIN_PREFLIGHT_ALLOW"
 DAY_S = 86_400
@@ -96,7 +96,7 @@ def check_options(args: Args) -> list[Problem]:
     elif args.record:
         folder = Path(args.record).expanduser()
         try:
-            problems += call_with_timeout(ANSWER_S, args.record, lambda: writable("--record", folder))
+            problems += call_with_timeout(ANSWER_S, args.record, lambda: check_writable("--record", folder))
         except (OSError, Unanswered) as error:
             problems.append(Problem("--record", args.record, str(error), "Name another folder."))
     return problems

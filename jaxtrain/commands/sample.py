@@ -19,7 +19,7 @@ from jaxtrain.metrics.samples import Sampling, split_prompts
 from jaxtrain.runtime.startup import start_jax
 
 if TYPE_CHECKING:
-    from jaxtrain.train.generation import Loaded
+    from jaxtrain.train.generation import LoadedModel
 
 
 def _in_range(key: Key) -> Callable[[str], float]:
@@ -100,13 +100,13 @@ def _act(args: Args) -> int:
 
     from jaxtrain.data import text_format
     from jaxtrain.hf.importing import open_origin
-    from jaxtrain.train.generation import Chat, load
+    from jaxtrain.train.generation import Chat, load_model
 
     source = open_origin(args.workdir)
     spec = args.tokenizer or source.run().data.tokenizer
     chat = Chat(source.text(), spec, args.chat_template) if args.chat else None
     tokenizer_and_format = text_format.load(source.text(), spec)  # a missing tokenizer is an error before the weights are read
-    model = load(args.workdir, jax.local_devices(), args.base, args.ema)
+    model = load_model(args.workdir, jax.local_devices(), args.base, args.ema)
     defaults = model.run.sample  # a run that writes no samples has max_tokens = 0
     ask = Sampling(defaults.prompt, defaults.max_tokens or schema.Sample().max_tokens, defaults.temperature)
     ask = dataclasses.replace(ask, **options)
@@ -130,7 +130,7 @@ def _act(args: Args) -> int:
     return 0
 
 
-def continue_prompts(model: "Loaded", tokenizer: Any, text: Any, ask: Sampling) -> int:
+def continue_prompts(model: "LoadedModel", tokenizer: Any, text: Any, ask: Sampling) -> int:
     """Print each prompt with its continuation, and return the exit code."""
     from jaxtrain.data import text_format
     from jaxtrain.train.generation import continue_all

@@ -95,7 +95,7 @@ def _merged_reader(source: Origin, base: str, as_float32: bool) -> Read:
     def arrays_by_name() -> dict[str, tuple[Any, Any]]:
         params = read_params(source, run_to_read, definition, placement, base)
         leaves = named_leaves(TrainState(jnp.zeros((), jnp.int32), params, ()))
-        out = {name: (leaf.array, index) for leaf in leaves for index, name in leaf.places}
+        out = {name: (leaf.array, index) for leaf in leaves for index, name in leaf.slot_names}
         return out | {leaf.name: (leaf.array, None) for leaf in leaves if not leaf.stacked}
 
     def array(name: str) -> jax.Array:

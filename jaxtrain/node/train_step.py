@@ -168,7 +168,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         "grad_accum": run.train.grad_accum,
         "remat": run.remat.policy,
         "remat_tensors": run.remat.tensors,
-        "remat_auto": auto_remat.words(run.model, run.remat) if auto else "",
+        "remat_auto": auto_remat.describe_choice(run.model, run.remat) if auto else "",
         "parameters": program.parameters,
         "config_sha256": digest,
         "devices": device_facts(devices),

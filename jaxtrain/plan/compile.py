@@ -23,7 +23,7 @@ from jaxtrain.plan.program import assignment, hlo
 from jaxtrain.plan.topology import Topology
 from jaxtrain.step import compiler
 from jaxtrain.step.memory import compile_to_fit
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 
 # Kernels of a plan never run. Without a GPU, autotuning would compile every candidate and choose the first, which takes more
 # than half of a plan's time. Optimizing their machine code has no effect either. Instructions, schedule and buffers stay the
@@ -52,8 +52,8 @@ class Compiled:
     buffers: bytes  # XLA's HloProto, with the buffer assignment
     workspace: assignment.Workspace  # of cuDNN's attention in `module`
     assigned: assignment.Assignment  # read from `buffers`, with `workspace`
-    chosen: compiler.Chosen  # the compiler options that training would use
-    card: compiler.Card
+    chosen: compiler.XlaOptions  # the compiler options that training would use
+    card: compiler.CardMemory
     seconds: float
 
 
@@ -84,9 +84,9 @@ def compile_step(run: RunConfig, topology: Topology, cudnn: Library | None = Non
 
     Raises ConfigError for a config that cannot be trained, RuntimeError without XLA's GPU compiler.
     """
-    program = build(run, machines.devices(topology))
+    program = build_program(run, machines.devices(topology))
     card = compiler.card(topology.memory_gib, run.train.memory_fraction)
-    chosen = compiler.choose(program, card)
+    chosen = compiler.choose_options(program, card)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         # Only a dump contains the buffer assignment: on GPUs, the executable's own copy is empty. A later compile takes equal

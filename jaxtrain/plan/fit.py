@@ -21,7 +21,7 @@ from jaxtrain.plan.topology import Topology
 from jaxtrain.sharding import Axes
 from jaxtrain.step import auto_remat
 from jaxtrain.step.compiler import local_bytes
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 from jaxtrain.step.stages import schedule_of
 from jaxtrain.step.validate import validate_step
 
@@ -58,8 +58,8 @@ class Least:
 
 
 def least(run: RunConfig, topology: Topology) -> Least:
-    """Return the least memory of a run on a machine. Raises ConfigError if training refuses the run (see `build`)."""
-    program = build(run, machines.devices(topology))
+    """Return the least memory of a run on a machine. Raises ConfigError if training refuses the run (see `build_program`)."""
+    program = build_program(run, machines.devices(topology))
     params, zero = program.state.params, program.zero
     state = local_bytes((params, program.state.ema, program.batch, () if program.offload else program.state.optimizer))
     sharding, axes = run.sharding, program.definition.axes
@@ -86,7 +86,7 @@ def least(run: RunConfig, topology: Topology) -> Least:
     saved = auto_remat.Activations(run.model, run.moe, program.layout, program.placement.activation_shards)
     has_inputs = not run.model.outside and "=offload" not in run.remat.tensors
     inputs = (
-        saved.bytes_kept(("residual",)) / run.remat.every if has_inputs else 0.0
+        saved.saved_bytes(("residual",)) / run.remat.every if has_inputs else 0.0
     )  # they have the shape of the residual stream
     while_used = in_use + inputs
     total = state + (gradients + while_used if run.train.grad_accum > 1 else max(gradients, while_used))

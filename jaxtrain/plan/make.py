@@ -55,7 +55,7 @@ def read_plan(
     """Return the plan of a compiled step. For the other arguments see `make_plan`."""
     program = compiled.program
     run = program.run
-    remat_words = auto_remat.words(run.model, run.remat) if compiled.auto else ""
+    remat_words = auto_remat.describe_choice(run.model, run.remat) if compiled.auto else ""
     rates = rates or rates_for(topology.gpu, run.precision)
     ranks = program.placement.size(program.placement.compute_axes("experts"))
     rounds = auto_remat.expert_rounds(run.model, run.moe, ranks, experts_load) if run.model.num_experts else 1

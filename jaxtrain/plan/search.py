@@ -370,7 +370,7 @@ class Space:
     def _candidate_that_fits(self, run: RunConfig, choice: Choice, changed: tuple[str, ...]) -> Candidate | None:
         try:
             memory = least(run, self.topology)
-        except ConfigError:  # a rule that only `build` knows
+        except ConfigError:  # a rule that only `build_program` knows
             return None
         self.found.least_gib = min(self.found.least_gib, memory.gib)
         if math.isinf(memory.repeated):

@@ -21,7 +21,7 @@ from jaxtrain.plan.program import pipeline_moe
 from jaxtrain.plan.shardings import Row, of_step, row_of
 from jaxtrain.plan.topology import Topology
 from jaxtrain.report.tables import Table, data_frame, text_table
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 COLUMNS = ("name", "kind", "type", "shape", "dtype", "axes", "mesh_axes", "local_shape", "bytes_per_device", "total_bytes",
            "replicas", "copies", "held_bytes", "saved")  # fmt: skip
@@ -141,7 +141,7 @@ def of_run(run: RunConfig, topology: Topology | Sequence[Any]) -> Shardings:
     """
     devices = machines.devices(topology) if isinstance(topology, Topology) else list(topology)
     machine = topology.name if isinstance(topology, Topology) else f"{len(devices)} x {devices[0].device_kind}"
-    program = build(run, devices)
+    program = build_program(run, devices)
     stages = f" ({' | '.join(pipeline_moe.layers(program.layout.stages))} by stage)" if program.layout.pipelined else ""
     layers = plural(run.model.num_layers, "layer") + stages
     return _table(of_step(program), f"{run.model.family}, {layers}, on {machine}")

@@ -3,7 +3,7 @@
 The first choice saves the result of every matmul and attention call (`activations.KEPT["auto"]`). If the compiled step does not
 fit, the next choice has the least recomputation among the choices that a formula estimates to fit. The memory of the compiled
 step then decides whether a choice fits. No formula knows the activations of a family from outside the package, whose further
-choices are the policies of OTHERS in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
+choices are those of NEXT_POLICY in turn. `ranks` is the number of devices over which experts are sharded. Imports no jax.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from jaxtrain.step.stages import schedule_of
 # Fraction of the usable memory that `auto` leaves free, because the peak of a plan and of an allocator may differ slightly.
 MARGIN = 0.03
 
-OTHERS = {"auto": "attention", "attention": "full"}  # remat.policy -> the next one, which saves fewer activations
+NEXT_POLICY = {"auto": "attention", "attention": "full"}  # remat.policy -> the next one, which saves fewer activations
 
 # Activations that are saved or not saved together.
 GROUPS = (("q",), ("k",), ("v",), ("attention_out", "attention_lse"), ("residual",), ("mlp_gate",), ("mlp_up",))
 
 
-def layers_kept(layout: Layout, period: int) -> int:
+def num_saved_layers(layout: Layout, period: int) -> int:
     """Return the number of layers whose activations are saved on a device, summed over the microbatches in flight.
 
     period: layers in each element of the stack.
@@ -86,16 +86,16 @@ def expert_fill(model: Model, moe: Moe, ranks: int, load: float = 1.0) -> float:
     return _busiest_load(model, ranks, load) / (FIRST_ROUND + FURTHER_ROUND * (expert_rounds(model, moe, ranks, load) - 1))
 
 
-def gated(model: Model) -> bool:
+def has_gate(model: Model) -> bool:
     """Return whether some layers have a gate on the output of attention, as delta nets have."""
     return model.attention_gate or model.delta_layers > 0
 
 
 @functools.lru_cache(maxsize=4)
-def choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
+def remat_choices(model: Model, seq_len: int) -> list[tuple[float, tuple[str, ...], Remat]]:
     """Return (recomputed FLOPs, names of the activations, remat that saves them) for every combination of GROUPS."""
     candidates = []
-    all_groups = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * gated(model) + GROUPS
+    all_groups = (LATENTS,) * bool(model.kv_lora_rank) + (("attention_gate",),) * has_gate(model) + GROUPS
     for size in range(len(all_groups) + 1):
         for groups in itertools.combinations(all_groups, size):
             names = tuple(name for group in groups for name in group)
@@ -149,19 +149,19 @@ class Activations:
         delta = {"q": keys, "k": keys, "v": values, "attention_gate": values, "attention_out": values, "attention_lse": 0.0}
         return sizes | {name: (1 - delta_share) * sizes[name] + delta_share * size for name, size in delta.items()}
 
-    def bytes_kept(self, names: Iterable[str]) -> float:
+    def saved_bytes(self, names: Iterable[str]) -> float:
         """Return the bytes of these saved activations on a device, summed over the microbatches in flight."""
         _, rows, length = self.layout.batch
         tokens = rows * length / self.axes["batch"] / self.axes["sequence"]
-        return layers_kept(self.layout, self.model.period) * tokens * sum(self.bytes_per_token[name] for name in names)
+        return num_saved_layers(self.layout, self.model.period) * tokens * sum(self.bytes_per_token[name] for name in names)
 
     def least_recompute(self, most_bytes: float) -> Remat | None:
         """Return the remat with the least recomputation among those that save at most `most_bytes` on a device.
 
         Full recomputation counts as 0 saved bytes, so the result is None only if `most_bytes` is negative.
         """
-        sizes = {name: self.bytes_kept((name,)) for name in self.bytes_per_token}
-        candidates = choices(self.model, self.layout.batch[2])
+        sizes = {name: self.saved_bytes((name,)) for name in self.bytes_per_token}
+        candidates = remat_choices(self.model, self.layout.batch[2])
         costs = ((recompute, sum(sizes[n] for n in names), remat) for recompute, names, remat in candidates)
         return min((c for c in costs if c[1] <= most_bytes), key=lambda choice: choice[:2], default=(0, 0, None))[2]
 
@@ -169,16 +169,16 @@ class Activations:
         """Return the remat with the least recomputation among those that save at least `excess_gib` less than `remat`.
 
         Returns None if even full recomputation does not save `excess_gib` less. For a family from outside the package, returns
-        the next policy of OTHERS.
+        the next policy of NEXT_POLICY.
         """
         if self.model.outside:
-            return Remat(OTHERS[remat.policy])
-        return self.least_recompute(self.bytes_kept(kept(remat)) - excess_gib * 2**30)
+            return Remat(NEXT_POLICY[remat.policy])
+        return self.least_recompute(self.saved_bytes(kept(remat)) - excess_gib * 2**30)
 
 
-def words(model: Model, remat: Remat) -> str:
+def describe_choice(model: Model, remat: Remat) -> str:
     """Return a line for the log: the activations that the chosen remat policy saves."""
-    absent = {*(() if model.kv_lora_rank else LATENTS), *(() if gated(model) else ("attention_gate",))}
+    absent = {*(() if model.kv_lora_rank else LATENTS), *(() if has_gate(model) else ("attention_gate",))}
     names = sorted({*kept(remat)} - absent)
     if not names:
         return "remat.policy=auto saves only each layer's input"

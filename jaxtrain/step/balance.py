@@ -31,8 +31,8 @@ class Balance:
 
     moe: Moe
     count: int  # of experts
-    places: tuple[int | None, ...]  # for each slot of the stack of layers, its element; None for an empty slot
-    moves: Params  # for each parameter, whether it is a router's bias that is updated
+    order: tuple[int | None, ...]  # for each slot of the stack of layers, its element; None for an empty slot
+    bias_mask: Params  # for each parameter, whether it is a router's bias that is updated
     mtp_layers: int = 0  # modules of multi-token prediction, whose rows follow those of the stack
     period: int = 1  # layers in each slot of the stack
 
@@ -44,7 +44,7 @@ class Balance:
     @property
     def _stacked_layers(self) -> int:
         """Return the number of layers in the stack. Row i of the statistics is that of layer i."""
-        return self.period * sum(element is not None for element in self.places)
+        return self.period * sum(element is not None for element in self.order)
 
     def penalty(self, statistics: jax.Array) -> jax.Array:
         """Return the weighted sum of the experts' auxiliary losses of a microbatch, f32 (), each a mean over the layers."""
@@ -58,20 +58,20 @@ class Balance:
         values = *statistics.mean(0)[: len(COLUMNS)], loads_LE.max() * self.count
         return dict(zip(EXPERT_METRICS, values, strict=True))
 
-    def moved(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
+    def update_router_bias(self, params: Params, statistics: jax.Array, taken: jax.Array) -> Params:
         """Return the parameters with the routers' biases moved toward even loads; unchanged for a skipped step.
 
         A bias moves by a fixed step: up for an expert with less than an even load, down for one with more (Wang et al. 2024,
         arXiv:2408.15664, algorithm 1).
         """
-        if not any(jax.tree.leaves(self.moves)):
+        if not any(jax.tree.leaves(self.bias_mask)):
             return params
         loads_LE = statistics[:, len(COLUMNS) :]
         step_LE = self.moe.bias_rate * jnp.sign(loads_LE.mean(1, keepdims=True) - loads_LE)
         empty = jnp.zeros_like(step_LE[0])
 
         def stack_steps(index: int) -> jax.Array:
-            rows = [empty if i is None else step_LE[i * self.period + index] for i in self.places]
+            rows = [empty if i is None else step_LE[i * self.period + index] for i in self.order]
             return jnp.where(taken, jnp.stack(rows), 0.0)
 
         steps = [stack_steps(index) for index in range(self.period)]
@@ -83,7 +83,7 @@ class Balance:
             row = self._stacked_layers + int(path[1].key)  # of mtp.0.block.mlp.router_bias
             return bias + jnp.where(taken, step_LE[row], 0.0).astype(bias.dtype)
 
-        return filled(params, jax.tree_util.tree_map_with_path(move_bias, part(params, self.moves)))
+        return filled(params, jax.tree_util.tree_map_with_path(move_bias, part(params, self.bias_mask)))
 
 
 def dotted(path: Any) -> str:

@@ -41,7 +41,7 @@ def rows_here(abstract: Batch) -> list[int] | None:
     return sorted(local_rows)
 
 
-def further(host: HostBatch, k: int) -> HostBatch:
+def mtp_targets(host: HostBatch, k: int) -> HostBatch:
     """Return the targets and weights of module k of multi-token prediction, (R, T).
 
     A token's target and weight are those of the token k positions later. If that token is in another document, the weight is 0.
@@ -67,7 +67,7 @@ def place_batch(host: HostBatch, abstract: Batch, context: Context, rows: Sequen
     """
     order = list(context.chunks)
     for k in range(1, 1 + sum(key.startswith("targets_") for key in abstract)):
-        host = host | further(host, k)
+        host = host | mtp_targets(host, k)
 
     def reorder(x: np.ndarray) -> np.ndarray:
         return x if len(order) == 1 else x.reshape(x.shape[0], len(order), -1)[:, order].reshape(x.shape)

@@ -34,23 +34,23 @@ IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"  # concurre
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
+class CardMemory:
     """The memory of one GPU, and the part of this memory that JAX may allocate, in GiB."""
 
     memory_gib: float
     usable_gib: float
 
 
-def card(memory_gib: float, fraction: float = 0.0) -> Card:
-    """Return the `Card` of a GPU with `memory_gib` of memory.
+def card(memory_gib: float, fraction: float = 0.0) -> CardMemory:
+    """Return the `CardMemory` of a GPU with `memory_gib` of memory.
 
     fraction: `train.memory_fraction`; 0: all but the reserve (hardware.memory_fraction).
     """
-    return Card(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
+    return CardMemory(memory_gib, memory_gib * hardware.memory_fraction(memory_gib, fraction))
 
 
-def card_of(device: Any, configured: float = 0.0) -> Card | None:
-    """Return the `Card` of a GPU of this process; None for a CPU.
+def card_of(device: Any, configured: float = 0.0) -> CardMemory | None:
+    """Return the `CardMemory` of a GPU of this process; None for a CPU.
 
     Both figures of the card are derived from the limit of JAX's allocator. The memory size that the driver reports is half a
     percent larger.
@@ -60,7 +60,7 @@ def card_of(device: Any, configured: float = 0.0) -> Card | None:
     if device.platform != "gpu":
         return None
     usable = device.memory_stats()["bytes_limit"] / 2**30
-    return Card(usable / hardware.memory_fraction(hardware.probe().memory_gib, configured), usable)
+    return CardMemory(usable / hardware.memory_fraction(hardware.probe().memory_gib, configured), usable)
 
 
 def local_bytes(tree: Any) -> int:
@@ -68,7 +68,7 @@ def local_bytes(tree: Any) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def on_device(program: Program) -> Any:
+def device_arguments(program: Program) -> Any:
     """Return the arguments of a train step that are in device memory."""
     state = program.state
     return (state.step, state.params, state.guard, state.ema, program.batch) if program.offload else (state, program.batch)
@@ -77,7 +77,7 @@ def on_device(program: Program) -> Any:
 # Attention kernels that XLA compiles to a loop.
 LOOPS = ("chunked",)
 # Passes that are switched off.
-WITHOUT = (
+DISABLED_PASSES = (
     # remat.policy decides on recomputation. The estimate of XLA's own pass ignores memory that loops share. If the estimate is
     # too large, the pass gathers weights a second time.
     "rematerialization",
@@ -104,7 +104,7 @@ EVIDENCE = 90
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class XlaOptions:
     """XLA's options for a program, the origin of the options, and the options that are left out."""
 
     options: dict[str, str | bool]
@@ -117,7 +117,7 @@ class Chosen:
         return [f"XLA option {name} is left out: jaxlib {version} has none of that name" for name in self.dropped]
 
 
-def choose(program: Program, card: Card | None) -> Chosen:
+def choose_options(program: Program, card: CardMemory | None) -> XlaOptions:
     """Return XLA's options for a program. card: the memory of each GPU; None on CPUs, where only the config's options apply.
 
     An option that this XLA does not have is left out and listed in `dropped`. Raises ConfigError if such an option is needed
@@ -136,7 +136,7 @@ def choose(program: Program, card: Card | None) -> Chosen:
         raise ConfigError([Problem("train.deterministic", True, rule, "Set it to false, or install another jaxlib.")])
     if user_options:
         why = f"{why}{', and ' if why else ''}{program.run.compiler.options} (compiler.options)"
-    return Chosen({name: value for name, value in options.items() if name not in dropped}, why, dropped)
+    return XlaOptions({name: value for name, value in options.items() if name not in dropped}, why, dropped)
 
 
 TIMEOUT = "xla_gpu_execution_terminate_timeout"  # after this time XLA ends the process, in case the watchdog does not
@@ -148,7 +148,9 @@ AUTOTUNED = "autotuned.txt"  # in a run's folder: XLA's autotuning results, for 
 LOAD, DUMP = "xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"
 
 
-def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False) -> Chosen:
+def add_run_options(
+    chosen: XlaOptions, gpu: bool, step_s: float, repeatable: bool, workdir: Path, traced: bool = False
+) -> XlaOptions:
     """Return `chosen` with the options of one run added: CUDA graphs, timeout, autotuning results in `workdir`.
 
     step_s: the watchdog's budget for a step, in seconds; 0: none. repeatable: train.deterministic. traced: the run will take a
@@ -168,9 +170,9 @@ def for_run(chosen: Chosen, gpu: bool, step_s: float, repeatable: bool, workdir:
     return dataclasses.replace(chosen, options=options, dropped=(*chosen.dropped, *unknown))
 
 
-def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]:
-    """Return the options of `for_run` for a step of `size` sequences (train.batch_ramp): it has its own autotuning results."""
-    path = autotuned(options)
+def options_for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]:
+    """Return the run's options for a step of `size` sequences (train.batch_ramp): it has its own autotuning results."""
+    path = autotune_path(options)
     if path is None:
         return options
     size_path = path.with_stem(f"{path.stem}_{size}")
@@ -178,11 +180,11 @@ def for_size(options: dict[str, str | bool], size: int) -> dict[str, str | bool]
 
 
 def remove_run_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the program itself, without the options that `for_run` added for the run's folder and watchdog."""
+    """Return the options of the program itself, without those that `add_run_options` added for its folder and watchdog."""
     return {name: value for name, value in options.items() if name not in (TIMEOUT, TRACKING, LOAD, DUMP)}
 
 
-def autotuned(options: Mapping[str, Any]) -> Path | None:
+def autotune_path(options: Mapping[str, Any]) -> Path | None:
     """Return the file of XLA's autotuning results that an option names; None if no option does."""
     path = options.get(LOAD) or options.get(DUMP)
     return Path(path) if path else None
@@ -203,13 +205,13 @@ def _has_option(name: str, value: str | bool) -> bool:
     return True
 
 
-def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]:
+def _defaults(program: Program, card: CardMemory) -> tuple[dict[str, str | bool], str]:
     """Return jaxtrain's own options for this program, and their origin for the log."""
     kind = program.placement.mesh.devices.flat[0].device_kind
     gpu = hardware.lookup(kind)
     if gpu is None:
         return {}, f"XLA's own, since {kind!r} is not in jaxtrain/config/hardware.py"
-    argument_gib = local_bytes(on_device(program)) / 2**30
+    argument_gib = local_bytes(device_arguments(program)) / 2**30
     chosen: dict[str, str | bool] = {
         # Matmuls by cuBLAS. XLA separates candidates for Triton matmuls before it fuses other operations, and then leaves
         # SwiGLU's backward pass in three kernels instead of one.
@@ -246,7 +248,7 @@ def _defaults(program: Program, card: Card) -> tuple[dict[str, str | bool], str]
 
 def _disabled_passes(program: Program) -> tuple[str, ...]:
     microbatches, tensor = program.batch["tokens"].shape[0], program.placement.size("tensor")
-    return (*WITHOUT, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers_where_used else WITHOUT
+    return (*DISABLED_PASSES, EARLY) if microbatches > 1 and tensor > 1 and not program.gathers_where_used else DISABLED_PASSES
 
 
 def _has_nested_loops(program: Program) -> bool:
@@ -270,7 +272,7 @@ def compile_train(
 ) -> jax.stages.Compiled:
     """Return the train step, compiled for the program's devices.
 
-    options: XLA's options from `choose`. extra: further options of XLA, for example for dumps.
+    options: XLA's options from `choose_options`. extra: further options of XLA, for example for dumps.
 
     Raises KernelNotBuilt if a part of CUDA is missing.
     """

@@ -17,8 +17,8 @@ from jaxtrain.models.moe import Statistics
 from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement, all_reduce, to_residual
 from jaxtrain.step.balance import Balance
-from jaxtrain.step.loss import Batch, Loss, LossSpec, Sums, document_log_probs
-from jaxtrain.step.pipeline import Pipeline
+from jaxtrain.step.loss import Batch, LossSpec, Sums, TrainingLoss, document_log_probs
+from jaxtrain.step.pipeline import PipelineModel
 
 EXPERTS = "experts"
 # The loss of a batch, and the other metrics of its loss (Objective.reports), with the statistics of its experts under EXPERTS.
@@ -31,7 +31,7 @@ class Objective:
     """The function of a microbatch that a step minimises: the loss and its auxiliary losses. Hashable, without arrays."""
 
     placement: Placement
-    loss: Loss
+    loss: TrainingLoss
     spec: LossSpec
     balance: Balance | None = None  # the auxiliary losses of experts, which are added to `loss`
     mtp_layers: int = 0  # modules of multi-token prediction
@@ -45,12 +45,14 @@ class Objective:
         return (*self.loss.reports, *(MTP_METRICS if self.mtp_layers else ()))
 
     @property
-    def nothing(self) -> Report:
+    def zero_report(self) -> Report:
         """Return a report of zeros."""
         zero = jnp.zeros((), jnp.float32)
         return zero, dict.fromkeys(self.reports, zero) | ({EXPERTS: self.balance.zeros} if self.balance else {})
 
-    def of_model(self, model: Any, micro: Batch, total: jax.Array, mtp_totals: Sequence[jax.Array]) -> tuple[jax.Array, Report]:
+    def loss_and_report(
+        self, model: Any, micro: Batch, total: jax.Array, mtp_totals: Sequence[jax.Array]
+    ) -> tuple[jax.Array, Report]:
         """Run the model on a microbatch. Return this device's share of the objective and of the report, as `__call__` does.
 
         Here the objective includes the losses of multi-token prediction, which `__call__` leaves out.
@@ -149,7 +151,7 @@ def make_gradients(
     in_fp8: Params,
     *,
     adds: bool,
-    pipe: Pipeline | None = None,
+    pipe: PipelineModel | None = None,
 ) -> Callable[[Params, Batch], tuple[Report, Params]]:
     """Return a function from (master weights, batch) to (the batch's report, the gradient of the objective).
 
@@ -174,7 +176,7 @@ def make_gradients(
 
         def loss_fn(unstacked: Params, into: Params, micro: Batch) -> tuple[jax.Array, Report]:
             model = definition.bind(zero.microbatch_weights(base, copies, unstacked, into, adds))
-            return objective.of_model(model, micro, total, mtp_totals)
+            return objective.loss_and_report(model, micro, total, mtp_totals)
 
         differentiate = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)
 
@@ -201,7 +203,7 @@ def make_gradients(
             (_, report), (grads, stack_grads) = differentiate(unstacked, zero.gradient_buffers(stack), micro)
             grads |= stack_grads
         else:
-            report, grads = jax.lax.scan(accumulate, (objective.nothing, zero.zero_sums(trained_weights)), batch)[0]
+            report, grads = jax.lax.scan(accumulate, (objective.zero_report, zero.zero_sums(trained_weights)), batch)[0]
         with jax.named_scope("reduce"):
             return all_reduce(report, placement.all_axes), zero.reduce_gradients(grads, trained_axes)
 
@@ -213,7 +215,7 @@ def _add(sums: Params, grads: Params) -> Params:
 
 
 def make_loss(
-    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
+    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: PipelineModel | None = None
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array, Sums]]:
     """Return a function from (master weights, batch of one microbatch, (1, B, T)) to the sums of the loss over all devices.
 
@@ -231,7 +233,7 @@ def make_loss(
 
 
 def make_log_probs(
-    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: Pipeline | None = None
+    definition: Definition, zero: Zero, objective: Objective, in_fp8: Params, pipe: PipelineModel | None = None
 ) -> Callable[[Params, Batch], jax.Array]:
     """Return a function from (master weights, batch of one microbatch, (1, B, T)) to log-probabilities of documents.
 
@@ -247,7 +249,7 @@ def make_log_probs(
 
 
 def _forward(
-    params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: Pipeline | None
+    params: Params, batch: Batch, definition: Definition, zero: Zero, in_fp8: Params, pipe: PipelineModel | None
 ) -> tuple[Batch, jax.Array, Any]:
     """Return (microbatch, final hidden states, head) of a batch with one microbatch. Arrays of the microbatch are (B, T)."""
     micro = jax.tree.map(lambda x: x[0], batch)

@@ -24,7 +24,7 @@ FLAT = 0.01  # smallest deviation, as a fraction of the median: constant losses 
 Guard = dict[str, jax.Array]
 
 
-def fresh() -> Guard:
+def init_guard() -> Guard:
     """Return the guard of a new run: f32 (WINDOW,) losses and gradient norms of applied steps, and i32 () counts of steps.
 
     The counts are `taken` (applied steps), `skipped`, and `in_a_row` (skipped since the last applied step). `held` is 1 if the

@@ -218,13 +218,13 @@ def token_weight(batch: Batch) -> jax.Array:
     return batch["weights"].sum()
 
 
-def pairs(batch: Batch) -> jax.Array:
+def count_pairs(batch: Batch) -> jax.Array:
     """Return the number of pairs in this device's shard of a batch, f32 (): the chosen documents that begin in the shard."""
     return jnp.sum((batch["positions"] == 0) & (batch["segments"] % 2 == 1), dtype=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class TrainingLoss:
     """A loss function, the denominator of its sums, and the names of the sums that it reports.
 
     Attributes:
@@ -239,16 +239,16 @@ class Loss:
 
 
 CROSS_ENTROPY = "cross_entropy"  # a sum that the evaluation of a user's own loss reports
-LOSSES = {"cross_entropy": Loss(cross_entropy), "dpo": Loss(dpo, pairs, REWARD_METRICS)}
+LOSSES = {"cross_entropy": TrainingLoss(cross_entropy), "dpo": TrainingLoss(dpo, count_pairs, REWARD_METRICS)}
 
 
-def find_loss(name: str) -> Loss:
+def find_loss(name: str) -> TrainingLoss:
     """Return the loss with this name in LOSSES, or a user's own loss function, `package.module:name`."""
     return LOSSES[name] if name in LOSSES else _with_check(name, own_parts.load_part("loss.name", name))
 
 
 @functools.cache  # the losses of two programs of a run are equal
-def _with_check(name: str, function: LossFunction) -> Loss:
+def _with_check(name: str, function: LossFunction) -> TrainingLoss:
     """Return a user's own loss function, which raises WrongPart if it does not return one float32."""
 
     def checked_loss(hidden_BTD: jax.Array, head_VD: Any, batch: Batch, spec: LossSpec) -> jax.Array:
@@ -260,10 +260,10 @@ def _with_check(name: str, function: LossFunction) -> Loss:
             raise own_parts.WrongPart("loss.name", name, rule, "For example (batch['weights'] * losses_BT).sum().")
         return loss
 
-    return Loss(checked_loss)
+    return TrainingLoss(checked_loss)
 
 
-def with_cross_entropy(loss: Loss) -> Loss:
+def with_cross_entropy(loss: TrainingLoss) -> TrainingLoss:
     """Return a user's own loss that also reports the plain cross entropy of the same tokens: only its exponential is a
     perplexity. A loss in LOSSES is returned unchanged."""
     if loss in LOSSES.values():
@@ -274,4 +274,4 @@ def with_cross_entropy(loss: Loss) -> Loss:
         plain = dataclasses.replace(spec, z_loss=0.0)
         return value, {CROSS_ENTROPY: cross_entropy(hidden_BTD, head_VD, batch, plain)}
 
-    return Loss(loss_and_cross_entropy, loss.count, (CROSS_ENTROPY,))
+    return TrainingLoss(loss_and_cross_entropy, loss.count, (CROSS_ENTROPY,))

@@ -14,15 +14,15 @@ from jaxtrain.metrics.throughput import HasMemoryStats
 from jaxtrain.metrics.throughput import memory_gib as measured
 from jaxtrain.models.activations import kept
 from jaxtrain.step import auto_remat, compiler
-from jaxtrain.step.program import Program, build
-from jaxtrain.step.validate import changed, validate_step
+from jaxtrain.step.program import Program, build_program
+from jaxtrain.step.validate import validate_step, with_values
 
 
 class OutOfMemory(RuntimeError):
     """A run does not fit in the memory of its devices or of its host. The message has the sizes and settings that help."""
 
 
-def size(gib: float) -> str:
+def format_gib(gib: float) -> str:
     """Return a memory size as text: in GiB from 1 GiB on, otherwise in MiB."""
     return f"{gib:.2f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
@@ -74,17 +74,17 @@ def compile_to_fit(
     auto = program.run.remat.policy == "auto"
     while True:
         compiled = compiler.compile_train(program, options, extra)
-        smaller_run = less_saved(program, taken(compiled), usable_gib) if auto else None
+        smaller_run = reduce_saved(program, taken(compiled), usable_gib) if auto else None
         if smaller_run is None:
             break
-        say(f"the step takes {size(taken(compiled))} of {size(usable_gib)}: saving fewer activations")
-        program = build(smaller_run, list(program.placement.mesh.devices.flat))
+        say(f"the step takes {format_gib(taken(compiled))} of {format_gib(usable_gib)}: saving fewer activations")
+        program = build_program(smaller_run, list(program.placement.mesh.devices.flat))
     if auto:
-        say(auto_remat.words(program.run.model, program.run.remat))
+        say(auto_remat.describe_choice(program.run.model, program.run.remat))
     return program, compiled
 
 
-def less_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
+def reduce_saved(program: Program, taken_gib: float, usable_gib: float) -> RunConfig | None:
     """Return the program's run with fewer saved activations if its compiled step does not fit.
 
     Returns None if the step fits, or if the run saves no activations. The run has remat.policy=auto, or is an earlier result of
@@ -133,9 +133,9 @@ def explain_memory(run: RunConfig, memory: dict[str, float], limit: str) -> str:
     sizes = (
         ""
         if not memory
-        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{size(gib):>12}" for name, gib in memory.items())
+        else "\nIt holds, per device:\n" + "\n".join(f"  {name:<32}{format_gib(gib):>12}" for name, gib in memory.items())
     )
-    allowed = [text for keys, text in hints if not {*validate_step(changed(run, keys), devices, fits=False)} - {*before}]
+    allowed = [text for keys, text in hints if not {*validate_step(with_values(run, keys), devices, fits=False)} - {*before}]
     hint_lines = "\n".join(f"  {text}" for text in allowed)
     return f"out of memory: the train step needs more than {limit}.{sizes}\nSettings that help:\n{hint_lines}"
 
@@ -150,15 +150,15 @@ def check_host_memory(program: Program, limit_gib: float, offloaded_activations:
       offloaded_activations: bytes of offloaded activations of each device.
     """
     # Replicas share the work of a save's copies; each device has its own offloaded moments and activations.
-    saved_arrays = jax.tree.leaves(program.saved(program.state))
+    saved_arrays = jax.tree.leaves(program.saved_state(program.state))
     saved = sum(math.prod(a.shape) * a.dtype.itemsize for a in saved_arrays) / jax.process_count() / 2**30
     bytes_per_device = offloaded_activations + (compiler.local_bytes(program.state.optimizer) if program.offload else 0)
     pinned_gib = bytes_per_device * program.placement.mesh.size / jax.process_count() / 2**30
     if saved + pinned_gib > limit_gib:
-        offloaded = f" Offloaded arrays take {size(pinned_gib)}." if pinned_gib else ""
+        offloaded = f" Offloaded arrays take {format_gib(pinned_gib)}." if pinned_gib else ""
         raise OutOfMemory(
-            f"out of host memory: a save copies {size(saved)} to the host; {size(limit_gib)} may be pinned "
-            f"({HOST_LIMIT}; by default {HOST_SHARE:.0%} of this host's memory, now {size(host_gib())}).{offloaded}\n"
+            f"out of host memory: a save copies {format_gib(saved)} to the host; {format_gib(limit_gib)} may be pinned "
+            f"({HOST_LIMIT}; by default {HOST_SHARE:.0%} of this host's memory, now {format_gib(host_gib())}).{offloaded}\n"
             "If the host has more memory, or is a virtual machine that grows when memory is used, export "
             f"{HOST_LIMIT}={math.ceil(saved + pinned_gib) + 1}. Else set dtypes.m and dtypes.v to bf16 or int8 for a smaller "
             "state, or use more nodes."
@@ -185,16 +185,16 @@ def check_free_memory(program: Program, compiled: Any, devices: Sequence[HasMemo
         if need > free:
             limit_name = "the largest free block" if largest > 0 else "free memory"
             raise OutOfMemory(
-                f"out of memory: the train step needs {size(need / 2**30)} beside its state, and {limit_name} of "
-                f"{device} is {size(free / 2**30)}. Of {size(limit / 2**30)} are {size(used / 2**30)} "
-                f"in use, {size(state_bytes / 2**30)} of them by the state.\n"
+                f"out of memory: the train step needs {format_gib(need / 2**30)} beside its state, and {limit_name} of "
+                f"{device} is {format_gib(free / 2**30)}. Of {format_gib(limit / 2**30)} are {format_gib(used / 2**30)} "
+                f"in use, {format_gib(state_bytes / 2**30)} of them by the state.\n"
                 "Start the same command again: a new process begins without fragmentation. If it ends here again, "
                 "set train.grad_accum higher or remat.policy=full."
             )
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
+def explain_out_of_memory(run: RunConfig, memory: dict[str, float]) -> Iterator[None]:
     """Run a block, and replace an error of JAX's allocator by OutOfMemory, with settings that help.
 
     memory: GiB on one device by class; {} if unknown.

@@ -33,8 +33,8 @@ from jaxtrain.sharding import make_placement
 from jaxtrain.step.attention_specs import attention_specs
 from jaxtrain.step.definition import make_definition, trained_parameters
 
-APART = 0.03  # a count within this part of the formula is of the same model, and the formula stands
-NOTHING = Flops(0.0, 0.0)
+TOLERANCE = 0.03  # a count within this part of the formula is of the same model, and the formula stands
+NO_FLOPS = Flops(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +66,14 @@ def model_flops(run: RunConfig) -> ModelFlops:
             raise own_parts.WrongPart("model.family", name, rule, "Return jaxtrain.models.flops.Flops(causal, full).")
         return ModelFlops(forward * 3, None, by_formula=False, note=f"FLOPs are those that {name} states")
     try:
-        counted, unknown = count(run)
+        counted, unknown = count_flops(run)
     # The module is the user's, and may raise anything. The run builds the same module, and reports its errors.
     except Exception as error:
         why = str(error).partition("\n")[0]
         note = f"FLOPs are by the formula for these keys: {name} cannot be traced on one device ({type(error).__name__}: {why})"
         return dataclasses.replace(formula, recomputed=None, note=note)
     difference = counted.causal / formula.training.causal - 1
-    if abs(difference) <= APART and not unknown:
+    if abs(difference) <= TOLERANCE and not unknown:
         return formula
     note = (
         f"FLOPs are counted in the matmuls of {name}: {counted.causal / 1e9:.3g} GFLOP a token (causal), {abs(difference):.1%} "
@@ -84,7 +84,7 @@ def model_flops(run: RunConfig) -> ModelFlops:
     return ModelFlops(counted, None, by_formula=False, note=note)
 
 
-def count(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
+def count_flops(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     """Return the training FLOPs per token, counted in the trace of the forward pass, and the operations that cannot be counted.
 
     Raises what the family raises.
@@ -116,7 +116,7 @@ def count(run: RunConfig) -> tuple[Flops, tuple[str, ...]]:
     )
     tally = Tally()
     active = [*jax.tree.leaves(trained), *(False for _ in rows)]
-    (hidden,), total = tally.of_jaxpr(traced, active)
+    (hidden,), total = tally.count_jaxpr(traced, active)
     learns = flops.learns(run.lora, run.train, "embed.embedding" if run.model.tied_head else "head")
     head = flops.heads(run.model) * (1 + hidden + learns)
     return total * (1 / run.data.seq_len) + Flops(head, head), tuple(sorted(tally.unknown))
@@ -162,14 +162,14 @@ class Tally:
 
     unknown: set[str] = dataclasses.field(default_factory=set)
 
-    def of_jaxpr(self, jaxpr: Any, active: Sequence[bool]) -> tuple[list[bool], Flops]:
+    def count_jaxpr(self, jaxpr: Any, active: Sequence[bool]) -> tuple[list[bool], Flops]:
         """Return whether each result depends on active arguments, and the FLOPs."""
         depends: dict[Any, bool] = dict(zip(jaxpr.invars, active, strict=True))
 
         def is_active(v: Any) -> bool:
             return not isinstance(v, jex.Literal) and depends.get(v, False)
 
-        total = NOTHING
+        total = NO_FLOPS
         for eqn in jaxpr.eqns:
             outs, cost = self._count_eqn(eqn, [is_active(v) for v in eqn.invars])
             total += cost
@@ -190,28 +190,28 @@ class Tally:
         if name == "while":
             self.unknown.add("all but one iteration of a while loop")
             inner = active[params["cond_nconsts"] :]
-            return [any(active)] * len(outs), self.of_jaxpr(params["body_jaxpr"], inner)[1]
+            return [any(active)] * len(outs), self.count_jaxpr(params["body_jaxpr"], inner)[1]
         if name == "cond":
-            branches = [self.of_jaxpr(branch, active[1:]) for branch in params["branches"]]
+            branches = [self.count_jaxpr(branch, active[1:]) for branch in params["branches"]]
             return outs, max((cost for _, cost in branches), key=lambda cost: cost.full)
         if name == "pallas_call":
             inner = params["jaxpr"]
-            _, cost = self.of_jaxpr(inner, [any(active)] * len(inner.invars))
+            _, cost = self.count_jaxpr(inner, [any(active)] * len(inner.invars))
             return outs, cost * math.prod(int(n) for n in params["grid_mapping"].grid)
         if name in OPAQUE:
             self.unknown.add(name)
         inner = next((params[key] for key in CALLS if key in params), None)
         if inner is None:
-            return outs, NOTHING
+            return outs, NO_FLOPS
         same_length = len(inner.invars) == len(active)
-        results, cost = self.of_jaxpr(inner, active if same_length else [any(active)] * len(inner.invars))
+        results, cost = self.count_jaxpr(inner, active if same_length else [any(active)] * len(inner.invars))
         return (results if len(results) == len(outs) else outs), cost
 
     def _count_scan(self, params: Any, active: list[bool]) -> tuple[list[bool], Flops]:
         consts, carried = (len(list(values)) for values in params["ft_in"].unpack()[:2])
         body = params["jaxpr"]
         while True:
-            outs, cost = self.of_jaxpr(body, active)
+            outs, cost = self.count_jaxpr(body, active)
             new_active = [a or out for a, out in zip(active[consts : consts + carried], outs[:carried], strict=True)]
             if new_active == active[consts : consts + carried]:
                 return outs, cost * params["length"]

@@ -28,7 +28,7 @@ from jaxtrain.models.transformer import Cache, Transformer
 from jaxtrain.models.zero import Zero
 from jaxtrain.sharding import Placement
 from jaxtrain.step.loss import Batch
-from jaxtrain.step.stages import STAGE, Phase, Schedule
+from jaxtrain.step.stages import STAGE, PipelinePhase, Schedule
 
 Buffers = list[jax.Array]  # of all saved activations: each (slots x checkpoints of a group, ...)
 
@@ -95,7 +95,7 @@ class StageLayers:
         kinds, full = zip(*self._slots_at(i, self._each), strict=True)
         return self._stack.differentiate(self._run, x, self._learnt, self._fixed, i, self._each, shared, (*kinds, *full))
 
-    def saved(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+    def saved_shapes(self, x: Any, shared: Any) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
         """Return (tree structure, shapes) of the activations that one activation checkpoint saves for `x` and `shared`."""
         trees = []
 
@@ -166,7 +166,7 @@ class StageLayers:
 
         return self._loop(step, (dy, sums), range(self._checkpoints)[::-1])
 
-    def both(
+    def forward_and_backward(
         self, out: Pass, x: Any, back: Pass, dy: Any, tree: Any, buffers: Buffers, sums: list[jax.Array]
     ) -> tuple[Any, Buffers, Any, list[jax.Array]]:
         """Run the pass `out` forward and the pass `back` backward, so that collectives of one overlap with the other's compute.
@@ -186,7 +186,7 @@ class StageLayers:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline:
+class PipelineModel:
     """A model on pipeline stages, without arrays. All methods compute with local shards, inside a shard_map."""
 
     placement: Placement
@@ -311,7 +311,7 @@ class _Step:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: PipelineModel,
         objective: Any,
         zero: Zero,
         base: Params,
@@ -398,13 +398,13 @@ class _Step:
         d_entry = jax.tree.map(lambda g: jnp.where(valid, g, 0), dx)
         return dataclasses.replace(carry, ends=_add(carry.ends, vjp(d_entry)[0]))
 
-    def tick(self, phase: Phase, carry: _Carry, t: jax.Array) -> _Carry:
+    def tick(self, phase: PipelinePhase, carry: _Carry, t: jax.Array) -> _Carry:
         """Run tick t of a phase, and return the carry for the next tick."""
         layers, stack, y, dx = self.layers, carry.stack, None, None
         buffers = carry.buffers
         if phase.forward and phase.backward:
             passes = *self.forward_pass(t, carry), *self.backward_pass(t, carry)
-            y, buffers, dx, stack = layers.both(*passes, self.tree, buffers, stack)
+            y, buffers, dx, stack = layers.forward_and_backward(*passes, self.tree, buffers, stack)
         elif phase.forward:
             y, buffers = layers.forward(*self.forward_pass(t, carry), buffers)
         else:
@@ -425,7 +425,7 @@ class _Step:
         micro = self.micro(jnp.int32(0))
         x = self.model.enter(micro["tokens"], self.shared(micro))
         empty = jax.tree.map(jnp.zeros_like, x)
-        self.tree, shapes = self.layers.saved(x, self.shared(micro))
+        self.tree, shapes = self.layers.saved_shapes(x, self.shared(micro))
         report = jax.eval_shape(lambda: self.objective(*self.model.final_hidden(x), self.model.head_VD, micro, self.total)[1])
         carry = _Carry(
             entering=self.entry(jnp.int32(0)),
@@ -439,7 +439,7 @@ class _Step:
         )
         for count, phases in self.schedule.rounds:
 
-            def run_round(carry: _Carry, offset: jax.Array, phases: tuple[Phase, ...] = phases) -> tuple[_Carry, None]:
+            def run_round(carry: _Carry, offset: jax.Array, phases: tuple[PipelinePhase, ...] = phases) -> tuple[_Carry, None]:
                 for phase in phases:
                     ticks = offset + jnp.arange(phase.ticks.start, phase.ticks.stop, dtype=jnp.int32)
                     carry, _ = jax.lax.scan(lambda carry, t, phase=phase: (self.tick(phase, carry, t), None), carry, ticks)

@@ -34,7 +34,7 @@ from jaxtrain.step.definition import fp8_weights, make_definition, matches, trai
 from jaxtrain.step.gradients import Objective, make_gradients, make_log_probs, make_loss
 from jaxtrain.step.kernel import choose_kernel
 from jaxtrain.step.loss import Batch, LossSpec, find_loss, with_cross_entropy
-from jaxtrain.step.pipeline import Pipeline
+from jaxtrain.step.pipeline import PipelineModel
 from jaxtrain.step.stages import schedule_of
 from jaxtrain.step.state import TrainState, abstract_state, abstract_tensors, shardings
 from jaxtrain.step.train_step import make_train_step
@@ -111,16 +111,16 @@ class Program:
         split = self.placement.size(self.placement.compute_axes("experts")) > 1
         return bool(self.run.model.num_experts) and not self.run.moe.capacity_factor and split
 
-    def saved(self, state: TrainState) -> TrainState:
+    def saved_state(self, state: TrainState) -> TrainState:
         """Return the arrays of a state, abstract or not, that a checkpoint of this run has."""
         return dataclasses.replace(state, params=part(state.params, self.trained)) if self.adapters else state
 
     @property
     def checkpoint_bytes(self) -> int:
         """Return the size of the tensors in a checkpoint of this run, over all processes."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_tensors(self.saved(self.state)).values())
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in abstract_tensors(self.saved_state(self.state)).values())
 
-    def base(self, state: TrainState) -> TrainState:
+    def base_state(self, state: TrainState) -> TrainState:
         """Return a state, abstract or not, with only its step and its parameters, without the parameters of adapters."""
         frozen = jax.tree.map(lambda learns: not (learns and self.adapters), self.trained)
         return TrainState(state.step, part(state.params, frozen), (), layers=state.layers)
@@ -151,7 +151,7 @@ def adds_in_backward(train: Train, unrolled: bool, definition: Definition) -> bo
     return definition.uses_plan_run and per_layer
 
 
-def make_pipeline(model: Model, placement: Placement, definition: Definition) -> Pipeline | None:
+def make_pipeline(model: Model, placement: Placement, definition: Definition) -> PipelineModel | None:
     """Return the pipeline; None with one stage. Raise ConfigError for a model from outside that cannot run on stages."""
     layout = placement.layout
     if not layout.pipelined:
@@ -160,7 +160,7 @@ def make_pipeline(model: Model, placement: Placement, definition: Definition) ->
         rule = f"the {model.family} model does not declare that its layers can run separately from embedding and head"
         remedy = "Make it a models.transformer.Transformer with the __call__ and the remat of that, or set 1."
         raise ConfigError([Problem("mesh.stage", layout.stages.stages, rule, remedy)])
-    return Pipeline(placement, definition, layout.stages, schedule_of(layout), element_kinds(model))
+    return PipelineModel(placement, definition, layout.stages, schedule_of(layout), element_kinds(model))
 
 
 def make_objective(run: RunConfig, zero: Zero, trained: Params, balance: Balance | None) -> Objective:
@@ -185,7 +185,7 @@ def check_offload(optimizer: Optimizer, family: str, trained: Params) -> None:
         raise ConfigError([Problem("optimizer.offload", "moments", rule, "Set none, or stack the layers under that name.")])
 
 
-def build(run: RunConfig, devices: Sequence[Any]) -> Program:
+def build_program(run: RunConfig, devices: Sequence[Any]) -> Program:
     """Return the programs of a run on these devices, which may be devices of a topology without hardware.
 
     Raises:
@@ -226,7 +226,7 @@ def build(run: RunConfig, devices: Sequence[Any]) -> Program:
     local_gradients = make_gradients(definition, zero, objective, trained, in_fp8, adds=adds, pipe=pipe)
     param_specs = definition.specs(placement)
     in_specs = param_specs, placement.spec(MICROBATCHES)
-    report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.nothing))
+    report_specs = jax.tree.map(lambda _: P(), jax.eval_shape(lambda: objective.zero_report))
     gradients = placement.shard_map(local_gradients, in_specs, (report_specs, part(param_specs, trained)))
 
     train_step = make_train_step(

@@ -19,7 +19,7 @@ EXPERT_LOSSES = ("balance_loss", "sequence_balance_loss", "z_loss")  # each is c
 DECIDES_DROPS = ("mesh.*", "sharding.rules.*", "train.grad_accum", "parallel.context")
 
 
-def compare(
+def compare_configs(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     allow_change: str = "",
@@ -148,7 +148,7 @@ def check_allow_change(allow_change: str) -> list[Problem]:
 
     Fixed keys are the keys that can never change on resume.
 
-    A pattern that also matches other keys is valid, although `compare` refuses all changes of the fixed keys."""
+    A pattern that also matches other keys is valid, although `compare_configs` refuses all changes of the fixed keys."""
     keys = list(schema.all_keys())
     problems: list[Problem] = []
     for name in filter(None, (pattern.strip() for pattern in allow_change.split(","))):

@@ -20,7 +20,7 @@ from jaxtrain.checkpoint.digests import WORDS, mesh_axes
 ON_HOST = "pinned_host"
 
 
-def on_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def to_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Return the array in device memory, because XLA cannot compute on host memory; for use inside jit."""
     return jax.device_put(x, jax.memory.Space.Device) if sharding.memory_kind == ON_HOST else x
 
@@ -87,7 +87,7 @@ def layer_at(array: jax.Array, slot: Any, sharding: NamedSharding) -> jax.Array:
     """Return the layer in a slot of a stack, sharded as by `layer_sharding`; for use inside jit. sharding: the stack's."""
     stage_axes = _stack_axes(sharding)
     if not stage_axes:
-        return on_device(jax.lax.dynamic_index_in_dim(array, slot, keepdims=False), sharding)
+        return to_device(jax.lax.dynamic_index_in_dim(array, slot, keepdims=False), sharding)
     dim = _shared_dim(array.shape, sharding)
 
     def local(array: jax.Array, slot: jax.Array) -> jax.Array:
@@ -123,11 +123,11 @@ def copy_layer(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
 
 
 @functools.cache
-def copy(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+def copy_array(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Return the jitted w -> copy of w for arrays of this shape and sharding. On GPUs the copy is in host memory."""
     out_sharding = copy_sharding(shape, sharding, stacked=False)
     return jax.jit(
-        lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(on_device(w, sharding)), out_sharding), sharding)
+        lambda w: _to_host(jax.lax.with_sharding_constraint(jnp.copy(to_device(w, sharding)), out_sharding), sharding)
     )
 
 
@@ -184,13 +184,13 @@ def _jitted_stack(order: tuple[int | None, ...], shape: tuple[int, ...], shardin
 @functools.cache
 def _jitted_put(sharding: NamedSharding) -> Any:
     def put(array: jax.Array, layer: jax.Array, slot: jax.Array) -> jax.Array:
-        layer = jax.device_put(on_device(layer, sharding), jax.memory.Space.Host)
+        layer = jax.device_put(to_device(layer, sharding), jax.memory.Space.Host)
         return jax.lax.dynamic_update_index_in_dim(array, layer, slot, 0)
 
     return jax.jit(put, out_shardings=sharding, donate_argnums=0)
 
 
-def stack(layers: list[jax.Array], order: tuple[int | None, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def stack_layers(layers: list[jax.Array], order: tuple[int | None, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Return the list of layers, layer 0 first, as one array, each layer in its slot.
 
     The array has the shape, dtype and sharding of `abstract`. A stack in host memory is filled layer by layer, since the device

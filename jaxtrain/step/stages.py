@@ -36,7 +36,7 @@ STAGE = "stage"  # the mesh axis
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class PipelinePhase:
     """Consecutive ticks with the same kinds of work: forward units, backward units, embedding, loss."""
 
     ticks: range
@@ -45,7 +45,7 @@ class Phase:
     ends: bool  # a microbatch may enter in the next tick, and the gradient of another may arrive at the embedding
     leaves: bool  # a microbatch leaves the last stage
 
-    def later(self, ticks: int) -> "Phase":
+    def shift(self, ticks: int) -> "PipelinePhase":
         """Return a copy of this phase that begins and ends `ticks` ticks later."""
         return dataclasses.replace(self, ticks=range(self.ticks.start + ticks, self.ticks.stop + ticks))
 
@@ -115,7 +115,7 @@ class Schedule:
         return tuple(by_forward), tuple(slot_of[self.backward_unit(w)] for w in range(self.units)), count
 
     @functools.cached_property
-    def rounds(self) -> tuple[tuple[int, tuple["Phase", ...]], ...]:
+    def rounds(self) -> tuple[tuple[int, tuple["PipelinePhase", ...]], ...]:
         """Return all ticks in order, as a sequence of loops: (number of iterations, phases of the first iteration) each.
 
         The phases of each further iteration are stages x groups ticks later.
@@ -130,25 +130,25 @@ class Schedule:
             forward = t < self.forward_ticks
             return forward, t >= self.wait, ends, ends and forward and t >= first
 
-        phases: list[Phase] = []
+        phases: list[PipelinePhase] = []
         for t in range(self.ticks):
             if phases and dataclasses.astuple(phases[-1])[1:] == kind(t):
                 phases[-1] = dataclasses.replace(phases[-1], ticks=range(phases[-1].ticks.start, t + 1))
             else:
-                phases.append(Phase(range(t, t + 1), *kind(t)))
-        rounds: list[tuple[int, tuple[Phase, ...]]] = []
+                phases.append(PipelinePhase(range(t, t + 1), *kind(t)))
+        rounds: list[tuple[int, tuple[PipelinePhase, ...]]] = []
         while phases:
             repeats = self._count_repeats(phases)
             rounds.append((repeats, tuple(phases[: 2 if repeats > 1 else 1])))
             phases = phases[repeats * len(rounds[-1][1]) :]
         return tuple(rounds)
 
-    def _count_repeats(self, phases: list["Phase"]) -> int:
+    def _count_repeats(self, phases: list["PipelinePhase"]) -> int:
         """Return how many times the first two phases occur in a row, each pair stages x groups ticks after the previous."""
         count = 1
         while (following := phases[2 * count : 2 * count + 2]) and len(following) == 2:
             shift = count * self.stages * self.groups
-            if [p.later(shift) for p in phases[:2]] != following:
+            if [p.shift(shift) for p in phases[:2]] != following:
                 break
             count += 1
         return count

@@ -51,7 +51,7 @@ def weights(state: TrainState) -> Params:
     return state.params
 
 
-def evaluated(state: TrainState) -> Params:
+def eval_weights(state: TrainState) -> Params:
     """Return the weights of a state, abstract or not, for evaluations and samples: the averages, and weights without one."""
     return filled(state.params, state.ema) if state.ema else state.params
 
@@ -98,7 +98,7 @@ def abstract_state(
     def shard_moment(moment: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         if isinstance(moment, optax.MaskedNode):
             return moment
-        if is_blocks(moment) and dividing(leaf.sharding, moment.scales.shape).spec != leaf.sharding.spec:
+        if is_blocks(moment) and divisible_sharding(leaf.sharding, moment.scales.shape).spec != leaf.sharding.spec:
             rule = (
                 f"a block of 8-bit moments of a parameter {leaf.shape} would lie on two devices, split as {leaf.sharding.spec}"
             )
@@ -118,7 +118,7 @@ def abstract_state(
         transform_non_params=lambda a: _like(a, unsharded),
         is_leaf=lambda x: is_blocks(x) or isinstance(x, optax.MaskedNode),
     )
-    guard_state = jax.tree.map(lambda a: _like(a, unsharded), jax.eval_shape(guard.fresh))
+    guard_state = jax.tree.map(lambda a: _like(a, unsharded), jax.eval_shape(guard.init_guard))
     ema = jax.tree.map(lambda p: p.update(dtype=jnp.float32), part(params, mask)) if average else ()
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=unsharded), params, optimizer, guard_state, ema, layers)
 
@@ -174,7 +174,7 @@ def create_state(
     else:
         optimizer = jax.jit(tx.init, out_shardings=shardings(abstract.optimizer))(trained_params)
     step = jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding)
-    guard_state = jax.jit(guard.fresh, out_shardings=shardings(abstract.guard))()
+    guard_state = jax.jit(guard.init_guard, out_shardings=shardings(abstract.guard))()
     return begin_average(TrainState(step, params, optimizer, guard_state, layers=abstract.layers), abstract)
 
 
@@ -222,12 +222,12 @@ class NamedLeaf(NamedTuple):
         return bool(self.order)
 
     @property
-    def places(self) -> list[tuple[int, str]]:
+    def slot_names(self) -> list[tuple[int, str]]:
         """Return (slot, name of the tensor) for each layer of a stack."""
         return [(slot, layer_name(self.name, layer)) for slot, layer in enumerate(self.order) if layer is not None]
 
     @property
-    def rows(self) -> list[str | None]:
+    def tensor_names(self) -> list[str | None]:
         """Return the name of the tensor in each slot of a stack, None for an empty slot; for an unstacked array, its name."""
         return [None if layer is None else layer_name(self.name, layer) for layer in self.order] or [self.name]
 
@@ -250,7 +250,7 @@ def abstract_tensors(abstract: TrainState) -> Tensors:
         if leaf.stacked:
             sharding = stacks.layer_sharding(array.shape, array.sharding)
             layer = jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=sharding)
-            tensors = {name: layer for _, name in leaf.places}
+            tensors = {name: layer for _, name in leaf.slot_names}
         else:
             tensors = {leaf.name: array}
         clash = tensors.keys() & out.keys()
@@ -269,9 +269,9 @@ def to_tensors(state: TrainState) -> Tensors:
         array = leaf.array
         if leaf.stacked:
             layer = stacks.copy_layer(array.shape, array.sharding)
-            out |= {name: layer(array, slot) for slot, name in leaf.places}
+            out |= {name: layer(array, slot) for slot, name in leaf.slot_names}
         else:
-            out[leaf.name] = stacks.copy(array.shape, array.sharding)(array)
+            out[leaf.name] = stacks.copy_array(array.shape, array.sharding)(array)
     return out
 
 
@@ -287,9 +287,9 @@ def to_digests(state: TrainState, compiled: Any = None) -> list[tuple[list[str |
     device_leaves = [leaf for leaf in leaves if leaf.array.sharding.memory_kind != ON_HOST]
     arrays = [leaf.array for leaf in device_leaves]
     results = compiled(*arrays) if compiled else digests.digest_layers(arrays, [leaf.stacked for leaf in device_leaves])
-    out += [(leaf.rows, digest) for leaf, digest in zip(device_leaves, results, strict=True)]
+    out += [(leaf.tensor_names, digest) for leaf, digest in zip(device_leaves, results, strict=True)]
     for leaf in (leaf for leaf in leaves if leaf.array.sharding.memory_kind == ON_HOST):
-        for slot, name in leaf.places or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
+        for slot, name in leaf.slot_names or [(0, leaf.name)]:  # one at a time: the device may have no memory for all
             array = stacks.copy_to_device(leaf.array, slot) if leaf.stacked else leaf.array
             out.append(([name], digests.digest_arrays({name: array})[name]))
     return out
@@ -309,7 +309,7 @@ def to_host(state: TrainState, prefix: str) -> dict[str, np.ndarray]:
             continue
         array = np.array(leaf.array)  # a copy: the state may be donated
         if leaf.stacked:
-            out |= {name.removeprefix(prefix): array[slot] for slot, name in leaf.places}
+            out |= {name.removeprefix(prefix): array[slot] for slot, name in leaf.slot_names}
         else:
             out[leaf.name.removeprefix(prefix)] = array
     return out
@@ -324,16 +324,16 @@ def from_tensors(abstract: TrainState, tensors: Tensors, fresh: TrainState | Non
 
     def make_leaf(path: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
         leaf = _leaf(abstract, path, target)
-        names = [layer_name(leaf.name, layer) for layer in range(len(leaf.places))] if leaf.stacked else [leaf.name]
+        names = [layer_name(leaf.name, layer) for layer in range(len(leaf.slot_names))] if leaf.stacked else [leaf.name]
         if names[0] not in tensors and leaf.name in fresh_leaves:
             return fresh_leaves[leaf.name]
         layers = [tensors.pop(name) for name in names]
-        return stacks.stack(layers, leaf.order, target) if leaf.stacked else layers[0]
+        return stacks.stack_layers(layers, leaf.order, target) if leaf.stacked else layers[0]
 
     return jax.tree_util.tree_map_with_path(make_leaf, abstract)
 
 
-def dividing(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def divisible_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """Return `sharding` for an array of this shape: a dimension that its mesh axes do not divide evenly is replicated."""
     dim_axes = [
         axes

@@ -63,8 +63,8 @@ def make_train_step(
             old = part(state.params, trained)
             params, optimizer = update(grads, state.optimizer, old, scale, lr, verdict == guard.TAKEN, state.step)
             params = filled(state.params, params)
-            params = balance.moved(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
-            ema = moved_average(state.ema, part(params, trained), ema_decay, verdict == guard.TAKEN) if ema_decay else ()
+            params = balance.update_router_bias(params, report[EXPERTS], verdict == guard.TAKEN) if balance else params
+            ema = update_average(state.ema, part(params, trained), ema_decay, verdict == guard.TAKEN) if ema_decay else ()
             done = state.step + (verdict != guard.HELD)
         new = TrainState(done.astype(jnp.int32), params, optimizer, guard_state, ema, state.layers)
         metrics = {"loss": value, "grad_norm": norm, "lr": lr, "verdict": verdict}
@@ -74,7 +74,7 @@ def make_train_step(
     return train_step
 
 
-def moved_average(ema: Params, params: Params, decay: float, taken: jax.Array) -> Params:
+def update_average(ema: Params, params: Params, decay: float, taken: jax.Array) -> Params:
     """Return decay x ema + (1 - decay) x params of each parameter, in float32; `ema` unless `taken`, bool ().
 
     It is computed as ema + (1 - decay) x (params - ema). In float32, decay and 1 - decay do not add up to 1: with 0.9999, the

@@ -48,7 +48,7 @@ from jaxtrain.runtime.timelimit import limit_s
 from jaxtrain.runtime.watchdog import parse_budgets
 from jaxtrain.step.resume import check_allow_change
 from jaxtrain.step.state_size import least_gib
-from jaxtrain.step.validate_layout import OF_SHAPES, check_layout, find_layout
+from jaxtrain.step.validate_layout import SHAPE_KEYS, check_layout, find_layout
 from jaxtrain.step.validate_pipeline import check_schedule
 from jaxtrain.step.validate_places import check_places, checkpoints_folder
 
@@ -67,7 +67,7 @@ NO_PARAMS = (
 )
 ALIASES = {"float16": "fp16", "f16": "fp16", "half": "fp16", "float8": "fp8", "f8": "fp8", "mxfp4": "nvfp4", "fp4": "nvfp4"}
 
-OF_EXPERTS = (
+EXPERT_KEYS = (
     *("experts_per_token", "router", "renormalize", "router_bias", "router_logit_bias", "expert_bias", "shared_d_ff"),
     *("routed_scaling", "router_groups", "groups_per_token"),
 )
@@ -78,7 +78,7 @@ READ_WITH = (
     ("fp8.exclude", "precision", "fp8"),
     ("sharding.gather", "sharding.zero", 3),
     ("pipeline.groups", "pipeline.schedule", "interleaved"),
-    *((f"model.{name}", "model.num_experts", None) for name in OF_EXPERTS),
+    *((f"model.{name}", "model.num_experts", None) for name in EXPERT_KEYS),
     ("moe.*", "model.num_experts", None),
     ("moe.bias_rate", "model.router_bias", True),
     ("init.base", "lora.rank", None),
@@ -127,11 +127,11 @@ def validate_step(run: RunConfig, devices: Devices, fits: bool = True) -> list[P
 
     fits: remedies name numbers with which no problem of the key is left (config.FIT), whose search takes up to a second.
     """
-    check = lambda key, number: {p.key for p in _problems(changed(run, {key: number}), devices)}  # noqa: E731
+    check = lambda key, number: {p.key for p in _problems(with_values(run, {key: number}), devices)}  # noqa: E731
     return schema.with_fits(_problems(run, devices), check if fits else None)
 
 
-def changed(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def with_values(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a run with other values of some keys. model.head_dim follows from them, if it did before."""
     tree, m = to_dict(run), run.model
     latent = m.qk_nope_head_dim + m.qk_rope_head_dim
@@ -156,7 +156,9 @@ def _problems(run: RunConfig, devices: Devices) -> list[Problem]:
         return _combined_problems(run, devices, set())
     keys = schema.all_keys()
     floats = {key for key in key_problems if isinstance(values[key], float)}
-    run = changed(run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in key_problems})
+    run = with_values(
+        run, {key: keys[key].nearest(values[key]) if key in floats else unread.DEFAULTS[key] for key in key_problems}
+    )
     not_read = (
         {p.key: p for p in _combined_problems(run, devices, key_problems.keys() - floats) if p.key in floats} if floats else {}
     )
@@ -188,7 +190,7 @@ def _combined_problems(run: RunConfig, devices: Devices, bad: set[str]) -> list[
         problems.append(Problem("optimizer.offload", "moments", rule, f"Set none, or optimizer.name to {instead}."))
     if run.lora.rank and "lora.rank" not in bad:
         problems += _lora(run.train, run.init, dtypes)
-        problems += [] if bad & {"lora.base", *OF_SHAPES} else _base(run, devices)
+        problems += [] if bad & {"lora.base", *SHAPE_KEYS} else _base(run, devices)
         if run.model.family in FAMILIES:
             adaptable = run.model.adaptable(run.lora.experts != "none")
             problems += rules.wrong_targets(run.lora, adaptable, run.model.num_experts > 0) or rules.unused_experts(
@@ -293,7 +295,7 @@ def _steps(
 
 
 # Logical axes of the weights. A mesh axis that shards none of them holds replicas.
-OF_WEIGHTS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts", "expert_embed")
+WEIGHT_AXES = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers", "experts", "expert_embed")
 
 
 def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Problem]:
@@ -304,7 +306,7 @@ def _host_memory(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
     layout, _ = find_layout(run, devices)
     if layout is None:
         return
-    split = {axis for name, onto in layout.rules if name in OF_WEIGHTS for axis in onto}
+    split = {axis for name, onto in layout.rules if name in WEIGHT_AXES for axis in onto}
     copies = math.prod(size for axis, size in layout.mesh if axis not in split)
     local_devices = devices.node or devices.count  # devices in this process
     need = least_gib(run, ("params", "moments", "grads")) * copies * local_devices / devices.count

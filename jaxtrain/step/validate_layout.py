@@ -44,8 +44,8 @@ DIMENSIONS = (  # key, its logical axis, and another key: if that is 0, the dime
     ("model.shared_d_ff", "mlp", "model.num_experts"),
     ("model.d_model", "expert_embed", "model.num_experts"),
 )
-OF_SHAPES = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "d_model", "num_layers")}
-OF_SHAPES |= {f"model.{name}" for name in ("attention_pattern", *OF_DELTA)}
+SHAPE_KEYS = {f"model.{name}" for name in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "d_model", "num_layers")}
+SHAPE_KEYS |= {f"model.{name}" for name in ("attention_pattern", *OF_DELTA)}
 
 
 def layer_matrices(model: Model) -> dict[str, dict[str, int]]:
@@ -93,14 +93,14 @@ def check_layout(run: RunConfig, devices: Devices, bad: set[str]) -> Iterable[Pr
         if layout.pipelined:
             yield from check_pipeline(m, run.train, run.optimizer, run.remat, layout.stages, bad)
         yield from check_experts(run, hardware, layout, bad)
-        if not run.lora.rank and m.family in FAMILIES and not bad & OF_SHAPES:
+        if not run.lora.rank and m.family in FAMILIES and not bad & SHAPE_KEYS:
             matrices = {} if m.kv_lora_rank else layer_matrices(m)
             yield from moments.problems(run.optimizer, run.dtypes, matrices, layout.shards)
     if hardware and "model.head_dim" not in bad:
         yield from attention_specs.problems(run, context or Context(), hardware)
 
 
-def in_use(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:
+def derived_values(run: RunConfig, devices: Devices, workdir: Path) -> dict[str, object]:
     """Return dotted key -> derived value, for keys such as mesh.fsdp = -1. Does not start JAX."""
     layout, _ = find_layout(run, devices)
     values: dict[str, object] = {f"mesh.{axis}": size for axis, size in (layout.mesh if layout else ())}

@@ -30,17 +30,19 @@ def check_places(run: RunConfig, workdir: Path) -> Iterable[Problem]:
         written["paths.data"] = run.paths.data
     for key, path in written.items():
         checkpoints = key == "checkpoint.dir"
-        yield from remote(key, path, checkpoints) or ([] if is_bucket(path) else writable(key, Path(path).expanduser()))
+        yield from check_remote(key, path, checkpoints) or (
+            [] if is_bucket(path) else check_writable(key, Path(path).expanduser())
+        )
     resumes = bool(_steps(run.checkpoint.dir, workdir))  # then init.from is not read, or only for the base of adapters
     for key, path in (("init.from", run.init.from_), ("init.base", run.init.base)):
-        problems = remote(key, path, checkpoints=True)
+        problems = check_remote(key, path, checkpoints=True)
         yield from problems
         elsewhere = path.startswith("hf:") or is_bucket(path) or (key == "init.from" and resumes)
         if path and not problems and not elsewhere and not os.path.isdir(Path(path).expanduser()):
             remedy = "Name a run's folder, one of its checkpoints/<step>, or a Hugging Face model's folder (or hf:NAME)."
             yield Problem(key, path, "no such folder", remedy)
-    yield from remote("data.source", run.data.source)
-    yield from remote("data.eval_source", run.data.eval_source)
+    yield from check_remote("data.source", run.data.source)
+    yield from check_remote("data.eval_source", run.data.eval_source)
 
 
 def checkpoints_folder(checkpoint_dir: str, workdir: Path) -> Path:
@@ -88,7 +90,9 @@ def check_resume(run: RunConfig, workdir: Path) -> list[Problem]:
         return imported
     from jaxtrain.data import tokenizer
 
-    return resume.compare(stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer))[1]
+    return resume.compare_configs(
+        stored, to_dict(run), run.checkpoint.allow_change, tokenizer.contents(meta, run.data.tokenizer)
+    )[1]
 
 
 def check_settings_given(loaded: LoadedConfig, workdir: Path) -> list[Problem]:
@@ -129,7 +133,7 @@ def check_lock(workdir: Path) -> list[Problem]:
     return []
 
 
-def remote(key: str, path: str, checkpoints: bool = False) -> list[Problem]:
+def check_remote(key: str, path: str, checkpoints: bool = False) -> list[Problem]:
     """Return a problem if `path` is the address of an object store, which Path would read as a local folder.
 
     checkpoints: the place is for checkpoints, which may be at gs:// and s3://.
@@ -152,7 +156,7 @@ def _not_for_checkpoints(path: str) -> tuple[str, str] | None:
     return None
 
 
-def writable(key: str, folder: Path) -> list[Problem]:
+def check_writable(key: str, folder: Path) -> list[Problem]:
     """Return a problem if `folder` cannot be created or written in. Writes nothing.
 
     `folder`, or its nearest parent that exists, must be a folder that this user may write to. Permission bits let root write

@@ -1,7 +1,7 @@
 """Average the weights of checkpoints: `python -m jaxtrain checkpoint average A B --out=DIR`.
 
 An averaged value is sum(w_i x_i) / sum(w_i) in float64, rounded once, to nearest, to the type that the checkpoints store. The
-weights are read in parts of PART bytes, or of one tensor if it is larger. Memory holds the average, and on the host some seven
+weights are read in parts of CHUNK_BYTES, or of one tensor if it is larger. Memory holds the average, and on the host some seven
 times the size of a part.
 """
 
@@ -24,7 +24,7 @@ from jaxtrain.hf.names import PREFIX
 from jaxtrain.metrics.progress import progress_bar
 from jaxtrain.step.state import Tensors
 
-PART = 256 << 20
+CHUNK_BYTES = 256 << 20
 BLOCK = 1 << 22  # elements that are computed with at a time
 LEAST_SUM = 1e-6  # of the weights, as a part of the sum of their magnitudes
 
@@ -183,10 +183,10 @@ def _bytes(a: jax.ShapeDtypeStruct) -> int:
 
 
 def _chunks(wanted: Tensors) -> Iterator[Tensors]:
-    """Yield the tensors in parts of at most PART bytes, or of one tensor."""
+    """Yield the tensors in parts of at most CHUNK_BYTES, or of one tensor."""
     chunk: Tensors = {}
     for name, abstract in wanted.items():
-        if chunk and sum(map(_bytes, chunk.values())) + _bytes(abstract) > PART:
+        if chunk and sum(map(_bytes, chunk.values())) + _bytes(abstract) > CHUNK_BYTES:
             yield chunk
             chunk = {}
         chunk[name] = abstract
@@ -215,7 +215,7 @@ def _average_chunk(
         if jnp.issubdtype(abstract.dtype, jnp.floating):
             mean = np.empty(abstract.shape, abstract.dtype)
             for block in _blocks(mean):
-                mean.reshape(-1)[block] = rounded(sums[name].reshape(-1)[block] / total, abstract.dtype)
+                mean.reshape(-1)[block] = round_once(sums[name].reshape(-1)[block] / total, abstract.dtype)
             sums[name] = mean
     return sums
 
@@ -224,7 +224,7 @@ def _blocks(x: np.ndarray) -> Iterator[slice]:
     return (slice(begin, begin + BLOCK) for begin in range(0, x.size, BLOCK))
 
 
-def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
+def round_once(x: np.ndarray, dtype: Any) -> np.ndarray:
     """Return float64 values rounded once, to nearest, to a float type.
 
     ml_dtypes rounds to a small type by way of float32, which would round twice. So the float32 is rounded to odd here: of two

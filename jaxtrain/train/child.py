@@ -183,7 +183,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run(argv: list[str]) -> NoReturn:
+def run_and_exit(argv: list[str]) -> NoReturn:
     """Run a case, and end this process at once: threads and exit handlers of a user's module must not delay the answer."""
     code = 1
     try:
@@ -197,4 +197,4 @@ def run(argv: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run_and_exit(sys.argv[1:])

@@ -51,7 +51,7 @@ class Verifier:
         """Return the first two sums of the digest of each device's shard of each tensor, u32 (devices, tensors, 2)."""
         return np.asarray(self._digests(*(x for _, x in _leaves(current))))
 
-    def twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
+    def run_twice(self, train_step: Any, current: TrainState, batch: Any, done: int) -> tuple[TrainState, Any]:
         """Return the result of `train_step(current, batch)` after two executions gave the same bits. `current` is donated.
 
         During the first execution, a copy of the state is in host memory, so devices need no more memory than for one step.

@@ -15,7 +15,7 @@ class Diverged(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bad:
+class SkippedStep:
     """A step that the guard skipped, with its figures and data."""
 
     step: int  # number of the step, from 1
@@ -41,20 +41,20 @@ class Bad:
         )
 
 
-class Bads:
+class SkipCounter:
     """Counts of skipped steps. `in_a_row` and `skipped` include earlier attempts; `row` has this attempt's present series."""
 
     def __init__(self, in_a_row: int, skipped: int, most: int):
         self.in_a_row, self.skipped = in_a_row, skipped
         self._most = most
-        self.row: list[Bad] = []  # of the current row, as far as this attempt has seen it
+        self.row: list[SkippedStep] = []  # of the current row, as far as this attempt has seen it
 
-    def took(self) -> None:
+    def note_applied(self) -> None:
         """Note a step that was applied, which ends a series of skipped steps."""
         self.in_a_row = 0
         self.row.clear()
 
-    def add(self, skip: Bad) -> bool:
+    def add(self, skip: SkippedStep) -> bool:
         """Add a skipped step. Return whether the run has diverged, that is, `most` steps in a row or more were skipped."""
         self.in_a_row += 1
         self.skipped += 1
@@ -62,7 +62,7 @@ class Bads:
         return self.in_a_row >= self._most
 
 
-def explain(reason: str, newest: int, applied: int, weights: bool, rollback: bool) -> str:
+def explain_divergence(reason: str, newest: int, applied: int, weights: bool, rollback: bool) -> str:
     """Return the message of a run that has diverged, with what to do.
 
     Args:
@@ -94,6 +94,6 @@ def describe_batches(batches: Sequence[int]) -> str:
     return f"batch {first}" if first == last else f"batches {first} to {last}"
 
 
-def finite(value: float) -> float | str:
+def finite_or_text(value: float) -> float | str:
     """Return the value, as text if it is not finite: JSON has no number for it."""
     return value if math.isfinite(value) else repr(value)

@@ -105,7 +105,7 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def without_places(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def without_paths(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fingerprint of a held-out set without the batch size, and without the paths of its files and tokenizer."""
     out = {**fingerprint, "global_batch": 0}
     if "files" in out:
@@ -122,7 +122,7 @@ class HeldOut:
         run = program.run
         self._run, self._program, self._sets, self._services = run, program, sets, services
         self._newest: tuple[int, float] | None = None  # step, and mean loss over the sets
-        contents = {name: without_places(batches.fingerprint) for name, batches in sets.items()}
+        contents = {name: without_paths(batches.fingerprint) for name, batches in sets.items()}
         described = [contents, run.eval.sequences, dataclasses.asdict(run.loss), run.own]
         self._average = {"weights": "ema"} if run.train.ema_decay else {}
         described += [self._average] if self._average else []
@@ -175,7 +175,7 @@ class HeldOut:
                 set_means[name] = means
             self._newest = done, math.fsum(means["loss"] for means in set_means.values()) / len(set_means)
             lines = [self._write(done, name, means) for name, means in set_means.items()]
-            services.receipt.update(held_out=[{k: finite(v) for k, v in line.items() if k != "kind"} for line in lines])
+            services.receipt.update(held_out=[{k: finite_or_none(v) for k, v in line.items() if k != "kind"} for line in lines])
 
     def _write(self, done: int, name: str, means: Mapping[str, float]) -> dict[str, Any]:
         loss = means["loss"]
@@ -249,7 +249,7 @@ class SampleWriter:
             texts.append(f"{tokenizer.decode([*prompt, *answer])}\n[reference] {tokenizer.decode(reference)}")
         return texts
 
-    def written(self, done: int) -> bool:
+    def has_written(self, done: int) -> bool:
         """Return whether samples.txt has the samples of step `done`."""
         path = self._writers.samples_path
         return path.exists() and any(sample.step == done for sample in samples.parse_samples(path.read_bytes().decode()))
@@ -282,6 +282,6 @@ def first_questions(held_out: Mapping[str, Any], count: int, seq_len: int) -> li
     return out
 
 
-def finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """Return a value for JSON: None for NaN and infinities."""
     return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -42,16 +42,16 @@ class SharedRefusal(ConfigError):
 
 @contextlib.contextmanager
 def lock_workdir(setup: Setup, overlay: environment.Overlay, peers: Peers) -> Iterator[None]:
-    """Lock the run's folder, and check that the facts in ALIKE are the same on all processes of the run.
+    """Lock the run's folder, and check that the facts in MUST_AGREE are the same on all processes of the run.
 
     Two runs in one folder would overwrite each other's metrics and checkpoints. Raises SharedRefusal if another run has the
     lock, or if a fact differs.
     """
-    handle = lock(setup.workdir) if jax.process_index() == 0 else NO_LOCK
+    handle = lock_folder(setup.workdir) if jax.process_index() == 0 else NO_LOCK
     try:
-        views = peers.gather("start", json.dumps(view(setup, overlay)), AGREE_S)
+        views = peers.gather("start", json.dumps(local_facts(setup, overlay)), AGREE_S)
         facts = [json.loads(each) for each in views]
-        for name, remedy in ALIKE.items():
+        for name, remedy in MUST_AGREE.items():
             if len({json.dumps(each[name], sort_keys=True) for each in facts}) > 1:
                 values = "; ".join(f"process {i}: {each[name]}" for i, each in enumerate(facts[:4]))
                 raise SharedRefusal([Problem(name, None, f"the processes of this run do not see the same ({values})", remedy)])
@@ -92,13 +92,13 @@ def refuse_together(name: str, peers: Peers, check: Callable[[], list[Problem]])
 
 
 def check_references(setup: Setup) -> list[Problem]:
-    """Return the problems of the reference log-probabilities of a run whose reference no longer exists (references.check)."""
+    """Return the problems of the reference log-probabilities of a run whose reference no longer exists."""
     run, start = setup.run, setup.start
     new_adapters = setup.program.adapters and not start.adapters
     if new_adapters or not (run.loss.is_pairwise and start.resumed):
         return []
     saved = setup.checkpoints.meta(start.step)
-    return references.check(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
+    return references.check_log_probs(run, setup.workdir, start.step, saved, [setup.data, *setup.held_out.values()])
 
 
 def check_room(setup: Setup) -> list[Problem]:
@@ -106,8 +106,8 @@ def check_room(setup: Setup) -> list[Problem]:
     run, storage = setup.run, setup.checkpoints.storage
     problems = []
     free, size = free_bytes(setup.workdir), setup.program.checkpoint_bytes
-    if free is not None and free < OWN_BYTES:
-        rule = f"{decimal(free)} are free there, and log, metrics and receipt need some {decimal(OWN_BYTES)}"
+    if free is not None and free < RUN_FILES_BYTES:
+        rule = f"{decimal(free)} are free there, and log, metrics and receipt need some {decimal(RUN_FILES_BYTES)}"
         problems.append(Problem("--workdir", str(setup.workdir), rule, "Free some space, or name another folder."))
     room = None if setup.start.step == run.train.steps else storage.room()
     if room is not None and room < size:
@@ -145,10 +145,10 @@ def room_note(setup: Setup) -> str:
 
 
 NO_LOCK = -1
-OWN_BYTES = 1 << 20  # of a run's files without its checkpoints
+RUN_FILES_BYTES = 1 << 20  # of a run's files without its checkpoints
 
 
-def lock(folder: Path) -> int | None:
+def lock_folder(folder: Path) -> int | None:
     """Return the file descriptor of a lock on a folder; None if another process has the lock.
 
     The lock is released when the descriptor is closed, or when this process ends.
@@ -168,7 +168,7 @@ def lock(folder: Path) -> int | None:
 
 
 # Facts that must be the same on all processes before they start, with the remedy.
-ALIKE = {
+MUST_AGREE = {
     "checkpoint.step": "Put the folder of checkpoints where all of them see the same files.",
     "data.source": "Give all of them the same token files.",
     "config": "Start all of them with the same command.",
@@ -177,12 +177,12 @@ ALIKE = {
 }
 
 
-def view(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
-    """Return name in ALIKE -> the fact as this process has it."""
+def local_facts(setup: Setup, overlay: environment.Overlay) -> dict[str, Any]:
+    """Return name in MUST_AGREE -> the fact as this process has it."""
     return {
         "checkpoint.step": [setup.start.step, dataclasses.astuple(setup.start.position)],
         "data.source": setup.data.fingerprint,
-        "config": config_sha256(to_dict(setup.asked)),
+        "config": config_sha256(to_dict(setup.user_run)),
         "code": installed.code_sha256() if jax.process_count() > 1 else "",  # reads some 300 files
         "environment": overlay.common(),
     }
@@ -198,7 +198,7 @@ def open_services(exit_stack: contextlib.ExitStack, setup: Setup, env: dict[str,
     """
     workdir, process, peers = setup.workdir, jax.process_index(), guards.peers
     try:
-        config = to_dict(setup.asked)
+        config = to_dict(setup.user_run)
         trackers = open_trackers(workdir, setup.run.log, config, resumed=setup.start.resumed, process_index=process)
     except TrackerError as error:
         raise ConfigError([Problem(error.key, setup.run.flat[error.key], error.reason, error.remedy)]) from error
@@ -261,7 +261,7 @@ def first_facts(setup: Setup) -> dict[str, Any]:
     ranks = list(setup.program.placement.mesh.devices.flat)
     return {
         "config": setup.launch.name,
-        "resolved": to_dict(setup.asked),
+        "resolved": to_dict(setup.user_run),
         "overrides": dict(setup.launch.overrides),
         "devices": device_facts(jax.devices()),
         "mesh": dict(setup.program.placement.mesh.shape),

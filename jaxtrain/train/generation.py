@@ -82,7 +82,7 @@ class Sampler:
 
     def _step(self, params, cache, tokens_BT, key, index, temperature: float, top_p: float):
         logits_BV, cache = self.decode(params, cache, tokens_BT)
-        return choose(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
+        return sample_token(logits_BV[0], jax.random.fold_in(key, index), temperature, top_p), cache
 
     def empty_cache(self, rows: int, room: int) -> Cache:
         """Return an empty key/value cache on the devices, for `rows` sequences of up to `room` tokens."""
@@ -123,7 +123,7 @@ def check_decodes(family: str, max_tokens: int, definition: Definition) -> None:
         raise ConfigError([Problem("sample.max_tokens", max_tokens, rule, "Set 0.")])
 
 
-def choose(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
+def sample_token(logits_V: jax.Array, key: jax.Array, temperature: float, top_p: float) -> jax.Array:
     """Return one token id, int32 (). temperature 0 takes the likeliest token. Otherwise draw from softmax(logits /
     temperature), limited to the smallest set of likeliest tokens whose probabilities reach top_p (Holtzman et al. 2020,
     arXiv:1904.09751).
@@ -195,7 +195,7 @@ def continue_all(sampler: Sampler, params: Params, tokenizer: Any, ask: Sampling
     return [continue_text(sampler, params, tokenizer, request, room, stops=stops) for request in asks]
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A model that generates text: config, sampler, weights, step, and how its texts end."""
 
     run: RunConfig
@@ -205,7 +205,7 @@ class Loaded(NamedTuple):
     text: TextFormat
 
 
-def load(path: str, devices: Sequence[Any], base: str = "", ema: bool = False) -> Loaded:
+def load_model(path: str, devices: Sequence[Any], base: str = "", ema: bool = False) -> LoadedModel:
     """Load a run, one checkpoint, or a Hugging Face folder, as `open_origin` opens it.
 
     For a run with adapters, the weights are those of the base model and the adapters. base: the base model's folder, if it was
@@ -217,7 +217,7 @@ def load(path: str, devices: Sequence[Any], base: str = "", ema: bool = False) -
     run = source.run()
     spread = alone(run, devices)
     sampler = Sampler(run, make_placement(spread, devices[: spread.mesh.fsdp]))
-    return Loaded(
+    return LoadedModel(
         run, sampler, read_params(source, run, sampler.definition, sampler.placement, base), source.step, source.text()
     )
 
@@ -250,7 +250,7 @@ class Chat:
         ((ids, _, _),) = encode(self.tokenizer, [Piece("", 0, parts=tuple(self.template.prompt(conversation)))])
         return ids.tolist()
 
-    def answer(self, model: Loaded, conversation: Conversation, ask: Sampling) -> str:
+    def answer(self, model: LoadedModel, conversation: Conversation, ask: Sampling) -> str:
         """Return a model's answer to a conversation, up to the end of the turn or max_tokens.
 
         Raises RowError as `prompt`, and TokenizerError for an id that the model does not have.

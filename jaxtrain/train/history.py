@@ -34,8 +34,8 @@ def open_history(workdir: Path) -> History:
         raise ConfigError(imported)
     if is_custom(run.data.source):
         raise SeenError(f"data.source = {run.data.source}: only of token files is it known what a step reads")
-    data_position = position.position(checkpoints.directory, step, stored.get("tokens", 0), run.ramp, run.data.seq_len)
-    entries = position.extended(stored.get("positions", []), position.record(data_position, run.train, run.data))
+    data_position = position.find_position(checkpoints.directory, step, stored.get("tokens", 0), run.ramp, run.data.seq_len)
+    entries = position.extend_entries(stored.get("positions", []), position.position_entry(data_position, run.train, run.data))
     if entries[0]["step"]:
         rule = f"its checkpoints do not record which data the steps 1 to {entries[0]['step']} have read"
         raise SeenError(
@@ -46,7 +46,7 @@ def open_history(workdir: Path) -> History:
     stretches = [each for each in stretches if each.first <= each.last]
     path = workdir / "metrics.jsonl"
     done = [line["step"] for line in metrics.read_metrics(path) if line["kind"] == "train"] if path.exists() else []
-    skipped = [_skipped(item, stretches) for item in position.read(checkpoints.directory)]
+    skipped = [_skipped(item, stretches) for item in position.read_skipped(checkpoints.directory)]
     return History(stretches, _mixture(run, workdir, step, meta, data_position), max([step, *done[-1:]]), skipped)
 
 

@@ -61,7 +61,7 @@ class BadInit(ValueError):
 
     def __init__(self, message: str, on_all_processes: bool):
         super().__init__(message)
-        self.alike = on_all_processes
+        self.on_all_processes = on_all_processes
 
 
 def import_named_parts(run: RunConfig) -> None:
@@ -117,7 +117,7 @@ def choose_start(
     # If the user names a step, the newest checkpoint is not read: it may be damaged.
     step = checkpoints.latest(reasons) if run.checkpoint.step < 0 else run.checkpoint.step
     if step is None:
-        beginning = position.position(checkpoints.directory, 0, 0, run.ramp, run.data.seq_len)
+        beginning = position.find_position(checkpoints.directory, 0, 0, run.ramp, run.data.seq_len)
         if run.init.from_ and program.adapters:
             return begin_adapters(program, beginning)
         if run.init.from_:
@@ -130,7 +130,7 @@ def choose_start(
     if imported := resume.check_trained(meta, str(checkpoints.directory)):
         raise ConfigError(imported)
     same = tokenizer.contents(meta, run.data.tokenizer)
-    notes, problems = resume.compare(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
+    notes, problems = resume.compare_configs(*_with_meshes(meta, run, program), run.checkpoint.allow_change, same)
     if step > run.train.steps:
         problems.append(
             schema.Problem(
@@ -141,7 +141,7 @@ def choose_start(
         raise ConfigError(problems)
     old_run = schema.resolve(meta["config"])[0]
     notes += changed_rate((old_run.optimizer, old_run.train.steps), (run.optimizer, run.train.steps), step)
-    data_position = position.position(checkpoints.directory, step, meta["data"]["tokens"], run.ramp, run.data.seq_len)
+    data_position = position.find_position(checkpoints.directory, step, meta["data"]["tokens"], run.ramp, run.data.seq_len)
     # Scales of norms are float32 with weights in bfloat16; older checkpoints have them in bfloat16 too.
     cast = meta["config"]["dtypes"] != dataclasses.asdict(run.dtypes) or run.dtypes.params == "bf16"
     base = adapters = ""
@@ -282,7 +282,7 @@ def init_tensors(program: Program, source: Origin) -> state.Tensors:
 
 def base_tensors(program: Program) -> state.Tensors:
     """Return the tensors of the frozen base of a run with adapters, as the state has them."""
-    return {k: v for k, v in state.abstract_tensors(program.base(program.state)).items() if k.startswith("params.")}
+    return {k: v for k, v in state.abstract_tensors(program.base_state(program.state)).items() if k.startswith("params.")}
 
 
 def open_data(run: RunConfig) -> tuple[Any, dict[str, Any]]:
@@ -318,7 +318,7 @@ def initial_state(
         averaged = any(name.startswith(state.EMA) for name in stored)
         unused = averaged and not abstract.ema
         abstract = abstract if averaged else bare_state
-        wanted = state.abstract_tensors(program.saved(abstract))
+        wanted = state.abstract_tensors(program.saved_state(abstract))
         tensors = checkpoints.restore(start.step, wanted, subset=unused, cast=start.cast)
         if start.base:
             base = restore_base(start.base, base_tensors(program), program.definition, program.placement)
@@ -347,7 +347,9 @@ def initial_state(
         if start.adapters:
             weights_source = open_origin(start.adapters)
             adapters = {
-                name: a for name, a in state.abstract_tensors(program.saved(abstract)).items() if name.startswith("params.")
+                name: a
+                for name, a in state.abstract_tensors(program.saved_state(abstract)).items()
+                if name.startswith("params.")
             }
             tensors |= weights_source.read(adapters)
             say(f"adapters of {weights_source.name}, trained further")
@@ -387,7 +389,9 @@ class Restored:
     base: dict[str, str]  # the entry `base` of meta.json; {} without adapters
 
 
-def restore(user_run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services) -> Restored:
+def restore_state(
+    user_run: RunConfig, program: Program, start: Start, checkpoints: Checkpoints, services: Services
+) -> Restored:
     """Make the first state and report it. If the digests of a checkpoint do not match, restore the next older checkpoint.
 
     Args:

@@ -23,13 +23,13 @@ from jaxtrain.step.batch import HostBatch
 from jaxtrain.train import position, skipped
 from jaxtrain.train.batch_feed import BatchFeed
 from jaxtrain.train.corruption import Verifier
-from jaxtrain.train.divergence import Bads, Diverged, explain
+from jaxtrain.train.divergence import Diverged, SkipCounter, explain_divergence
 from jaxtrain.train.evaluate import HeldOut, SampleWriter
 from jaxtrain.train.initial_state import Restored
 from jaxtrain.train.position import Positioned
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Services
-from jaxtrain.train.setup import Compiled, Setup, expected_times, resized
+from jaxtrain.train.setup import CompiledSteps, Setup, expected_times, resize_steps
 from jaxtrain.train.step_log import PendingMetrics, StepLog, StepMetrics
 from jaxtrain.train.summary import slow_start
 from jaxtrain.train.timing import SlowSteps, collector_off
@@ -45,19 +45,19 @@ class Hook:
 
     due: Callable[[int], bool]
     work: Callable[[int], object]
-    settled: bool = True  # it uses the state, so the metrics of the last step are read first; its time is not that of a step
+    uses_state: bool = True  # it uses the state, so the metrics of the last step are read first; its time is not that of a step
 
 
-def every(steps: int, work: Callable[[int], object], *, settled: bool) -> Hook:
+def every_steps(steps: int, work: Callable[[int], object], *, uses_state: bool) -> Hook:
     """Return the hook that is due after each `steps` steps."""
-    return Hook(lambda done: done % steps == 0, work, settled)
+    return Hook(lambda done: done % steps == 0, work, uses_state)
 
 
 class Loop:
     """Takes steps until the last step, or until a stop is requested. `current` is the newest state, after `done` steps."""
 
     def __init__(
-        self, setup: Setup, sizes: dict[int, Compiled], restored: Restored, services: Services, saver: Saver, log: StepLog
+        self, setup: Setup, sizes: dict[int, CompiledSteps], restored: Restored, services: Services, saver: Saver, log: StepLog
     ):
         """sizes: the compiled steps, by the sequences of a step."""
         self.setup, self.services, self.saver, self.log = setup, services, saver, log
@@ -85,8 +85,8 @@ class Loop:
             Hook(self.held_out.due, self._evaluate),
             Hook(self.samples.due, self._write_samples),
             Hook(self._saves_after, self._save_if_applied),
-            every(1, lambda _: saver.poll(), settled=False),
-            every(COLLECT_EVERY, lambda _: gc.collect(1), settled=False),
+            every_steps(1, lambda _: saver.poll(), uses_state=False),
+            every_steps(COLLECT_EVERY, lambda _: gc.collect(1), uses_state=False),
         )
         self._begin(restored)
 
@@ -96,7 +96,7 @@ class Loop:
         self.start, self.base, self.done = restored.start, restored.base, restored.start.step
         self._begin_size()
         counts = {name: int(self.current.guard[name]) for name in ("in_a_row", "skipped")}
-        self.skips = Bads(**counts, most=self.run.train.max_skipped_steps)
+        self.skips = SkipCounter(**counts, most=self.run.train.max_skipped_steps)
         if int(self.current.guard["held"]):
             self._release_guard()
 
@@ -113,7 +113,7 @@ class Loop:
             )
         if size not in self._sizes:
             with services.phase("compile", "compile"):
-                self._sizes[size] = resized(self.setup, self.compiled, size, services)
+                self._sizes[size] = resize_steps(self.setup, self.compiled, size, services)
                 services.peers.gather("compiled", "", AGREE_S)  # no process may wait for another one within a step
         if self.log.watch is None:
             self.log.compare(expected_times(self.setup, self._sizes[size], services))
@@ -145,7 +145,7 @@ class Loop:
                     services.watchdog.beat(self.done + 1)
                     self._step()
                 self._read_metrics()
-                if self.applied:
+                if self.num_applied:
                     self.save()
         finally:
             self._slow_start.cancel()
@@ -186,7 +186,7 @@ class Loop:
         for hook in self._hooks:
             if not hook.due(self.done):
                 continue
-            if hook.settled:
+            if hook.uses_state:
                 self.log.rates.exclude()
                 if self._read_metrics():
                     return
@@ -209,7 +209,7 @@ class Loop:
             self.log.rates.exclude()
             if self._read_metrics():
                 return None
-            self.current, metrics = self._verifier.twice(self.compiled.train, self.current, batch, self.done + 1)
+            self.current, metrics = self._verifier.run_twice(self.compiled.train, self.current, batch, self.done + 1)
         else:
             self.current, metrics = self.compiled.train(self.current, batch)
         return metrics
@@ -233,11 +233,11 @@ class Loop:
         """
         done = self.done
         due = [self.held_out.due(done) and done not in self.services.writers.evaluated_steps()]
-        due.append(self.samples.due(done) and not self.samples.written(done))
+        due.append(self.samples.due(done) and not self.samples.has_written(done))
         # Process 0 decides, because other nodes may not see its files.
         evaluates, samples = json.loads(self.services.peers.gather("due", json.dumps(due), AGREE_S)[0])
         if evaluates:
-            self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=False)
+            self.held_out.evaluate(self.compiled.eval, state.eval_weights(self.current), done, finish=False)
         if samples:
             self._write_samples(done)
 
@@ -246,12 +246,12 @@ class Loop:
 
         While steps are skipped it is not, because the state is older than its step.
         """
-        self.held_out.evaluate(self.compiled.eval, state.evaluated(self.current), done, finish=done == self.run.train.steps)
+        self.held_out.evaluate(self.compiled.eval, state.eval_weights(self.current), done, finish=done == self.run.train.steps)
         if self.run.checkpoint.keep_best and not self.skips.in_a_row:
             self._save_due |= self.held_out.is_best(done, self.saver.checkpoints)
 
     def _write_samples(self, done: int) -> None:
-        self.samples.write(state.evaluated(self.current), done)
+        self.samples.write(state.eval_weights(self.current), done)
 
     def _saves_after(self, done: int) -> bool:
         regular = self.run.checkpoint.every_steps
@@ -261,7 +261,7 @@ class Loop:
         """Save. While steps are skipped, the state is older than its step: it is saved after the next applied step."""
         self.log.rates.exclude(more=1)  # one step is queued, and the step after it waits for the copies
         self._save_due = bool(self.skips.in_a_row) and done < self.run.train.steps
-        if not self._save_due and self.applied:
+        if not self._save_due and self.num_applied:
             self.save()
 
     def save(self) -> None:
@@ -271,8 +271,8 @@ class Loop:
         data: dict[str, Any] = {"tokens": rows * self.run.data.seq_len, "fingerprint": self.data.fingerprint}
         if mixture := getattr(self.data, "mixture", None):  # a user's own source may lack it
             data["mixture"] = mixture.state(rows)
-        entry = position.record(self.start.position, self.run.train, self.setup.asked.data)
-        data["positions"] = position.extended(self.start.data.get("positions", ()), entry)
+        entry = position.position_entry(self.start.position, self.run.train, self.setup.user_run.data)
+        data["positions"] = position.extend_entries(self.start.data.get("positions", ()), entry)
         meta = {"data": data, "loss": self.loss} | ({"base": self.base} if self.base else {})
         if (held_out := self.held_out.loss_of(self.done)) is not None:
             meta |= {HELD_OUT: held_out, HELD_OUT_SETS: self.held_out.sets}
@@ -310,7 +310,7 @@ class Loop:
             self._end_start()
         self._recent = [*self._recent[-9:], (metrics.step, metrics.loss, time.time())]
         if metrics.taken:
-            self.skips.took()
+            self.skips.note_applied()
             self.loss = metrics.loss
         self.log.note(metrics, self.start.position.read(metrics.step), self.skips.skipped + (not metrics.taken))
         return metrics.taken
@@ -334,7 +334,7 @@ class Loop:
         After train.max_skipped_steps skipped steps in a row, or if the weights are not finite, roll back, or raise Diverged if
         train.on_divergence=stop.
         """
-        skip = skipped.describe(self.setup, metrics, self.start.position)
+        skip = skipped.describe_skip(self.setup, metrics, self.start.position)
         self.services.console.warn(skip.words)
         if not self._kept_bundle:
             self._kept_bundle = True
@@ -352,8 +352,8 @@ class Loop:
             )
         self.saver.finish()
         if self.run.train.on_divergence == "stop":
-            raise Diverged(explain(reason, self.saver.newest, self.applied, bool(not_finite), rollback=False))
-        skipped.check_rollback(self.saver, reason, self.applied, bool(not_finite))
+            raise Diverged(explain_divergence(reason, self.saver.newest, self.num_applied, bool(not_finite), rollback=False))
+        skipped.check_rollback(self.saver, reason, self.num_applied, bool(not_finite))
         self.feed.close()
         self.current = None  # its memory is needed
         restored = skipped.roll_back(self.setup, self.saver, self.services, self.skips.row, reason)
@@ -363,7 +363,7 @@ class Loop:
         return True
 
     @property
-    def applied(self) -> int:
+    def num_applied(self) -> int:
         """Return the number of steps that were applied since the start of the run, earlier attempts included."""
         return int(self.current.guard["taken"])
 

@@ -41,11 +41,11 @@ from jaxtrain.data.batches import open_source, with_documents
 from jaxtrain.step import compiler
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.memory import compile_to_fit
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 from jaxtrain.step.state import create_state, to_host
 
 EXACT = 1e-5  # bound of all values except the weights, in float32
-MOVED = 1e-3  # bound of the weights, relative to their change, in float32
+WEIGHT_BOUND = 1e-3  # bound of the weights, relative to their change, in float32
 PARAMS, MOMENT = "params.", "optimizer.mu."
 
 Arrays = dict[str, np.ndarray]
@@ -79,7 +79,7 @@ class Measure:
 
     value: float
     bound: float
-    where: str  # "step 2", or a tensor
+    location: str  # "step 2", or a tensor
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class Measure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ParityComparison:
     """A run compared with the reference: the worst difference of each kind of value."""
 
     loss: Measure
@@ -98,11 +98,11 @@ class Comparison:
     start: Measure  # the fraction of a tensor's initial values that differ; must be 0
 
     @property
-    def wrong(self) -> list[str]:
+    def violations(self) -> list[str]:
         """Return a text for each value beyond its bound."""
         measures = {"the initial state": self.start, "loss": self.loss, "gradient norm": self.grad_norm}
         measures |= {"gradient": self.gradient, "update": self.parameter}
-        return [f"{name} off by {m.value:.1e} ({m.where}), bound {m.bound:.1e}" for name, m in measures.items() if not m.ok]
+        return [f"{name} off by {m.value:.1e} ({m.location}), bound {m.bound:.1e}" for name, m in measures.items() if not m.ok]
 
 
 # ---- training
@@ -150,13 +150,13 @@ def compile_step(
       ConfigError: the layout is impossible.
       JaxRuntimeError: memory does not suffice.
     """
-    program = build(run, devices)
+    program = build_program(run, devices)
     card = compiler.card_of(devices[0], run.train.memory_fraction)
-    chosen = compiler.for_run(compiler.choose(program, card), card is not None, 0.0, False, Path(), traced)
+    chosen = compiler.add_run_options(compiler.choose_options(program, card), card is not None, 0.0, False, Path(), traced)
     return *compile_to_fit(program, chosen.options, card.usable_gib if card else math.inf, say), chosen.options
 
 
-def train(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
+def first_steps(run: RunConfig, devices: Sequence[Any], steps: int) -> Trained:
     """Take the first steps of a run on these devices. Raises the errors of `compile_step`."""
     rows = open_rows(run)
     program, step, _ = compile_step(with_documents(run, rows), devices)
@@ -183,7 +183,7 @@ def bounds(reference: Trained, exact: Trained | None, shards: int, tokens: int) 
     names = reference.gradients
     if exact is None:
         why = "rounding of float32"
-        return Bounds(EXACT, EXACT, dict.fromkeys(names, EXACT), dict.fromkeys(names, MOVED), why)
+        return Bounds(EXACT, EXACT, dict.fromkeys(names, EXACT), dict.fromkeys(names, WEIGHT_BOUND), why)
     factor = math.sqrt(2 + math.log2(shards))
     global_error = _norm(_apart(reference.gradients, exact.gradients)) / _norm(exact.gradients)
     gradients = {n: factor * max(global_error, d) for n, d in gradient_errors(reference, exact).items()}
@@ -195,7 +195,7 @@ def bounds(reference: Trained, exact: Trained | None, shards: int, tokens: int) 
     return Bounds(loss, factor * global_error, gradients, weights, why)
 
 
-def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
+def compare_runs(got: Trained, reference: Trained, allowed: Bounds) -> ParityComparison:
     """Return, for each kind of value, the difference from the reference that is largest relative to its bound.
 
     Raises ValueError for runs of different models or lengths.
@@ -208,7 +208,7 @@ def compare(got: Trained, reference: Trained, allowed: Bounds) -> Comparison:
         return worst({f"step {i + 1}": d for i, d in enumerate(relative(values, expected))}, bound)
 
     unequal = {n: float(np.mean(a != got.start[n])) for n, a in reference.start.items()}
-    return Comparison(
+    return ParityComparison(
         steps(got.loss, reference.loss, allowed.loss),
         steps(got.grad_norm, reference.grad_norm, allowed.grad_norm),
         worst(gradient_errors(got, reference), allowed.gradients),

@@ -52,7 +52,7 @@ FLOAT32 = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ParityLayout:
     """One item of --meshes: a mesh and overrides of the config."""
 
     name: str
@@ -64,7 +64,7 @@ class Layout:
         return math.prod(size for _, size in self.mesh)
 
     @property
-    def shown(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """Return axis -> size of the mesh, without the axes of OPTIONAL_AXES that have size 1."""
         return {axis: size for axis, size in self.mesh if size > 1 or axis not in OPTIONAL_AXES}
 
@@ -74,13 +74,13 @@ class Layout:
         return [f"--config.mesh.{axis}={size}" for axis, size in self.mesh] + [f"--config.{o}" for o in self.overrides]
 
 
-def default(train: Train, model: Model) -> str:
+def default_layouts(train: Train, model: Model) -> str:
     """Return the default of --meshes. It adds stages for several microbatches, and an expert axis for experts."""
     staged, experts = train.grad_accum > 1 and model.num_layers > 1, model.num_experts > 0
     return ",".join([DEFAULT, *[STAGES] * staged, *[EXPERTS] * experts, *[BOTH] * (staged and experts)])
 
 
-def parse(text: str) -> tuple[list[Layout], list[Problem]]:
+def parse_layouts(text: str) -> tuple[list[ParityLayout], list[Problem]]:
     """Parse --meshes: return the layouts of its valid items, and the problems of all other items."""
     layouts, problems = [], []
     # Values may contain commas and slashes. A comma begins a new item unless a word and = follow. A slash begins a new key if a
@@ -101,7 +101,7 @@ def parse(text: str) -> tuple[list[Layout], list[Problem]]:
                 problems.append(Problem("--meshes", item, rule, f"Set it for all layouts, as --config.{override}."))
         if len(problems) == before:
             layouts.append(
-                Layout(item.strip(), tuple({axis: sizes.get(axis, 1) for axis in MESH_AXES}.items()), tuple(overrides))
+                ParityLayout(item.strip(), tuple({axis: sizes.get(axis, 1) for axis in MESH_AXES}.items()), tuple(overrides))
             )
     return layouts, problems
 
@@ -124,7 +124,7 @@ def _sizes(mesh: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
     return sizes, []
 
 
-def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
+def load_layout(layout: ParityLayout, argv: Sequence[str], *more: str) -> tuple[RunConfig, list[Problem]]:
     """Return the config with a layout's mesh and overrides, and its problems on the layout's number of devices.
 
     Args:
@@ -134,31 +134,31 @@ def load(layout: Layout, argv: Sequence[str], *more: str) -> tuple[RunConfig, li
     loaded = loading.load([*argv, *layout.argv, *(f"--config.{m}" for m in more)])
     if not loaded.file_read:
         return loaded.run, loaded.problems
-    return loaded.run, [*loaded.problems, *validate_step(loaded.run, devices(layout.devices, f"--meshes={layout.name}"))]
+    return loaded.run, [*loaded.problems, *validate_step(loaded.run, find_devices(layout.devices, f"--meshes={layout.name}"))]
 
 
-def load_all(
-    layouts: Sequence[Layout], argv: Sequence[str], more: Sequence[str] = (), leave_out: bool = False
-) -> tuple[list[tuple[Layout, RunConfig]], list[str], list[Problem]]:
+def load_layouts(
+    layouts: Sequence[ParityLayout], argv: Sequence[str], more: Sequence[str] = (), leave_out: bool = False
+) -> tuple[list[tuple[ParityLayout, RunConfig]], list[str], list[Problem]]:
     """Return (layout, config) of each layout; a line for each layout that was left out; the problems of the others.
 
     Args:
-      argv, more: as for `load`.
+      argv, more: as for `load_layout`.
       leave_out: whether layouts with problems are left out, if there are two without.
     """
-    loaded = [(layout, *load(layout, argv, *more)) for layout in layouts]
+    loaded = [(layout, *load_layout(layout, argv, *more)) for layout in layouts]
     valid = [item for item in loaded if not item[2]]
     lines = []
     if leave_out and len(valid) > 1:
         lines = [f"left out: {layout.name}: {layout_problems[0]}" for layout, _, layout_problems in loaded if layout_problems]
         loaded = valid
-    problems = together([(layout.name, layout_problems) for layout, _, layout_problems in loaded])
+    problems = merge_problems([(layout.name, layout_problems) for layout, _, layout_problems in loaded])
     if loaded and not problems:
         problems = find_problems([run for _, run, _ in loaded], [layout for layout, _, _ in loaded])
     return [(layout, run) for layout, run, _ in loaded], lines, problems
 
 
-def devices(count: int, source: str = "") -> Devices:
+def find_devices(count: int, source: str = "") -> Devices:
     """Return `count` devices: GPUs if this machine has enough, else CPU devices, of which JAX makes any number.
 
     If the GPUs cannot be used, return them with the reason in `problem`.
@@ -171,7 +171,7 @@ def devices(count: int, source: str = "") -> Devices:
     return Devices("cpu", "cpu", count, hardware.available_gib() / count, source or "CPU devices")
 
 
-def in_float32(run: RunConfig) -> RunConfig:
+def to_float32(run: RunConfig) -> RunConfig:
     """Return the run with every dtype float32, and with `auto` in place of kernels without float32: cudnn and pallas."""
     tree = to_dict(run)
     tree["precision"] = "f32"
@@ -186,7 +186,7 @@ def in_float32(run: RunConfig) -> RunConfig:
     return changed
 
 
-def together(layout_problems: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
+def merge_problems(layout_problems: Sequence[tuple[str, Sequence[Problem]]]) -> list[Problem]:
     """Return the problems of several layouts: each problem once if all layouts share it, else with each layout's name."""
     counts = Counter(str(p) for _, problems in layout_problems for p in {str(p): p for p in problems}.values())
     out: dict[str, Problem] = {}
@@ -199,7 +199,7 @@ def together(layout_problems: Sequence[tuple[str, Sequence[Problem]]]) -> list[P
     return list(out.values())
 
 
-def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[Problem]:
+def find_problems(runs: Sequence[RunConfig], layouts: Sequence[ParityLayout]) -> list[Problem]:
     """Return the reasons why these valid runs cannot be compared: data, optimizer, experts, memory."""
     run = runs[0]
     data = dataclasses.replace(run.data, eval_source="")
@@ -221,14 +221,14 @@ def find_problems(runs: Sequence[RunConfig], layouts: Sequence[Layout]) -> list[
     return problems + check_size(run.model, run.dtypes, layouts)
 
 
-def check_size(model: Model, dtypes: Dtypes, layouts: Sequence[Layout]) -> list[Problem]:
+def check_size(model: Model, dtypes: Dtypes, layouts: Sequence[ParityLayout]) -> list[Problem]:
     """Return a problem if the comparison of these layouts needs more host memory than is available, else []."""
     if model.family not in FAMILIES:
         return []
     count = flops.parameters(model)["total"]
     width = {"f32": 4, "bf16": 2, INT8: 1}
     state = sum(width.get(getattr(dtypes, name), 4) for name in ("params", "m", "v"))
-    on_cpu = devices(max(layout.devices for layout in layouts)).kind == "cpu"
+    on_cpu = find_devices(max(layout.devices for layout in layouts)).kind == "cpu"
     # CPU devices share one memory, with a state for each index of `data`; 4 bytes are a gradient. The host has the weights
     # twice and a gradient once, for two runs.
     copies = max(dict(layout.mesh)["data"] for layout in layouts) if on_cpu else 0

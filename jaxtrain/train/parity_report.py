@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.train.parity import Bounds, Comparison, Measure, Trained
-from jaxtrain.train.parity_layouts import Layout
+from jaxtrain.train.parity import Bounds, Measure, ParityComparison, Trained
+from jaxtrain.train.parity_layouts import ParityLayout
 
 FORMAT = 1  # of --json
 COLUMNS = {"loss": "loss", "grad_norm": "grad norm", "gradient": "gradient", "parameter": "update"}
@@ -18,12 +18,12 @@ AGREES, DIFFERS, FAILED = "agrees", "DIFFERS", "FAILED"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ParityRow:
     """The result of one layout."""
 
-    layout: Layout
+    layout: ParityLayout
     trained: Trained | None = None
-    comparison: Comparison | None = None  # None for the reference, and for a failed layout
+    comparison: ParityComparison | None = None  # None for the reference, and for a failed layout
     bounds: Bounds | None = None
     failed: str = ""  # the reason if there are no numbers
     seconds: float = 0.0  # with compile time
@@ -34,11 +34,11 @@ class Row:
             return FAILED
         if not self.comparison:
             return "reference"
-        return DIFFERS if self.comparison.wrong else AGREES
+        return DIFFERS if self.comparison.violations else AGREES
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class ParityResult:
     """The rows of all layouts, with the config and the devices of the comparison."""
 
     config: str
@@ -46,15 +46,15 @@ class Result:
     steps: int
     types: str  # "float32", or the precision of the config
     devices: str
-    rows: tuple[Row, ...]
-    yardstick: Comparison | None  # the reference compared with its own steps in float32
+    rows: tuple[ParityRow, ...]
+    yardstick: ParityComparison | None  # the reference compared with its own steps in float32
 
     @property
     def agrees(self) -> bool:
         return all(row.verdict in (AGREES, "reference") for row in self.rows)
 
 
-def show(result: Result, console: Console) -> None:
+def print_result(result: ParityResult, console: Console) -> None:
     """Print the table of layouts, all differences beyond their bounds, the bounds, and the verdict."""
     steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
     _say(console, f"{result.config}, {steps} in {result.types} on {result.devices}", "bold")
@@ -79,7 +79,7 @@ def show(result: Result, console: Console) -> None:
     )
     _say(console, "of any step's loss and gradient norm, and of any tensor's first gradient and update over all steps.")
     for row in result.rows:
-        for why in [row.failed] if row.failed else row.comparison.wrong if row.comparison else []:
+        for why in [row.failed] if row.failed else row.comparison.violations if row.comparison else []:
             _say(console, f"{row.layout.name}: {why}", "red")
     for line in _bounds(result.rows):
         _say(console, line)
@@ -89,7 +89,7 @@ def show(result: Result, console: Console) -> None:
     _say(console, verdict, "bold green" if result.agrees else "bold red")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ParityRow) -> list[str]:
     """Return the cells of COLUMNS: the differences; for the reference, the loss and gradient norm of the last step."""
     if row.comparison:
         return _differences(row.comparison)
@@ -98,11 +98,11 @@ def _cells(row: Row) -> list[str]:
     return [f"{row.trained.loss[-1]:.6f}", f"{row.trained.grad_norm[-1]:.6f}", "", ""]
 
 
-def _differences(comparison: Comparison) -> list[str]:
+def _differences(comparison: ParityComparison) -> list[str]:
     return [f"{getattr(comparison, name).value:.1e}" for name in COLUMNS]
 
 
-def _bounds(rows: Sequence[Row]) -> list[str]:
+def _bounds(rows: Sequence[ParityRow]) -> list[str]:
     """Return a line for each set of bounds, with the largest gradient and update bounds of all tensors."""
     lines: dict[str, None] = {}
     for row in rows:
@@ -119,10 +119,10 @@ def _say(console: Console, line: str, style: str = "") -> None:
     console.print(Text(line, style=style), soft_wrap=True)
 
 
-def to_json(result: Result) -> dict[str, Any]:
+def to_json(result: ParityResult) -> dict[str, Any]:
     """Return the results for --json, with losses and gradient norms of all steps."""
 
-    def to_measures(comparison: Comparison | None) -> dict[str, Any] | None:
+    def to_measures(comparison: ParityComparison | None) -> dict[str, Any] | None:
         if comparison is None:
             return None
         values = {f.name: getattr(comparison, f.name) for f in dataclasses.fields(comparison)}
@@ -131,10 +131,10 @@ def to_json(result: Result) -> dict[str, Any]:
     rows = [
         {
             "name": row.layout.name,
-            "mesh": row.layout.shown,
+            "mesh": row.layout.sizes,
             "overrides": list(row.layout.overrides),
             "verdict": row.verdict.lower(),
-            "why": [row.failed] if row.failed else row.comparison.wrong if row.comparison else [],
+            "why": [row.failed] if row.failed else row.comparison.violations if row.comparison else [],
             "loss": _finite_values(row.trained.loss) if row.trained else None,
             "grad_norm": _finite_values(row.trained.grad_norm) if row.trained else None,
             "difference": to_measures(row.comparison),
@@ -156,7 +156,7 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def _measure(m: Measure) -> dict[str, Any]:
-    return {"value": _finite(m.value), "bound": m.bound, "where": m.where, "ok": m.ok}
+    return {"value": _finite(m.value), "bound": m.bound, "where": m.location, "ok": m.ok}
 
 
 def _finite_values(values: np.ndarray) -> list[float | None]:

@@ -15,18 +15,18 @@ from jaxtrain.config.schema import RunConfig
 from jaxtrain.runtime.startup import set_environment, start_jax
 from jaxtrain.runtime.words import first_line
 from jaxtrain.train import parity_layouts
-from jaxtrain.train.parity_layouts import Layout
+from jaxtrain.train.parity_layouts import ParityLayout
 
 if TYPE_CHECKING:
-    from jaxtrain.train.parity_report import Result
+    from jaxtrain.train.parity_report import ParityResult
 
-Runs = list[tuple[Layout, RunConfig]]
+Runs = list[tuple[ParityLayout, RunConfig]]
 
 
 def start_devices(runs: Runs) -> None:
     """Set the environment that JAX reads when it starts, and start JAX."""
     most = max(layout.devices for layout, _ in runs)
-    devices = parity_layouts.devices(most)
+    devices = parity_layouts.find_devices(most)
     if devices.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         if hardware.probe().count < most:
@@ -44,7 +44,9 @@ class FirstLayoutFailed(ValueError):
     """The layout that the others are compared with could not be run."""
 
 
-def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, config: str, overrides: Sequence[str]) -> "Result":
+def compare_layouts(
+    runs: Runs, steps: int, console: rich.console.Console, config: str, overrides: Sequence[str]
+) -> "ParityResult":
     """Train `steps` steps on every layout, and compare them with the first. JAX must be started.
 
     Args:
@@ -63,7 +65,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
     types = "float32" if in_float32 else first.precision
     total, done = len(runs) + (not in_float32), 0
 
-    def attempt(name: str, layout: Layout, run: RunConfig) -> tuple[Any, str, float]:
+    def attempt(name: str, layout: ParityLayout, run: RunConfig) -> tuple[Any, str, float]:
         """Return (steps of a layout, or None after an error; the error, or ""; the time in seconds)."""
         nonlocal done
         done += 1
@@ -71,7 +73,7 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
         busy = console.status(f"{done} of {total}: {name}: compiling, then {steps} steps ...")
         try:
             with busy if console.is_terminal else contextlib.nullcontext():
-                trained = parity.train(run, jax.devices()[: layout.devices], steps)
+                trained = parity.first_steps(run, jax.devices()[: layout.devices], steps)
         except Exception as error:
             own_problem = own_parts.problem_of(error)
             if own_problem and layout is reference:  # it would be the same on all layouts
@@ -88,21 +90,21 @@ def compare_layouts(runs: Runs, steps: int, console: rich.console.Console, confi
 
     base, failed, seconds = attempt(reference.name, reference, first)
     if base and not in_float32:
-        exact, failed, _ = attempt(f"{reference.name} in float32", reference, parity_layouts.in_float32(first))
+        exact, failed, _ = attempt(f"{reference.name} in float32", reference, parity_layouts.to_float32(first))
     if failed or not base:
         raise FirstLayoutFailed(f"the first layout, {reference.name}, could not be run: {failed}")
     tokens = first.train.global_batch * first.data.seq_len
     if exact:
-        yardstick = parity.compare(exact, base, parity.bounds(base, exact, 1, tokens))
-    rows = [parity_report.Row(reference, base, seconds=seconds)]
+        yardstick = parity.compare_runs(exact, base, parity.bounds(base, exact, 1, tokens))
+    rows = [parity_report.ParityRow(reference, base, seconds=seconds)]
     for layout, run in later_runs:
         trained, failed, seconds = attempt(layout.name, layout, run)
         if not trained:
-            rows.append(parity_report.Row(layout, failed=failed, seconds=seconds))
+            rows.append(parity_report.ParityRow(layout, failed=failed, seconds=seconds))
             continue
         allowed = parity.bounds(base, exact, layout.devices * run.train.grad_accum, tokens)
-        comparison = parity.compare(trained, base, allowed)
+        comparison = parity.compare_runs(trained, base, allowed)
         curves = dataclasses.replace(trained, start={}, gradients={}, weights={})  # the other fields are large
-        rows.append(parity_report.Row(layout, curves, comparison, allowed, seconds=seconds))
+        rows.append(parity_report.ParityRow(layout, curves, comparison, allowed, seconds=seconds))
     devices = f"{max(layout.devices for layout, _ in runs)} {jax.devices()[0].device_kind} devices"
-    return parity_report.Result(config, tuple(overrides), steps, types, devices, tuple(rows), yardstick)
+    return parity_report.ParityResult(config, tuple(overrides), steps, types, devices, tuple(rows), yardstick)

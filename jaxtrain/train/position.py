@@ -82,25 +82,25 @@ class Positioned:
         return chunks[0] if len(chunks) == 1 else {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
 
 
-def position(
+def find_position(
     directory: "epath.Path", step: int, tokens: int, ramp: Ramp, seq_len: int, skipped: list[dict[str, Any]] | None = None
 ) -> Position:
     """Return the position of a run in its data.
 
     step: optimizer steps done. tokens: tokens of all batches so far, skipped batches included. ramp: of the run's batch.
-    skipped: the result of `read`; None: this function calls `read`.
+    skipped: the result of `read_skipped`; None: this function calls it.
 
     Raises CheckpointError if the list of skipped data cannot be read.
     """
     per_batch = ramp.unit * seq_len
-    entries = read(directory) if skipped is None else skipped
+    entries = read_skipped(directory) if skipped is None else skipped
     return Position(step, math.ceil(tokens / per_batch), _batches(entries, per_batch), ramp)
 
 
 # ---- The positions of a whole run, in the entry `data` of a checkpoint's meta.json
 
 
-def record(position: Position, train: Train, data: Data) -> dict[str, Any]:
+def position_entry(position: Position, train: Train, data: Data) -> dict[str, Any]:
     """Return the facts from which the rows of the steps after `position.step` follow, for JSON.
 
     data: the section with which the source was opened.
@@ -120,12 +120,12 @@ def record(position: Position, train: Train, data: Data) -> dict[str, Any]:
 
 
 def position_of(entry: Mapping[str, Any]) -> Position:
-    """Return the position of the steps after entry["step"], up to that of the next entry. entry: the result of `record`."""
+    """Return the position of the steps after entry["step"], up to that of the next entry. entry: from `position_entry`."""
     ramp = parse_ramp(entry["ramp"], entry["global_batch"])[0]
     return Position(entry["step"], entry["begin"], tuple((first, last) for first, last in entry["skipped"]), ramp)
 
 
-def extended(entries: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def extend_entries(entries: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the entries of a checkpoint, and after them that of the attempt that resumes from it.
 
     The new entry is left out if it is the exact continuation of the last one: the same steps would read the same rows.
@@ -145,7 +145,7 @@ def _continues(last: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return begin == new["begin"] and ahead(last["skipped"]) == ahead(new["skipped"])
 
 
-def read(directory: "epath.Path") -> list[dict[str, Any]]:
+def read_skipped(directory: "epath.Path") -> list[dict[str, Any]]:
     """Return the skipped data, oldest first: `tokens` [first, last), `steps`, `back_to`, `why`, `time_unix`; or []."""
     path = directory / NAME
     try:
@@ -160,7 +160,7 @@ def read(directory: "epath.Path") -> list[dict[str, Any]]:
         ) from error
 
 
-def skip(
+def add_skipped(
     directory: "epath.Path", tokens: tuple[int, int], steps: Sequence[int], why: str, back_to: int
 ) -> list[dict[str, Any]]:
     """Add a range of tokens [first, last) that this run skips, from its next start or rollback on. Return all ranges.
@@ -168,7 +168,7 @@ def skip(
     steps: the first and the last skipped step. back_to: the checkpoint from which the run continues.
     """
     new = {"tokens": list(tokens), "steps": list(steps), "back_to": back_to, "why": why, "time_unix": time.time()}
-    entries = [*read(directory), new]
+    entries = [*read_skipped(directory), new]
     Storage(directory).write(directory / NAME, files.sealed({"format": 1, "skipped": entries}))
     return entries
 

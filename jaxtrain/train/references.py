@@ -10,8 +10,8 @@ completion, so no second set of weights is ever in memory.
 
 The file is written during the pass, so a killed run continues from it. If weights, model or precision of the reference differ
 from `about`, the file is computed again, as long as the reference's weights exist. They no longer exist after training without
-adapters, and after training adapters of init.from further. In this case, `check` refuses a run whose files are missing, before
-anything is compiled. Files of another precision are then used.
+adapters, and after training adapters of init.from further. In this case, `check_log_probs` refuses a run whose files
+are missing, before anything is compiled. Files of another precision are then used.
 """
 
 import collections
@@ -103,7 +103,7 @@ class References:
         path, about = file_of(workdir, to_dict(self._run), self.digest, header)
         peers, log_probs = self._services.peers, np.full(header["documents"], np.nan, np.float32)
         if peers.process_index == 0:
-            log_probs, fault = read(path, about, header["documents"], self._params is None)
+            log_probs, fault = read_log_probs(path, about, header["documents"], self._params is None)
             if fault:
                 self._services.console.warn(f"{path}: {fault}. It is computed again.")
         if peers.count > 1:  # other processes may not see the files of process 0
@@ -137,7 +137,7 @@ class References:
             if services.peers.process_index:
                 return
             try:
-                write_atomic(path, encoded(log_probs, about))
+                write_atomic(path, encode_log_probs(log_probs, about))
             except OSError as error:
                 raise CheckpointError(
                     f"{path}: cannot be written ({error.strerror or error}). Free space there, and start the run again: "
@@ -203,7 +203,7 @@ def file_of(workdir: Path, config: Mapping[str, Any], digest: str, header: Mappi
     return workdir / FOLDER / f"{header['content_sha256'][:16]}.npz", about
 
 
-def read(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
+def read_log_probs(path: Path, about: Mapping[str, Any], documents: int, trained: bool) -> tuple[np.ndarray, str]:
     """Return (reference log-probability of each document, NaN if unknown; the fault of the file, "" if it has none).
 
     If there is no file, all log-probabilities are NaN and the fault is "".
@@ -230,7 +230,7 @@ def rows_without(source: PairRows, log_probs: np.ndarray) -> np.ndarray:
     return np.asarray([row for row in range(source.windows) if np.isnan(log_probs[source.documents_of(row)]).any()])
 
 
-def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
+def check_log_probs(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], data: Iterable[Any]) -> list[Problem]:
     """Return a problem for each file of reference log-probabilities that is missing, damaged or incomplete. Reads the files.
 
     Call it for a run whose training has changed the reference's weights: they no longer exist, so nothing can be computed
@@ -247,7 +247,7 @@ def check(run: RunConfig, workdir: Path, step: int, saved: Mapping[str, Any], da
     for source in (source for batches in data for source in batches.sources if isinstance(source, PairRows)):
         header = source.file.header
         path, about = file_of(workdir, to_dict(run), saved[META], header)
-        log_probs, fault = read(path, about, header["documents"], trained=True)
+        log_probs, fault = read_log_probs(path, about, header["documents"], trained=True)
         if not fault and len(rows_without(source, log_probs)):
             fault = f"lacks reference log-probabilities of {source.name}"
         if fault:
@@ -265,7 +265,7 @@ def without_adapters(params: Params) -> Params:
     return jax.tree.map(member, names(params), params)
 
 
-def encoded(log_probs: np.ndarray, about: Mapping[str, Any]) -> bytes:
+def encode_log_probs(log_probs: np.ndarray, about: Mapping[str, Any]) -> bytes:
     """Return the contents of a file of reference log-probabilities."""
     file = io.BytesIO()
     np.savez(file, log_probs=log_probs, about=np.asarray(json.dumps(about)))

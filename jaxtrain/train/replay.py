@@ -35,9 +35,9 @@ from jaxtrain.runtime.distributed import Peers
 from jaxtrain.runtime.startup import set_compile_cache
 from jaxtrain.step import compiler, guard, state
 from jaxtrain.step.batch import place_batch, rows_here
-from jaxtrain.step.program import Program, build
+from jaxtrain.step.program import Program, build_program
 from jaxtrain.step.state import TrainState
-from jaxtrain.train.divergence import Bad, describe_batches, finite
+from jaxtrain.train.divergence import SkippedStep, describe_batches, finite_or_text
 
 FORMAT = 2
 BUNDLE, BATCH = "bundle.json", "batch.npz"
@@ -53,11 +53,11 @@ def weights_alone(current: TrainState) -> TrainState:
     return TrainState(current.step, current.params, (), layers=current.layers)
 
 
-def write(
+def write_bundle(
     folder: Path,
     config: Mapping[str, Any],
     current: TrainState,
-    skip: Bad,
+    skip: SkippedStep,
     batch: Mapping[str, np.ndarray],
     options: Mapping[str, Any],
     argv: tuple[str, ...],
@@ -73,12 +73,14 @@ def write(
     tensor_digests = [(name, digests.text(x)) for name, x in sums.items() if name.startswith(("params.", "optimizer."))]
     tensors = state.to_tensors(weights_alone(current))
     try:
-        store.save_now(skip.step, tensors, {"config": config, "loss": finite(skip.loss), "data": {"tokens": skip.tokens[0]}})
+        store.save_now(
+            skip.step, tensors, {"config": config, "loss": finite_or_text(skip.loss), "data": {"tokens": skip.tokens[0]}}
+        )
         if peers.process_index == 0:
             np.savez(folder / BATCH, **dict(batch))  # pyright: ignore[reportArgumentType]
             record = {
                 "format": FORMAT,
-                **{k: finite(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(skip).items()},
+                **{k: finite_or_text(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(skip).items()},
                 "state_digest": digests.combine(tensor_digests),
                 "weights_digest": digests.combine((n, d) for n, d in tensor_digests if n.startswith("params.")),
                 "not_finite": {name: digests.not_finite(x) for name, x in sums.items() if digests.not_finite(x)},
@@ -89,7 +91,7 @@ def write(
                 "devices": device_facts(jax.devices()),
                 "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "flax", "optax")},
             }
-            if (autotune_file := compiler.autotuned(options)) and autotune_file.exists():
+            if (autotune_file := compiler.autotune_path(options)) and autotune_file.exists():
                 shutil.copy(autotune_file, folder / compiler.AUTOTUNED)
             write_atomic(folder / BUNDLE, files.sealed(record))
     except (CheckpointError, OSError) as error:
@@ -97,7 +99,7 @@ def write(
     return to_run_sh(f"kept for a replay: python -m jaxtrain.main --replay={shlex.quote(str(folder))}")
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_bundle(folder: Path) -> dict[str, Any]:
     """Return bundle.json. Raises ReplayError if it is missing, cannot be read, or has another format."""
     path = folder / BUNDLE
     try:
@@ -129,8 +131,8 @@ def replay(folder: Path, run: RunConfig, say: Callable[[str], None]) -> bool:
     run: the bundle's config with overrides. Returns whether the step failed again in the same way. Raises ReplayError,
     CheckpointError or ConfigError if the step cannot be repeated.
     """
-    record = read(folder)
-    program = build(run, jax.devices())
+    record = read_bundle(folder)
+    program = build_program(run, jax.devices())
     with np.load(folder / BATCH) as stored:
         rows = {name: stored[name] for name in stored.files}
     wanted = program.batch["tokens"].shape
@@ -171,7 +173,7 @@ def _options(folder: Path, record: Mapping[str, Any], program: Program, say: Cal
         autotune_file = folder / compiler.AUTOTUNED
         return record["compiler_options"] | ({compiler.LOAD: str(autotune_file)} if autotune_file.exists() else {})
     say("compiled for this config and these devices: last bits may differ")
-    return compiler.choose(program, compiler.card_of(jax.local_devices()[0], program.run.train.memory_fraction)).options
+    return compiler.choose_options(program, compiler.card_of(jax.local_devices()[0], program.run.train.memory_fraction)).options
 
 
 def _state(folder: Path, record: Mapping[str, Any], program: Program) -> TrainState:
@@ -235,7 +237,7 @@ def _in_layers(program: Program, params: Any, micro: Any) -> str:
 
     def is_bad(layers: int) -> bool:
         model = dataclasses.replace(run.model, num_layers=layers)
-        short_program = build(dataclasses.replace(run, model=model), jax.devices())
+        short_program = build_program(dataclasses.replace(run, model=model), jax.devices())
         abstract = weights_alone(short_program.state)
         layer_tensors = {
             name: jax.device_put(tensors[name], a.sharding) for name, a in state.abstract_tensors(abstract).items()

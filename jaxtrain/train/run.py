@@ -37,20 +37,20 @@ from jaxtrain.runtime.watchdog import Watchdog, parse_budgets
 from jaxtrain.runtime.words import first_line
 from jaxtrain.step import state
 from jaxtrain.step.compiler import KernelNotBuilt
-from jaxtrain.step.memory import OutOfMemory, check_free_memory, out_of_memory_explained
+from jaxtrain.step.memory import OutOfMemory, check_free_memory, explain_out_of_memory
 from jaxtrain.step.validate import validate
-from jaxtrain.step.validate_places import remote
+from jaxtrain.step.validate_places import check_remote
 from jaxtrain.train import folder
 from jaxtrain.train.corruption import Corrupted
-from jaxtrain.train.divergence import Diverged, explain
+from jaxtrain.train.divergence import Diverged, explain_divergence
 from jaxtrain.train.evaluate import SampleWriter
 from jaxtrain.train.folder import SharedRefusal, refuse_together
-from jaxtrain.train.initial_state import BadInit, Restored, continue_sources, restore
+from jaxtrain.train.initial_state import BadInit, Restored, continue_sources, restore_state
 from jaxtrain.train.loop import Loop
 from jaxtrain.train.references import META, References
 from jaxtrain.train.saver import Saver
 from jaxtrain.train.services import Guards, Record, Services
-from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints, resized
+from jaxtrain.train.setup import Setup, check_setup, compile_steps, expected_times, open_checkpoints, resize_steps
 from jaxtrain.train.step_log import StepLog
 from jaxtrain.train.summary import print_summary
 from jaxtrain.train.timing import process_age_s
@@ -107,7 +107,7 @@ def run(
     """
     user_run, problems, fitted = resolve_with_epochs(to_dict(config) if isinstance(config, RunConfig) else config)
     path, devices = Path(workdir).expanduser(), hardware.probe()
-    problems += [*remote("workdir", os.fspath(workdir)), *validate(user_run, devices, path), *check_alone()]
+    problems += [*check_remote("workdir", os.fspath(workdir)), *validate(user_run, devices, path), *check_alone()]
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
     overlay, _ = environment.overlay(user_run, devices, os.environ)
@@ -170,7 +170,7 @@ def attempt(
         record.settle(result.exit_code)
         # All processes raise these together, so none reports itself as failed.
         raised_by_all = isinstance(result.error, CheckpointError | Corrupted | SharedRefusal)
-        raised_by_all |= isinstance(result.error, BadInit) and result.error.alike
+        raised_by_all |= isinstance(result.error, BadInit) and result.error.on_all_processes
         failed = result.reason if result.exit_code in (FAILED, REFUSED) and not raised_by_all else ""
         peers.close(failed, refused=result.exit_code == REFUSED)
         return result
@@ -238,7 +238,7 @@ def train(run: RunConfig, workdir: Path, launch: Launch, overlay: environment.Ov
             if (unwritten := folder.close_files(record, services, code, reason)) and failure is None:
                 code, reason, failure = FAILED, first_line(unwritten), unwritten
                 print(f"error: {unwritten}", file=sys.stderr)
-    return Result(code, reason, done, {} if failure else newest(workdir), checkpoints.directory, failure)
+    return Result(code, reason, done, {} if failure else newest_metrics(workdir), checkpoints.directory, failure)
 
 
 def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, str]:
@@ -246,16 +246,16 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
 
     Raises the exceptions in EXPECTED, and those of data and devices.
     """
-    user_run, run, console, steps = setup.asked, setup.run, services.console, setup.run.train.steps
+    user_run, run, console, steps = setup.user_run, setup.run, services.console, setup.run.train.steps
     print_summary(setup, console)
     limit, _ = limit_s(run.train.max_minutes, age=process_age_s() if guards.own_process else 0.0)
     with Saver(setup, services) as saver, TimeLimit(limit, lambda: saver.longest_s, services.ask_to_stop):
         restored = None
         if setup.start.step == steps:
-            restored = restore(user_run, setup.program, setup.start, setup.checkpoints, services)
+            restored = restore_state(user_run, setup.program, setup.start, setup.checkpoints, services)
             saver.newest = restored.start.step
             if restored.start.step == steps:
-                return DONE, nothing_left(setup, restored, services)
+                return DONE, report_nothing_left(setup, restored, services)
             # The last checkpoint was damaged, and the one before is not the last step.
         metrics.write_atomic(setup.workdir / "config.json", json.dumps(to_dict(user_run), indent=1) + "\n")
         if note := folder.room_note(setup):
@@ -264,24 +264,24 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
         # Compile, while nothing is allocated.
         if run.checkpoint.every_steps or run.checkpoint.keep_best:
             saver.snapshots.reserve()  # takes minutes for a large state, so it runs during compilation
-        with out_of_memory_explained(run, {}), services.phase("compile", "compile"):
+        with explain_out_of_memory(run, {}), services.phase("compile", "compile"):
             setup, compiled = compile_steps(setup, services)
             watch = expected_times(setup, compiled, services)
             sizes = {compiled.size: compiled}
             for each in run.ramp.sizes(setup.start.step, steps)[1:]:
-                sizes[each] = resized(setup, compiled, each, services)  # a step that does not fit ends the run here
+                sizes[each] = resize_steps(setup, compiled, each, services)  # a step that does not fit ends the run here
             services.peers.gather("compiled", "", COMPILED_S)  # the wait for a slower process has compile's budget
 
-        with out_of_memory_explained(setup.run, compiled.memory):
+        with explain_out_of_memory(setup.run, compiled.memory):
             # The first state.
-            restored = restored or restore(user_run, setup.program, setup.start, setup.checkpoints, services)
+            restored = restored or restore_state(user_run, setup.program, setup.start, setup.checkpoints, services)
             saver.newest = restored.start.step if restored.start.resumed else -1
             continue_sources(run.train, restored.start, setup.data, console.say)
             rewind_metrics(setup, restored, services)
             jax.block_until_ready(restored.state)
             check_free_memory(compiled.program, compiled.train, jax.local_devices())
             if run.loss.is_pairwise and not learn_references(setup, restored, saver, services):
-                return stopped(restored.start.step, saver, services)
+                return report_stop(restored.start.step, saver, services)
 
             # The steps.
             pools = {d.local_hardware_id: d.memory_stats for d in jax.local_devices() if d.platform == "gpu"}
@@ -298,14 +298,16 @@ def take_steps(setup: Setup, services: Services, guards: Guards) -> tuple[int, s
             # The last save, and the last samples.
             services.ledger.base("other")
             saver.finish(save_again=loop.save)
-            saver.check_finite(loop.applied)
+            saver.check_finite(loop.num_applied)
             if services.stop_requested and loop.done < steps:
-                return stopped(loop.done, saver, services)
-            if not loop.applied:
-                raise Diverged(explain(f"all {steps} steps were skipped", saver.newest, 0, weights=False, rollback=False))
+                return report_stop(loop.done, saver, services)
+            if not loop.num_applied:
+                raise Diverged(
+                    explain_divergence(f"all {steps} steps were skipped", saver.newest, 0, weights=False, rollback=False)
+                )
             if saver.failures:
                 raise CheckpointError(f"the last step could not be saved (see above). {saver.newest_in_words}")
-            loop.samples.write(state.evaluated(loop.current), loop.done)
+            loop.samples.write(state.eval_weights(loop.current), loop.done)
     return DONE, f"{loop.done} steps"
 
 
@@ -327,13 +329,13 @@ def rewind_metrics(setup: Setup, restored: Restored, services: Services) -> None
         directory = setup.checkpoints.directory
         services.console.say(f"no checkpoint in {directory}: starting at 0; the earlier metrics are now {backup}")
     writers.rewind(restored.start.step)
-    writers.note("config", to_dict(setup.asked))
+    writers.note("config", to_dict(setup.user_run))
 
 
 # ---- The ends of a run
 
 
-def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
+def report_stop(done: int, saver: Saver, services: Services) -> tuple[int, str]:
     """Report the end of a run that was asked to stop after `done` steps. Return (exit code, reason)."""
     why = services.peers.stop_reason or ""
     forbid_restart(why)
@@ -350,14 +352,14 @@ def stopped(done: int, saver: Saver, services: Services) -> tuple[int, str]:
     return services.stop.exit_code_of(why), f"{why} at step {done}"
 
 
-def nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
+def report_nothing_left(setup: Setup, restored: Restored, services: Services) -> str:
     """Report that all steps are done, and write the last samples if no earlier attempt has. Return the reason for the exit."""
     steps = setup.run.train.steps
     services.console.say(f"all {steps} steps are done: nothing to train. A larger train.steps continues from here.")
     rewind_metrics(setup, restored, services)
     writer = SampleWriter(setup, services)
-    if not writer.written(steps):
-        writer.write(state.evaluated(restored.state), steps)
+    if not writer.has_written(steps):
+        writer.write(state.eval_weights(restored.state), steps)
     return f"{steps} steps were done already"
 
 
@@ -372,7 +374,7 @@ def next_command(setup: Setup, peers: Peers, code: int, failure: Exception | Non
     return f"report: {to_run_sh('python -m jaxtrain report')} {shlex.quote(str(setup.workdir))}" if done else ""
 
 
-def newest(workdir: Path) -> dict[str, Any]:
+def newest_metrics(workdir: Path) -> dict[str, Any]:
     """Return the last line of kind `train` in a run's metrics.jsonl; {} if there is none."""
     path, last = workdir / "metrics.jsonl", {}
     for line in metrics.read_metrics(path) if path.exists() else ():

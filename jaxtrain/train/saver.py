@@ -16,7 +16,7 @@ from jaxtrain.config import installed
 from jaxtrain.config.schema import to_dict
 from jaxtrain.metrics.files import NotWritten
 from jaxtrain.step.state import TrainState
-from jaxtrain.train.divergence import Diverged, explain
+from jaxtrain.train.divergence import Diverged, explain_divergence
 from jaxtrain.train.services import Services
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.snapshot import Snapshots
@@ -32,10 +32,10 @@ class Saver:
     def __init__(self, setup: Setup, services: Services):
         """Args: setup: of the attempt. Its config, text format and longest sequence are stored in every checkpoint."""
         program = setup.program
-        self.checkpoints, self._services, self._saved_state = setup.checkpoints, services, program.saved
-        self.snapshots = Snapshots(program.saved(program.state))
+        self.checkpoints, self._services, self._saved_state = setup.checkpoints, services, program.saved_state
+        self.snapshots = Snapshots(program.saved_state(program.state))
         self._meta = {
-            "config": to_dict(setup.asked),
+            "config": to_dict(setup.user_run),
             "text": setup.text.record(),
             "positions": setup.positions,
             "mesh": dict(program.placement.mesh.shape),
@@ -124,7 +124,7 @@ class Saver:
     def check_finite(self, applied: int) -> None:
         """Raise Diverged if the last save was refused because of its weights. applied: number of applied steps of the run."""
         if self.not_finite:
-            raise Diverged(explain(self.not_finite, self.newest, applied, weights=True, rollback=False))
+            raise Diverged(explain_divergence(self.not_finite, self.newest, applied, weights=True, rollback=False))
 
     def _report(self, saves: list[Save]) -> None:
         services = self._services

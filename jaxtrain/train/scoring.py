@@ -30,7 +30,7 @@ LOGITS = 2048  # tokens whose logits exist at one time; at least one token of ea
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
+class ScoreRequest:
     """A request for the log-probability of the last `count` of `tokens`, given the tokens before them."""
 
     tokens: Sequence[int]
@@ -50,7 +50,7 @@ class Scorer:
         mesh = sampler.placement.mesh
         if sampler.placement.mesh_axes("layers"):
             stages = sampler.placement.size("stage")
-            remedy = "Load the model by generation.load."
+            remedy = "Load the model by generation.load_model."
             raise ConfigError([Problem("mesh.stage", stages, "scores are taken without stages", remedy)])
         spread = dataclasses.replace(for_inference(run), mesh=schema.Mesh(**dict(mesh.shape)))
         self.placement = make_placement(spread, list(mesh.devices.flat))  # the sampler's own placement shards no batch
@@ -62,7 +62,7 @@ class Scorer:
             dataclasses.replace(spec, packed=False, max_segments=1)
             for spec in attention_specs(run.model, run.data, run.compute)
         )
-        longest = padded(self.max_length)
+        longest = padded_length(self.max_length)
         name, _ = support.choose("auto", [(spec, longest) for spec in specs], Hardware.of(mesh.devices.flat[0]))
         definition = make_definition(spread, make_zero(spread.sharding, self.placement), Kernel(name, specs))
         self._run, self._sampler, self._params = run, sampler, params
@@ -95,7 +95,7 @@ class Scorer:
 
         return score
 
-    def score(self, requests: Sequence[Scored]) -> list[tuple[float, bool]]:
+    def score(self, requests: Sequence[ScoreRequest]) -> list[tuple[float, bool]]:
         """Return for each request the sum of its log-probabilities (nats), and whether each of its tokens is the likeliest.
 
         Of a text longer than max_length, the first tokens are dropped. Raises ValueError if more than max_length tokens are to
@@ -104,13 +104,13 @@ class Scorer:
         for request in requests:
             if request.count > self.max_length:
                 raise ValueError(f"{request.count} tokens are to be scored at once, above max_length = {self.max_length}")
-        clipped = [Scored(request.tokens[-(self.max_length + 1) :], request.count) for request in requests]
+        clipped = [ScoreRequest(request.tokens[-(self.max_length + 1) :], request.count) for request in requests]
         out: list[tuple[float, bool]] = [(0.0, True)] * len(clipped)
         # Texts of similar length are in one batch. The longest are first, so a batch that does not fit in memory fails at once.
         order = sorted((i for i, request in enumerate(clipped) if request.count), key=lambda i: -len(clipped[i].tokens))
         for start in range(0, len(order), self.rows):
             batch = order[start : start + self.rows]
-            T = padded(len(clipped[batch[0]].tokens) - 1)
+            T = padded_length(len(clipped[batch[0]].tokens) - 1)
             rows_BT = np.zeros((self.rows, T + 1), np.int32)
             for row, i in enumerate(batch):
                 rows_BT[row, : len(clipped[i].tokens)] = clipped[i].tokens
@@ -123,7 +123,7 @@ class Scorer:
                 out[i] = math.fsum(log_prob_BT[row, span].tolist()), bool(likeliest_BT[row, span].all())
         return out
 
-    def windows(self, tokens: Sequence[int], first: int) -> Iterator[Scored]:
+    def windows(self, tokens: Sequence[int], first: int) -> Iterator[ScoreRequest]:
         """Yield a text of any length in requests that score at most max_length tokens each.
 
         Each token is scored once. The context of a request's first token is the one token before it. Only a last request that
@@ -132,14 +132,14 @@ class Scorer:
         after = [first, *tokens]
         for start in range(0, len(tokens), self.max_length):
             end = min(start + self.max_length, len(tokens))
-            yield Scored(after[max(0, end - self.max_length) : end + 1], end - start)
+            yield ScoreRequest(after[max(0, end - self.max_length) : end + 1], end - start)
 
     def _next_token(self, params: Params, cache: Any, tokens_BT: jax.Array) -> tuple[jax.Array, Any]:
         """Return the likeliest token after `tokens_BT`, (B,), and the cache with `tokens_BT` added."""
         logits_BV, cache = self._sampler.decode(params, cache, tokens_BT)
         return jnp.argmax(logits_BV, axis=-1), cache
 
-    def likeliest(
+    def greedy(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], done: Callable[[int, list[int]], bool]
     ) -> list[list[int]]:
         """Return the greedy continuation of each prompt. A prompt has at least one token.
@@ -175,7 +175,7 @@ class Scorer:
         with a longer prompt gets its next prompt token instead of a generated one. So all rows have the same length and no
         padding.
         """
-        room = padded(max(len(prompts[i]) + max_tokens[i] for i in batch))
+        room = padded_length(max(len(prompts[i]) + max_tokens[i] for i in batch))
         cache = self._sampler.empty_cache(self.rows, room)
         rows = [prompts[i] for i in batch]
         rows += [rows[-1]] * (self.rows - len(batch))
@@ -205,6 +205,6 @@ class Scorer:
             newest_B = np.asarray(token_B)
 
 
-def padded(length: int) -> int:
+def padded_length(length: int) -> int:
     """Return the least power of two that is at least `length`, and at least SHORTEST."""
     return max(SHORTEST, 1 << max(0, length - 1).bit_length())

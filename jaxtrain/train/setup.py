@@ -32,13 +32,13 @@ from jaxtrain.step.memory import (
     check_host_memory,
     compile_to_fit,
     explain_memory,
+    format_gib,
     memory_by_class,
-    size,
     taken_gib,
 )
 from jaxtrain.step.model_flops import model_flops
-from jaxtrain.step.program import Program, build
-from jaxtrain.step.state import evaluated
+from jaxtrain.step.program import Program, build_program
+from jaxtrain.step.state import eval_weights
 from jaxtrain.train import generation
 from jaxtrain.train.child import OK
 from jaxtrain.train.initial_state import Start, choose_start, drop_used_step, import_named_parts, open_data
@@ -51,11 +51,11 @@ REFUSALS = (CheckpointError, HuggingFaceError, TokenizerError, OSError)  # with 
 class Setup:
     """Config, program, data and start of an attempt."""
 
-    asked: RunConfig  # the config as the user gave it
+    user_run: RunConfig  # the config as the user gave it
     workdir: Path
     launch: Launch
     program: Program
-    options: compiler.Chosen  # XLA's
+    options: compiler.XlaOptions  # XLA's
     checkpoints: Checkpoints
     start: Start
     data: Any  # training batches
@@ -72,11 +72,11 @@ class Setup:
     def options_of(self, size: int) -> dict[str, str | bool]:
         """Return XLA's options for a train step of `size` sequences."""
         options = self.options.options
-        return options if size == self.run.train.global_batch else compiler.for_size(options, size)
+        return options if size == self.run.train.global_batch else compiler.options_for_size(options, size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledSteps:
     """The compiled train and evaluation steps, and the train step's memory: class -> GiB on one device."""
 
     program: Program  # of the train step: that of the run, or the same with a smaller batch (train.batch_ramp)
@@ -111,14 +111,14 @@ def check_setup(run: RunConfig, workdir: Path, launch: Launch, checkpoints: Chec
         run = drop_used_step(run, checkpoints)
         data, held_out = open_data(run)
         user_run, run = run, with_documents(run, data, *held_out.values())
-        program = build(run, devices)
+        program = build_program(run, devices)
         model_flops(run)  # a family may state them wrongly
-        options = compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
+        options = compiler.choose_options(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         step_s = parse_budgets(run.train.timeouts)[0]["step"] if own_process else 0.0
         start = choose_start(user_run, checkpoints, program)
         traced = run.profile.start > 0 and start.step < run.profile.start + run.profile.steps
         on_gpus = devices[0].platform == "gpu"
-        options = compiler.for_run(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
+        options = compiler.add_run_options(options, on_gpus, step_s, run.train.deterministic, workdir, traced)
         text = text_of_run(run.data.tokenizer, run.init.from_, data, checkpoints, start)
         positions = positions_of_run(run.data.seq_len, run.init.from_, checkpoints, start)
         # The tokenizer is read now: a missing or wrong tokenizer must not end the run at its first sample.
@@ -162,10 +162,10 @@ def positions_of_run(seq_len: int, init_from: str, checkpoints: Checkpoints, sta
     return max(before, seq_len)
 
 
-def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
+def compile_steps(setup: Setup, services: Services) -> tuple[Setup, CompiledSteps]:
     """Compile the first train step and the evaluation step, and report the train step's memory by class.
 
-    With train.batch_ramp, `resized` compiles the steps of other sizes.
+    With train.batch_ramp, `resize_steps` compiles the steps of other sizes.
 
     Returns (setup, compiled steps). With remat.policy=auto, the returned setup has the choice of saved activations that fits.
     Raises OutOfMemory if the train step does not fit.
@@ -191,16 +191,16 @@ def compile_steps(setup: Setup, services: Services) -> tuple[Setup, Compiled]:
     run, full_program = program.run, setup.program
     evaluation = None
     if run.eval.every_steps:
-        evaluation = full_program.eval_step.lower(evaluated(full_program.state), full_program.eval_batch).compile()
+        evaluation = full_program.eval_step.lower(eval_weights(full_program.state), full_program.eval_batch).compile()
     seconds = time.perf_counter() - began
     memory = memory_by_class(program, train)
-    by_class = ", ".join(f"{name} {size(gib)}" for name, gib in memory.items())
+    by_class = ", ".join(f"{name} {format_gib(gib)}" for name, gib in memory.items())
     console.say(f"compiled in {duration(seconds)}; per device: {by_class}")
     options = compiler.remove_run_options(setup.options.options)  # the receipt has no options that differ in every run
     receipt.update(remat=dataclasses.asdict(run.remat), compile_s=seconds, memory_gib=memory, compiler_options=options)
     if run.profile.dump_hlo:
         profiling.dump_hlo(train, setup.workdir, console.say)
-    compiled = Compiled(program, train, evaluation, memory)
+    compiled = CompiledSteps(program, train, evaluation, memory)
     check_memory(compiled)
     return setup, compiled
 
@@ -209,11 +209,11 @@ def compile_size(setup: Setup, size: int, say: Callable[[str], None]) -> tuple[P
     """Return (program, compiled train step) of a batch of `size` sequences; of remat.policy=auto, with a choice that fits."""
     program = setup.program
     if size != setup.run.train.global_batch:
-        program = build(setup.run.with_batch_size(size), jax.devices())
+        program = build_program(setup.run.with_batch_size(size), jax.devices())
     return compile_to_fit(program, setup.options_of(size), usable_gib(), say)
 
 
-def resized(setup: Setup, compiled: Compiled, size: int, services: Services) -> Compiled:
+def resize_steps(setup: Setup, compiled: CompiledSteps, size: int, services: Services) -> CompiledSteps:
     """Return the steps with a train step of another size (train.batch_ramp). Raises OutOfMemory if it does not fit."""
     say = services.console.say
     say(f"compiling the train step of {size} sequences ...")
@@ -234,7 +234,7 @@ def usable_gib() -> float:
     return limit / 2**30 if limit else math.inf
 
 
-def check_memory(compiled: Compiled) -> None:
+def check_memory(compiled: CompiledSteps) -> None:
     """Raise OutOfMemory if a compiled train step does not fit in the memory of a device, or of the host."""
     usable, allocated = usable_gib(), taken_gib(compiled.train)
     if allocated > usable:
@@ -245,7 +245,7 @@ def check_memory(compiled: Compiled) -> None:
         check_host_memory(compiled.program, hardware.pinned_limit_gib(os.environ), on_host)
 
 
-def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watch | None:
+def expected_times(setup: Setup, compiled: CompiledSteps, services: Services) -> Watch | None:
     """Return the `Watch` that compares the run with the plan of its compiled step; None without a plan.
 
     There is no plan on CPUs, nor on GPUs that are not in hardware.py, nor of a smaller batch (train.batch_ramp). If a step
@@ -266,7 +266,7 @@ def expected_times(setup: Setup, compiled: Compiled, services: Services) -> Watc
     step = f"{expected.step_s:.3g} s a step"
     if expected.range_s:
         step = "{:.3g} to {:.3g} s a step expected, roofline".format(*expected.range_s) + f" {expected.step_s:.3g} s"
-    services.console.say(f"planned: {step}, peak {size(expected.peak_gib)} ({expected.rates})")
+    services.console.say(f"planned: {step}, peak {format_gib(expected.peak_gib)} ({expected.rates})")
     return watch
 
 
@@ -275,8 +275,8 @@ def start_problems(run: RunConfig, workdir: Path) -> list[Problem]:
     try:
         import_named_parts(run)
         checkpoints = open_checkpoints(run.checkpoint, workdir, Peers(0, 1))
-        program = build(run, jax.devices())
-        compiler.choose(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
+        program = build_program(run, jax.devices())
+        compiler.choose_options(program, compiler.card_of(jax.local_devices()[0], run.train.memory_fraction))
         choose_start(drop_used_step(run, checkpoints), checkpoints, program)
         if run.sample.max_tokens and run.data.source != "synthetic":
             generation.check_decodes(run.model.family, run.sample.max_tokens, program.definition)

@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
         return bool(self.order)
 
     @property
-    def places(self) -> list[int]:
+    def slots(self) -> list[int]:
         """Return the slots that hold a layer."""
         return [slot for slot, layer in enumerate(self.order) if layer is not None]
 
@@ -61,7 +61,7 @@ class Snapshots:
     def __init__(self, abstract: TrainState):
         named_leaves = state.named_leaves(abstract)
         self._leaves = tuple(Leaf(n.array.shape, n.array.dtype, n.array.sharding, n.order) for n in named_leaves)
-        self._names = [name for n in named_leaves for name in n.rows if name is not None]
+        self._names = [name for n in named_leaves for name in n.tensor_names if name is not None]
         on_cpus = all(d.platform == "cpu" for d in abstract.step.sharding.device_set)
         self._keeps = on_cpus and all(leaf.sharding.memory_kind != stacks.ON_HOST for leaf in self._leaves)
         self._last_copies: list[jax.Array] = []  # the copies of the last save; before the first save, memory for its copies
@@ -114,7 +114,7 @@ class Snapshots:
             tensors: Tensors = {}
             for leaf, named_leaf in zip(self._leaves, state.named_leaves(current), strict=True):
                 if leaf.stacked:
-                    tensors |= {name: copying[leaf](named_leaf.array, np.int32(slot)) for slot, name in named_leaf.places}
+                    tensors |= {name: copying[leaf](named_leaf.array, np.int32(slot)) for slot, name in named_leaf.slot_names}
                 else:
                     tensors[named_leaf.name] = copying[leaf](named_leaf.array)
             return Snapshot(tensors, lambda: state.digests_by_name(results), began)
@@ -136,7 +136,7 @@ def copies(leaves: tuple[Leaf, ...]) -> list[jax.ShapeDtypeStruct]:
         sharding = stacks.copy_sharding(leaf.shape, leaf.sharding, leaf.stacked)
         if next(iter(sharding.device_set)).platform == "gpu":
             sharding = sharding.with_memory_kind(stacks.ON_HOST)
-        shape, count = (leaf.shape[1:], len(leaf.places)) if leaf.stacked else (leaf.shape, 1)
+        shape, count = (leaf.shape[1:], len(leaf.slots)) if leaf.stacked else (leaf.shape, 1)
         abstract_copies += [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)] * count
     return abstract_copies
 
@@ -167,8 +167,8 @@ def compile_together(leaves: tuple[Leaf, ...]) -> tuple[Any, Any]:
         sums: list[jax.Array] = []
         for array, leaf, digest in zip(arrays, leaves, summed(*arrays), strict=True):
             if leaf.stacked:
-                out += [stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places]
-                sums += [digest[slot] for slot in leaf.places]
+                out += [stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.slots]
+                sums += [digest[slot] for slot in leaf.slots]
             else:
                 out.append(jnp.copy(array))
                 sums.append(digest)
@@ -195,7 +195,7 @@ def compile_by_layer(leaves: tuple[Leaf, ...]) -> tuple[Any, dict[Leaf, Any]]:
         if leaf.stacked:
             copying[leaf] = stacks.copy_layer(leaf.shape, leaf.sharding).lower(leaf.abstract, layer).compile()
         else:
-            copying[leaf] = stacks.copy(leaf.shape, leaf.sharding).lower(leaf.abstract).compile()
+            copying[leaf] = stacks.copy_array(leaf.shape, leaf.sharding).lower(leaf.abstract).compile()
     return summed, copying
 
 

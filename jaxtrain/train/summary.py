@@ -31,13 +31,13 @@ def print_summary(setup: Setup, console: Console) -> None:
     run = program.run
     mesh, say = program.placement.mesh, console.say
     shards = program.placement.size(program.placement.mesh_axes("batch"))
-    devices = counted(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
+    devices = pluralize(mesh.size, "device") if shards == mesh.size else f"{shards} shards of {mesh.size} devices"
     each = run.train.global_batch // run.train.grad_accum // shards
     ramp, steps = run.ramp, run.train.steps
     epochs = data.epoch(ramp.before(steps) // ramp.unit)
     in_words = epochs_in_words(epochs)
     say(
-        f"global batch {run.train.global_batch} = {devices} x {each} x {counted(run.train.grad_accum, 'microbatch')}; "
+        f"global batch {run.train.global_batch} = {devices} x {each} x {pluralize(run.train.grad_accum, 'microbatch')}; "
         f"{short_count(run.train.global_batch * run.data.seq_len)} tokens a step; this run is {in_words} of the data"
     )
     if ramp.phases:
@@ -80,20 +80,20 @@ def print_summary(setup: Setup, console: Console) -> None:
     if conversations:
         tell = console.warn if lost > LOST * count else say
         tell(
-            f"data: {counted(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
+            f"data: {pluralize(conversations, 'conversation')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
             f"{'loses' if conversations == 1 else 'lose'} {lost:,} of all {count:,} tokens ({lost / count:.1%}). "
             "A higher data.seq_len keeps them."
         )
     for name, batches in {"data": data, **{f"held-out {k}".strip(): x for k, x in held_out.items()}}.items():
         if left_out := getattr(batches, "left_out", 0):
             say(
-                f"{name}: {counted(left_out, 'pair')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
+                f"{name}: {pluralize(left_out, 'pair')} of more than data.seq_len={run.data.seq_len} + 1 tokens "
                 f"{'is' if left_out == 1 else 'are'} left out. A higher data.seq_len includes them."
             )
     for name, batches in held_out.items():
         distinct = getattr(batches, "distinct", None)
         if distinct and (n := distinct(run.eval.sequences)) < run.eval.sequences:
-            text = f"{counted(n, 'different sequence')}, fewer than eval.sequences={run.eval.sequences}; each counts once"
+            text = f"{pluralize(n, 'different sequence')}, fewer than eval.sequences={run.eval.sequences}; each counts once"
             say(f"{f'held-out {name}'.strip()}: {text}")
     for name, filled in getattr(data, "sparse", {}).items():
         say(
@@ -113,7 +113,7 @@ def print_summary(setup: Setup, console: Console) -> None:
         console.warn(
             f"the data is not what the checkpoint was trained on so far: other contents or rows in {', '.join(renewed)}"
         )
-    if not setup.asked.data.max_segments and run.data.masks_documents:
+    if not setup.user_run.data.max_segments and run.data.masks_documents:
         say(f"data: up to {run.data.max_segments} documents in a sequence")
     for prompt in samples.split_prompts(run.sample.prompt) if setup.tokenizer else ():
         if note := text_format.control_in(prompt, setup.tokenizer, "sample.prompt"):
@@ -134,7 +134,7 @@ def other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return [name for name, contents in now_is.items() if was.get(name, contents) != contents]
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with a noun, in the plural unless it is 1: '1 device', '8 devices', '64 microbatches'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 

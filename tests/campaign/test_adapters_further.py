@@ -129,9 +129,9 @@ def test_a_second_stage_is_used_like_a_first(adapter, tmp_path, monkeypatch):
     merged, base = tensors_of(Path("merged")), tensors_of(Path("moved"))
     changed = {name for name in base if not np.array_equal(base[name], merged[name])}
     assert changed == {name for name in base if any(f"{target}.weight" in name for target in TARGETS)}
-    loaded = generation.load("two", jax.devices()[:1])
+    loaded = generation.load_model("two", jax.devices()[:1])
     greedy = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    again = generation.load("merged", jax.devices()[:1])
+    again = generation.load_model("merged", jax.devices()[:1])
     made = [list(each.sampler.tokens(each.params, [5, 6, 7], **greedy)) for each in (loaded, again)]
     assert made[0] == made[1]
 

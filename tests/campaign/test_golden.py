@@ -19,7 +19,7 @@ from jaxtrain.config import installed, launch
 from jaxtrain.plan import search_parallel, topology
 from jaxtrain.plan.compile import ASSEMBLER, NO_TUNING, Compiled, compile_step
 from jaxtrain.plan.result import Plan
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 H200S = topology.parse("h200:8")
 ALWAYS = ("llama3_8b", "llama3_70b")
@@ -72,7 +72,7 @@ def test_llama3_8b_waits_for_nothing_and_moves_little():
     assert plan.time.communication_ms > 0.05 * plan.time.step_ms
     assert plan.time.exposed_ms + plan.time.host_exposed_ms < 0.015 * plan.time.step_ms
     assert plan.time.mfu_causal > 0.61
-    parts = traffic.parts(build(run, topology.devices(H200S)), plan.kernels)
+    parts = traffic.parts(build_program(run, topology.devices(H200S)), plan.kernels)
     assert traffic.ratio(parts) < 1.45, parts
     assert traffic.ratio([part for part in parts if part.name not in ("copies and others", "rotary")]) < 1.25, parts
     found = {part.name: part for part in parts}

@@ -93,7 +93,7 @@ def test_servers_open_every_family(tmp_path):
         assert (found["ids"], found["decoded"], found["eos"]) == (tokenizer.encode(text), text, tokenizer.eot), name
         assert found["chat"] == f"### user\n{text}\n\n### assistant\n", name
         if name in ("gemma3", "deepseek_v3"):
-            run, sampler, params, _, _ = generation.load(str(tmp_path / name / "ours"), jax.devices()[:1])
+            run, sampler, params, _, _ = generation.load_model(str(tmp_path / name / "ours"), jax.devices()[:1])
             greedy = {"max_tokens": len(found["made"]), "temperature": 0.0, "top_p": 1.0, "seed": 0}
             assert run.precision == "f32" and list(sampler.tokens(params, found["ids"], **greedy)) == found["made"], name
 

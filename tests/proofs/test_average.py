@@ -77,9 +77,9 @@ def assert_mean(
                 assert not (np.abs(neighbour.view(y.dtype).astype(np.float64) - mean) < error).any(), name
 
 
-@pytest.mark.parametrize("part", [averaging.PART, 1])
+@pytest.mark.parametrize("part", [averaging.CHUNK_BYTES, 1])
 def test_values_are_the_nearest_to_the_mean(folder: Path, monkeypatch: pytest.MonkeyPatch, part: int):
-    monkeypatch.setattr(averaging, "PART", part)
+    monkeypatch.setattr(averaging, "CHUNK_BYTES", part)
     out = f"out{part}"
     assert average(folder, "a", "b/checkpoints", "a/checkpoints/2", "--weights=1,2.5,-0.25", out=out) == 0
     of = [runs.tensors(folder / "a"), runs.tensors(folder / "b"), runs.tensors(folder / "a", 2)]
@@ -129,10 +129,10 @@ def test_an_average_is_a_checkpoint_like_any_other(folder: Path, capfd: pytest.C
 
 def test_rounding_is_to_nearest_once():
     x = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, -1 - 2**-8 - 2**-40, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40, 0.0, 3e38])
-    got = averaging.rounded(x, jnp.bfloat16).astype(np.float64)
+    got = averaging.round_once(x, jnp.bfloat16).astype(np.float64)
     assert got[:5].tolist() == [1 + 2**-7, 1, -1 - 2**-7, 1, 1 + 2**-6] and got[6] == 0
     assert got[5] == np.float64(jnp.bfloat16(1e-40)) and abs(got[7] / 3e38 - 1) < 2**-8
-    assert averaging.rounded(np.array(0.1), np.float32) == np.float32(0.1)
+    assert averaging.round_once(np.array(0.1), np.float32) == np.float32(0.1)
 
 
 def with_meta(change: Callable[[dict[str, Any]], object], run: str = "b") -> Callable[[Path], None]:

@@ -153,13 +153,13 @@ def test_deletions_that_are_refused_are_errors(bucket: Bucket, monkeypatch: pyte
 
 def test_skipped_data(bucket: Bucket):
     directory = Checkpoints(f"{bucket.url}/run").directory
-    assert position.read(directory) == []
-    position.skip(directory, (10, 20), (1, 2), "why", 0)
-    assert position.skip(directory, (30, 40), (3, 4), "why", 0) == position.read(directory)
-    assert [item["tokens"] for item in position.read(directory)] == [[10, 20], [30, 40]]
+    assert position.read_skipped(directory) == []
+    position.add_skipped(directory, (10, 20), (1, 2), "why", 0)
+    assert position.add_skipped(directory, (30, 40), (3, 4), "why", 0) == position.read_skipped(directory)
+    assert [item["tokens"] for item in position.read_skipped(directory)] == [[10, 20], [30, 40]]
     bucket.put(f"run/{position.NAME}", b"{}")
     with pytest.raises(CheckpointError):
-        position.read(directory)
+        position.read_skipped(directory)
 
 
 def test_addresses_that_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

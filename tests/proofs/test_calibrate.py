@@ -24,7 +24,7 @@ from jaxtrain.node.measure import COLLECTIVES, TINY, Reading, Sizes, Work, chain
 from jaxtrain.plan import rates, topology
 from jaxtrain.plan.program.op_cost import ATTENTION_BACKWARD
 from jaxtrain.step import compiler
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 SIZES = dataclasses.replace(TINY, gemms=TINY.gemms[:1], curve_mib=TINY.curve_mib[:1], attention=(1, 32, 2, 1, 16))
 
@@ -217,8 +217,8 @@ def test_times_are_of_warm_calls(monkeypatch):
 
 def test_gemms_are_compiled_as_in_training():
     run = loading.load(["--config=configs/llama3_1b.py", "--config.model.num_layers=1"]).run
-    program = build(run, topology.devices(topology.parse("h200:8")))
-    training = compiler.choose(program, compiler.card(139.8)).options
+    program = build_program(run, topology.devices(topology.parse("h200:8")))
+    training = compiler.choose_options(program, compiler.card(139.8)).options
     assert {k: training[k] for k in micro.OPTIONS} == micro.OPTIONS
 
 

@@ -27,7 +27,7 @@ from jaxtrain.models.transformer import empty_cache
 from jaxtrain.optim.groups import METHODS
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.loss import LOSSES, LossSpec, find_loss, token_weight
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.step.state import abstract_tensors, from_tensors, shardings, to_tensors
 from jaxtrain.train import parity
 from jaxtrain.train.generation import Sampler
@@ -206,7 +206,7 @@ def test_family_builds(part, run):
     """
     try:
         made = helpers.program(run)
-        build(on(run, SPLIT), jax.devices()[:4])
+        build_program(on(run, SPLIT), jax.devices()[:4])
     except ConfigError as error:
         pytest.fail(f"axes of parameters have rules, and split over fsdp=2 x tensor=2: {error} (--part-config= sets keys)")
 
@@ -296,8 +296,10 @@ def test_family_takes_the_same_steps_on_any_layout(part, run):
 def same_steps(run: RunConfig) -> None:
     """Check that two steps on fsdp=2 x tensor=2 equal those on one device, within the bounds of the parity tests."""
     one, many = (helpers.train(r, 2).taken for r in (run, on(run, SPLIT)))
-    found = parity.compare(many, one, parity.bounds(one, None, 1, 1))
-    assert not found.wrong, f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.wrong)}"
+    found = parity.compare_runs(many, one, parity.bounds(one, None, 1, 1))
+    assert not found.violations, (
+        f"layouts take the same steps: fsdp=2 x tensor=2 against one device has {'; '.join(found.violations)}"
+    )
 
 
 def test_family_decodes_with_a_cache_what_it_computes_without(part, run):

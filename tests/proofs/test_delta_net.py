@@ -73,8 +73,8 @@ LAYOUTS = [
 def test_layouts_take_the_steps_of_one_device(more):
     """Loss, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
     many = helpers.first_steps(helpers.tiny(SMALL | more), 2)
-    compared = parity.compare(many, one_device(), parity.bounds(one_device(), None, 1, 1))
-    assert not compared.wrong, compared.wrong
+    compared = parity.compare_runs(many, one_device(), parity.bounds(one_device(), None, 1, 1))
+    assert not compared.violations, compared.violations
 
 
 def arguments(T: int = T) -> list[np.ndarray]:

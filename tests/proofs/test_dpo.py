@@ -25,7 +25,7 @@ from jaxtrain.step import loss, validate
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.state import abstract_tensors, from_tensors, to_tensors
 from jaxtrain.train import generation, references
-from jaxtrain.train.scoring import Scored, Scorer
+from jaxtrain.train.scoring import Scorer, ScoreRequest
 
 BYTE = tokenizer.ByteTokenizer()
 MODEL = {
@@ -267,12 +267,12 @@ def test_samples_answer_the_first_held_out_pairs(whole):
 
 def test_the_references_are_those_of_the_base(whole):
     """The stored log-probabilities of all documents equal those of `Scorer` with the base's weights."""
-    run, sampler, params, _, _ = generation.load(str(whole / "base"), jax.devices()[:1])
+    run, sampler, params, _, _ = generation.load_model(str(whole / "base"), jax.devices()[:1])
     scorer = Scorer(run, sampler, params)
     for name in ("train.tok", "held_out.tok"):
         file = TokenFile.open(whole / name)
         spans = itertools.pairwise(file.doc_offsets[:].tolist())
-        asked = [Scored(file.tokens[a:b].tolist(), int(file.loss_flags(a, b).sum())) for a, b in spans]
+        asked = [ScoreRequest(file.tokens[a:b].tolist(), int(file.loss_flags(a, b).sum())) for a, b in spans]
         found = stored(whole, "whole", name)[1]
         np.testing.assert_allclose(found, [score for score, _ in scorer.score(asked)], rtol=1e-5, atol=1e-4)
 
@@ -282,7 +282,7 @@ def write_references(folder, name, of, add, **changed):
     path, found, about = stored(folder, "whole", of)
     other = folder / name / references.FOLDER / path.name
     other.parent.mkdir(parents=True, exist_ok=True)
-    other.write_bytes(references.encoded(found + np.float32(add), about | changed))
+    other.write_bytes(references.encode_log_probs(found + np.float32(add), about | changed))
 
 
 OTHER_WEIGHTS = {"weights": "0" * 32}
@@ -312,7 +312,7 @@ def test_a_pass_goes_on_where_it_ended_and_other_references_are_made_anew(whole,
     known = np.isfinite(partial)
     assert 0 < known.sum() < len(known) and np.array_equal(partial[known], right[known])
 
-    path.write_bytes(references.encoded(partial + 1, about))  # so that a value which is computed again would show
+    path.write_bytes(references.encode_log_probs(partial + 1, about))  # so that a value which is computed again would show
     write_references(whole, "cut", "held_out.tok", 1, **OTHER_WEIGHTS)
     assert dpo_run(whole, "cut", train__steps=1) == 0
     assert np.array_equal(stored(whole, "cut")[1], np.where(known, right + 1, right))
@@ -331,7 +331,7 @@ def test_a_run_resumes_with_its_references(whole, tmp_path):
     kept = path.read_bytes()
 
     assert resumed(data__source=pairs_file(tmp_path / "other.tok", 50, seed=9)) == 2
-    for wrong in (kept[:-50], references.encoded(found, about | OTHER_WEIGHTS)):
+    for wrong in (kept[:-50], references.encode_log_probs(found, about | OTHER_WEIGHTS)):
         path.write_bytes(wrong)
         assert resumed() == 2
     path.unlink()

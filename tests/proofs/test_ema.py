@@ -138,7 +138,9 @@ def test_without_a_decay_there_is_no_array_and_with_one_the_plan_counts_it() -> 
     assert argument[1] - argument[0] == size
     rows = [row for row in of_step(helpers.program(on)) if row.kind == "average"]
     assert sum(row.bytes_per_device for row in rows) == size
-    host = [compiler.local_bytes(compiler.on_device(helpers.program(helpers.tiny(AVERAGED | each)))) for each in OFFLOADED]
+    host = [
+        compiler.local_bytes(compiler.device_arguments(helpers.program(helpers.tiny(AVERAGED | each)))) for each in OFFLOADED
+    ]
     assert host[1] - host[0] == compiler.local_bytes(helpers.program(helpers.tiny(AVERAGED | OFFLOADED[1])).state.ema)
 
 

@@ -394,11 +394,11 @@ def train_deterministic(runs):
     """The key sets XLA's options for repeatable results on GPUs, and makes a run store XLA's autotuning results."""
     for asked in (True, False):
         program = helpers.program(runs.config("base", **{"train.deterministic": asked}))
-        chosen = compiler.choose(program, compiler.card(141.0)).options
+        chosen = compiler.choose_options(program, compiler.card(141.0)).options
         assert (chosen.items() >= hardware.REPEATABLE.items()) == asked
-    plain = compiler.Chosen({}, "", ())
-    assert "xla_gpu_dump_autotune_results_to" in compiler.for_run(plain, True, 0, True, runs.folder).options
-    assert compiler.for_run(plain, True, 0, False, runs.folder).options == {}
+    plain = compiler.XlaOptions({}, "", ())
+    assert "xla_gpu_dump_autotune_results_to" in compiler.add_run_options(plain, True, 0, True, runs.folder).options
+    assert compiler.add_run_options(plain, True, 0, False, runs.folder).options == {}
 
 
 def paths_data(runs):

@@ -58,5 +58,5 @@ CASES = [
 def test_layouts_take_the_steps_of_one_device(case):
     """Losses, gradients and weights agree with one device's, within the parity tests' bounds for float32."""
     one = one_device(case[0])
-    comparison = parity.compare(helpers.first_steps(run_of(*case), 2), one, parity.bounds(one, None, 1, 1))
-    assert not comparison.wrong, comparison.wrong
+    comparison = parity.compare_runs(helpers.first_steps(run_of(*case), 2), one, parity.bounds(one, None, 1, 1))
+    assert not comparison.violations, comparison.violations

@@ -35,7 +35,7 @@ from jaxtrain.step.definition import fp8_weights
 from jaxtrain.step.state import abstract_tensors
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import parity
-from jaxtrain.train.parity_layouts import in_float32
+from jaxtrain.train.parity_layouts import to_float32
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -278,10 +278,10 @@ def test_a_layout_takes_the_step_of_one_device(model, layout):
         "data.max_segments": 6,
     }
     one, run = helpers.tiny(usual | model), helpers.tiny(usual | model | layout)
-    reference, exact = (helpers.first_steps(r, 1) for r in (one, in_float32(one)))
+    reference, exact = (helpers.first_steps(r, 1) for r in (one, to_float32(one)))
     bounds = parity.bounds(reference, exact, len(helpers.devices_of(run)), run.train.global_batch * run.data.seq_len)
-    comparison = parity.compare(helpers.first_steps(run, 1), reference, bounds)
-    assert not comparison.wrong, comparison.wrong
+    comparison = parity.compare_runs(helpers.first_steps(run, 1), reference, bounds)
+    assert not comparison.violations, comparison.violations
 
 
 def first_gradients(run) -> dict[str, np.ndarray]:

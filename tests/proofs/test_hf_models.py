@@ -192,7 +192,7 @@ def test_a_text_ends_at_every_eos_of_the_model(tmp_path, monkeypatch, capsys):
     """Each file of a folder may name it. Without one, the text has all tokens; a prompt of control tokens is remarked on."""
     monkeypatch.chdir(tmp_path)
     hugging_face.write_base(tmp_path / "base", ["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
-    model = generation.load("base", jax.devices()[:1])
+    model = generation.load_model("base", jax.devices()[:1])
     ask = Sampling("def", max_tokens=6, temperature=0.0)
     talk = [{"role": "user", "content": "def"}]
     prompts = {"prompt": list(b"def"), "chat": generation.Chat(model.text, "base", "chatml").prompt(Conversation(talk))}

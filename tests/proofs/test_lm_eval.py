@@ -20,7 +20,7 @@ from jaxtrain.data import text_format
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.step.state import to_tensors
 from jaxtrain.train import scoring
-from jaxtrain.train.scoring import Scored
+from jaxtrain.train.scoring import ScoreRequest
 
 # Weights are so large that some tokens are far more likely than others.
 MODEL = {"model.num_layers": 1, "model.init_std": 0.2, "data.seq_len": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
@@ -100,19 +100,22 @@ def test_scores_are_those_of_the_logits(model: Any) -> None:
         assert score == pytest.approx(want, abs=2e-4)
         assert is_likeliest == want_likeliest
     likeliest = [*b"ab", *greedy([*b"ab"], 3)]
-    assert [found for _, found in model.scorer.score([Scored(likeliest, 3), Scored([*likeliest, 1], 3)])] == [True, False]
+    assert [found for _, found in model.scorer.score([ScoreRequest(likeliest, 3), ScoreRequest([*likeliest, 1], 3)])] == [
+        True,
+        False,
+    ]
     assert len({round(score, 3) for score, _ in given}) == len(given), "the scores tell nothing apart"
 
 
 def test_long_inputs_lose_their_left(model: Any) -> None:
     """The model's context is 32 tokens: the last of 33 tokens is predicted from the 32 before it."""
     tokens = ByteTokenizer().encode("".join(chr(ord("a") + i % 26) for i in range(50)))
-    ((score, _),) = model.scorer.score([Scored(tokens, 4)])
+    ((score, _),) = model.scorer.score([ScoreRequest(tokens, 4)])
     assert score == pytest.approx(expected(tokens[-33:], 4)[0], abs=2e-4)
     assert score != pytest.approx(expected(tokens[-32:], 4)[0], abs=2e-4)
-    assert model.scorer.score([Scored(tokens, 0)]) == [(0.0, True)]
+    assert model.scorer.score([ScoreRequest(tokens, 0)]) == [(0.0, True)]
     with pytest.raises(ValueError):
-        model.scorer.score([Scored(tokens, 33)])
+        model.scorer.score([ScoreRequest(tokens, 33)])
 
 
 def test_rolling_scores_every_token_once(model: Any) -> None:

@@ -248,7 +248,7 @@ def test_what_was_saved_can_be_used(trained):
     """`generation.load` restores base and adapters. Greedy sampling gives the tokens of the merged weights, which differ from
     the base's.
     """
-    run, sampler, params, at, _ = generation.load(str(trained / "adapters"), jax.devices()[:1])
+    run, sampler, params, at, _ = generation.load_model(str(trained / "adapters"), jax.devices()[:1])
     assert (at, run.lora.rank) == (STEPS, 4)
     prompt = {"max_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     base = {k: v for k, v in runs.tensors(trained / "base").items() if k.startswith(PREFIX)}
@@ -291,10 +291,10 @@ def test_another_base_is_refused(trained, tmp_path):
     for code in (1, 2):
         assert resumed(26) == code
         with pytest.raises(CheckpointError):
-            generation.load(str(tmp_path / "copy"), jax.devices()[:1])
+            generation.load_model(str(tmp_path / "copy"), jax.devices()[:1])
         shutil.rmtree(tmp_path / "base", ignore_errors=True)
     assert runs.tree(tmp_path / "copy" / "checkpoints") == files
-    assert generation.load(str(tmp_path / "copy"), jax.devices()[:1], str(trained / "base"))[3] == 25
+    assert generation.load_model(str(tmp_path / "copy"), jax.devices()[:1], str(trained / "base"))[3] == 25
 
 
 def test_evaluation_reads_a_base_that_moved(trained, tmp_path):

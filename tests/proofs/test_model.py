@@ -21,7 +21,7 @@ from jaxtrain.models.zero import make_zero
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import loss
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.train import generation
 
 F32 = Numerics(jnp.dtype("float32"), jnp.dtype("float32"), jnp.dtype("float32"))
@@ -171,7 +171,7 @@ def test_gradients_of_a_stack_are_those_of_autodiff(monkeypatch):
 
     def gradients(more):
         run = helpers.tiny(given | more)
-        made = build(run, helpers.devices_of(run))
+        made = build_program(run, helpers.devices_of(run))
         batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
         return made.gradients(helpers.start(made).params, batch)[1]
 
@@ -226,7 +226,7 @@ def test_draws_have_the_probabilities_of_the_logits():
     keys = jax.random.split(jax.random.key(0), 4000)
 
     def frequencies(temperature, top_p):
-        tokens = jax.vmap(lambda key: generation.choose(logits, key, temperature, top_p))(keys)
+        tokens = jax.vmap(lambda key: generation.sample_token(logits, key, temperature, top_p))(keys)
         return np.bincount(np.asarray(tokens), minlength=4) / len(keys)
 
     np.testing.assert_allclose(frequencies(1.0, 1.0), [0.1, 0.5, 0.15, 0.25], atol=0.03)

@@ -31,7 +31,7 @@ from jaxtrain.step.balance import Balance
 from jaxtrain.step.batch import place_batch
 from jaxtrain.step.state import abstract_tensors, to_host
 from jaxtrain.train.generation import Sampler
-from jaxtrain.train.scoring import Scored, Scorer
+from jaxtrain.train.scoring import Scorer, ScoreRequest
 
 E, K, D, F, B, T = 8, 2, 16, 24, 8, 16
 MODEL = {"model.num_experts": E, "model.experts_per_token": K, "model.d_model": D, "model.d_ff": F}
@@ -454,6 +454,6 @@ def test_what_is_no_training_drops_no_token():
         run = helpers.tiny(SMALL | {"moe.capacity_factor": capacity})
         sampler = Sampler(run, helpers.program(run).placement)
         prompt = jax.jit(sampler.decode).lower(params, sampler.empty_cache(1, 64), tokens).as_text()
-        return prompt, Scorer(run, sampler, params, rows=1).score([Scored(tokens[0].tolist(), 11)])[0]
+        return prompt, Scorer(run, sampler, params, rows=1).score([ScoreRequest(tokens[0].tolist(), 11)])[0]
 
     assert made(0.25) == made(0.0)

@@ -23,7 +23,7 @@ from jaxtrain.config.shapes import BATCH_KEYS, mtp_keys
 from jaxtrain.hf import importing
 from jaxtrain.hf.folder import open_folder
 from jaxtrain.models.hugging_face import HuggingFaceError
-from jaxtrain.step.batch import further, place_batch
+from jaxtrain.step.batch import mtp_targets, place_batch
 from jaxtrain.step.state import abstract_tensors, to_host
 from jaxtrain.step.validate import validate_step
 from jaxtrain.train import initial_state
@@ -153,7 +153,7 @@ def test_loss_and_gradients_are_those_of_the_reports_equations():
 def test_targets_lie_in_the_document_of_their_input():
     batch = weighted_batch(helpers.tiny(MTP))
     for k in (1, 2):
-        made = further(batch, k)
+        made = mtp_targets(batch, k)
         for i in range(T):
             inside = i + k < T and batch["segments"][0, i] == batch["segments"][0, i + k]
             assert (made[f"weights_{k}"][:, i] == (batch["weights"][:, i + k] if inside else 0)).all()

@@ -178,7 +178,7 @@ def test_memory_is_counted_where_it_is():
     program = helpers.program(helpers.tiny(SIZES | INT8 | SPLIT | OFFLOAD))
     resting = compiler.local_bytes(program.state.optimizer)
     everything = compiler.local_bytes((program.state, program.batch))
-    assert compiler.local_bytes(compiler.on_device(program)) == pytest.approx(everything - resting, abs=8)
+    assert compiler.local_bytes(compiler.device_arguments(program)) == pytest.approx(everything - resting, abs=8)
     whole = sum(np.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.state)) / 2**30
     memory.check_host_memory(program, 2 * whole)
     with pytest.raises(memory.OutOfMemory):

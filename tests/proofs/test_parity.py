@@ -42,7 +42,7 @@ def test_matrix(case):
     """A layout takes the steps of one device, and its state stays sharded (helpers.first_steps)."""
     entry, precision = case
     comparison = matrix.against_one_device(entry, precision)
-    assert not comparison.wrong, comparison.wrong
+    assert not comparison.violations, comparison.violations
     jax.clear_caches()  # else one process would hold all these programs
 
 
@@ -75,5 +75,5 @@ def test_twenty_steps_on_text_match_one_device(layout, tmp_path_factory):
     assert len({*batch["weights"].reshape(4, -1).sum(axis=1).tolist()}) > 1
     reference, got = (helpers.train(run, 20).taken for run in (one, many))
     assert reference.loss[-1] < reference.loss[0] - 0.3
-    comparison = parity.compare(got, reference, parity.bounds(reference, None, 1, 1))
-    assert not comparison.wrong, comparison.wrong
+    comparison = parity.compare_runs(got, reference, parity.bounds(reference, None, 1, 1))
+    assert not comparison.violations, comparison.violations

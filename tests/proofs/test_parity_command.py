@@ -27,7 +27,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, tmp_path, request):
     monkeypatch.chdir(request.config.rootpath)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
         monkeypatch.setenv(name, os.environ[name])  # the command sets these; monkeypatch restores them for later tests
-    reduce_gradient, train = sharding.reduce_gradient, parity.train
+    reduce_gradient, train = sharding.reduce_gradient, parity.first_steps
 
     def fails_over_seq(run, devices, steps):
         if run.mesh.seq == 2:
@@ -39,7 +39,7 @@ def test_layouts_that_agree_differ_and_fail(monkeypatch, tmp_path, request):
         return reduce_gradient(2 * g if matmul_of_a_layer and "data" in how.summed else g, how)
 
     monkeypatch.setattr(sharding, "reduce_gradient", twice)
-    monkeypatch.setattr(parity, "train", fails_over_seq)
+    monkeypatch.setattr(parity, "first_steps", fails_over_seq)
     file = tmp_path / "parity.json"
     assert command.main([*SMALL, "--meshes=one,data2,fsdp2,seq2", "--dtype=bf16", f"--json={file}"]) == 1
     tree = json.loads(file.read_text())

@@ -13,7 +13,7 @@ from matrix import MODELS, NO_LOSSES
 
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.step.stages import Schedule
 from jaxtrain.train import generation, parity
 from jaxtrain.train.scoring import Scorer
@@ -88,7 +88,7 @@ def same(asked: dict[str, Any], layout: dict[str, Any]) -> None:
     reference = steps_of(asked)
     run = helpers.tiny(SMALL | asked | layout)
     bounds = parity.bounds(reference, None, len(helpers.devices_of(run)), 8 * 32)
-    assert parity.compare(helpers.first_steps(run, 2), reference, bounds).wrong == []
+    assert parity.compare_runs(helpers.first_steps(run, 2), reference, bounds).violations == []
 
 
 def test_a_custom_loss_sees_the_whole_vocabulary():
@@ -177,5 +177,5 @@ def test_evaluation_and_sampling_on_stages_of_several_groups():
 def test_a_model_that_a_pipeline_cannot_divide_is_refused():
     run = helpers.tiny(SMALL | TWO | {"model.family": "helpers:OwnLoopFamily"})
     with pytest.raises(ConfigError) as found:
-        build(run, helpers.devices_of(run))
+        build_program(run, helpers.devices_of(run))
     assert [p.key for p in found.value.problems] == ["mesh.stage"]

@@ -28,8 +28,8 @@ from jaxtrain.plan.rates import datasheet
 from jaxtrain.plan.result import Plan, from_json, to_json
 from jaxtrain.plan.topology import devices, parse
 from jaxtrain.step import compiler, memory
-from jaxtrain.step.program import build
-from jaxtrain.step.stacks import copy, copy_layer
+from jaxtrain.step.program import build_program
+from jaxtrain.step.stacks import copy_array, copy_layer
 from jaxtrain.step.state import shardings
 from jaxtrain.train import setup
 
@@ -176,12 +176,12 @@ def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
     """Each byte is copied once, as replicas divide the copies. Devices do not communicate. Temporary memory is
     at most one layer's shard.
     """
-    params = build(config(*mesh), devices(NODE)).state.params
+    params = build_program(config(*mesh), devices(NODE)).state.params
     gate, head = params["layers"]["mlp"]["gate"], params["head"]
     index = jax.ShapeDtypeStruct((), "int32")
     for lowered, shape in (
         (copy_layer(gate.shape, gate.sharding).lower(gate, index), gate.shape[1:]),
-        (copy(head.shape, head.sharding).lower(head), head.shape),
+        (copy_array(head.shape, head.sharding).lower(head), head.shape),
     ):
         step = lowered.compile()
         used, part = step.memory_analysis(), 4 * math.prod(shape) // 8
@@ -191,7 +191,7 @@ def test_copies_for_a_checkpoint_go_to_host_memory(mesh):
 
 
 def test_a_host_without_room_for_a_checkpoint_is_named():
-    program = build(config(LOOP), devices(NODE))
+    program = build_program(config(LOOP), devices(NODE))
     memory.check_host_memory(program, 100.0)
     with pytest.raises(memory.OutOfMemory, match=r"89\.7.*64\.00"):
         memory.check_host_memory(program, 64.0)

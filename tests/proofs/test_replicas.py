@@ -27,7 +27,9 @@ def test_a_replica_that_differs_is_named() -> None:
 
     def steps(*flipped: bool) -> Any:
         results = iter(flipped)
-        return Verifier(state_of(False), mesh, print).twice(lambda s, b: (state_of(next(results)), {}), state_of(False), {}, 7)
+        return Verifier(state_of(False), mesh, print).run_twice(
+            lambda s, b: (state_of(next(results)), {}), state_of(False), {}, 7
+        )
 
     steps(False, False)
     with pytest.raises(Corrupted, match=r"params\['w'\].*device 5"):

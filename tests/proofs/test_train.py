@@ -252,14 +252,14 @@ def test_a_signal_while_compiling_ends_the_run_before_its_first_step(tmp_path: P
 def test_a_folder_holds_one_run_at_a_time(plain: Plain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workdir = tmp_path / "run"
     workdir.mkdir()
-    held = folder.lock(workdir)
+    held = folder.lock_folder(workdir)
     assert held is not None and held >= 0
     assert run(workdir) == 2
     assert "--workdir" in capsys.readouterr().err
     assert list(workdir.iterdir()) == []
     os.close(held)
     for free in (workdir, plain.workdir):
-        held = folder.lock(free)
+        held = folder.lock_folder(free)
         assert held is not None and held >= 0, "the lock is given back"
         os.close(held)
 

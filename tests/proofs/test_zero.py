@@ -17,7 +17,7 @@ from jaxtrain.plan.compile import compile_step
 from jaxtrain.plan.program import collectives, hlo
 from jaxtrain.plan.topology import parse
 from jaxtrain.step.batch import place_batch
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 NODE = parse("h200:8")
 # Two layers, with every kind of weight that a model can have.
@@ -139,7 +139,7 @@ def test_sums_over_replicas_are_left_to_the_end_where_weights_are_gathered_acros
 
     def gradients_on_nodes_of(devices: int):
         monkeypatch.setattr("jaxtrain.sharding.node_of", lambda device: device.id // devices)
-        made = build(run, helpers.devices_of(run))
+        made = build_program(run, helpers.devices_of(run))
         batch = place_batch(helpers.host_batch(run, 0), made.batch, made.context)
         return made.zero.sums_once, made.gradients(helpers.start(made).params, batch)
 

@@ -16,7 +16,7 @@ from jaxtrain.data import loading
 from jaxtrain.models import flops
 from jaxtrain.models.activations import KEPT, kept
 from jaxtrain.step import auto_remat
-from jaxtrain.step.memory import compile_to_fit, less_saved, taken_gib
+from jaxtrain.step.memory import compile_to_fit, reduce_saved, taken_gib
 from jaxtrain.step.stages import Schedule
 
 WHOLE = dict.fromkeys(("batch", "sequence", "residual", "heads", "kv_heads", "mlp", "experts", "layers"), 1)
@@ -49,9 +49,9 @@ def test_bytes_are_those_of_the_arrays():
     values. The log-sum-exp has a float32 for each of 32 heads and 8 segments: 7 documents and the padding.
     """
     axes = WHOLE | {"batch": 8}
-    assert saved(run(), axes, False).bytes_kept(frozenset({"mlp_up"})) == 32 * 8192 * 14336 * 2
-    assert saved(run(), axes | {"kv_heads": 2}, False).bytes_kept(frozenset({"k", "v"})) == 32 * 8192 * 2 * 4 * 128 * 2
-    lse = saved(run("--config.data.max_segments=7"), axes, True).bytes_kept(frozenset({"attention_lse"}))
+    assert saved(run(), axes, False).saved_bytes(frozenset({"mlp_up"})) == 32 * 8192 * 14336 * 2
+    assert saved(run(), axes | {"kv_heads": 2}, False).saved_bytes(frozenset({"k", "v"})) == 32 * 8192 * 2 * 4 * 128 * 2
+    lse = saved(run("--config.data.max_segments=7"), axes, True).saved_bytes(frozenset({"attention_lse"}))
     assert lse == 32 * 8192 * 32 * 8 * 4
 
 
@@ -63,10 +63,10 @@ def test_bytes_of_experts_and_of_a_pipeline():
     """
     up, axes, one = frozenset({"mlp_up"}), WHOLE | {"batch": 8}, 32 * 8192 * 14336 * 2
     few = ("--config.model.num_experts=8", "--config.model.shared_d_ff=7168")
-    assert saved(run(*few), axes, False).bytes_kept(up) == one * 2.5
-    assert saved(run(*few), axes | {"experts": 4}, False).bytes_kept(up) == one * (2 * 1.25 + 0.5)
+    assert saved(run(*few), axes, False).saved_bytes(up) == one * 2.5
+    assert saved(run(*few), axes | {"experts": 4}, False).saved_bytes(up) == one * (2 * 1.25 + 0.5)
     assert auto_remat.expert_fill(*experts(*few), 4) == 1 / 1.25 and auto_remat.expert_fill(*experts(*few), 1) == 1
-    assert saved(run(*few, "--config.moe.capacity_factor=2"), axes | {"experts": 4}, False).bytes_kept(up) == one * 4.5
+    assert saved(run(*few, "--config.moe.capacity_factor=2"), axes | {"experts": 4}, False).saved_bytes(up) == one * 4.5
     # Experts on one device share its buffer. For two experts, an example: loads of 1.5 and 6.5 / 7 even shares average to 1.21.
     # The first round holds 1.25 even shares, and each further round a quarter.
     alone = [auto_remat.expert_rounds(*experts(*few), 8, load) for load in (1.0, 1.25, 1.26, 1.5, 1.51, 2.5, 4.0)]
@@ -78,24 +78,24 @@ def test_bytes_of_experts_and_of_a_pipeline():
     assert auto_remat.expert_fill(*experts(*few), 8, 1.25) == pytest.approx(1)
     many = ("--config.train.grad_accum=64", "--config.train.global_batch=512")
     waiting = Schedule("1f1b", 4, 1, 64).slots[2], Schedule("interleaved", 4, 2, 64).slots[2]
-    assert saved(run(*many), axes | {"layers": 4}, False).bytes_kept(up) == one / 32 * 8 * waiting[0]
+    assert saved(run(*many), axes | {"layers": 4}, False).saved_bytes(up) == one / 32 * 8 * waiting[0]
     groups = ("--config.pipeline.schedule=interleaved", "--config.pipeline.groups=2")
-    assert saved(run(*many, *groups), axes | {"layers": 4}, False).bytes_kept(up) == one / 32 * 4 * waiting[1]
+    assert saved(run(*many, *groups), axes | {"layers": 4}, False).saved_bytes(up) == one / 32 * 4 * waiting[1]
 
 
 @pytest.mark.parametrize("excess", [0.1, 9.0, 21.9])
 def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
     """The chosen set of saved activations has the least recompute of all sets that free `excess` GiB; all are tried."""
     r, axes = run(), WHOLE | {"batch": 8}
-    now = saved(r, axes, True).bytes_kept(kept(r.remat)) / 2**30
+    now = saved(r, axes, True).saved_bytes(kept(r.remat)) / 2**30
     found = saved(r, axes, True).smaller(r.remat, excess)
     assert found is not None
     cost = flops.recompute(r.model, found, r.data.seq_len).causal
-    assert saved(r, axes, True).bytes_kept(kept(found)) / 2**30 <= now - excess
+    assert saved(r, axes, True).saved_bytes(kept(found)) / 2**30 <= now - excess
     for size, every in ((n, auto_remat.GROUPS) for n in range(len(auto_remat.GROUPS))):
         for groups in itertools.combinations(every, size):
             names = frozenset(itertools.chain(*groups))
-            if saved(r, axes, True).bytes_kept(names) / 2**30 <= now - excess:
+            if saved(r, axes, True).saved_bytes(names) / 2**30 <= now - excess:
                 other = Remat("custom", ",".join(f"{n}=keep" for n in names)) if names else Remat("full")
                 assert flops.recompute(r.model, other, r.data.seq_len).causal >= cost
     assert saved(r, axes, True).smaller(r.remat, now + 1) is None
@@ -104,10 +104,10 @@ def test_less_is_the_least_arithmetic_that_is_small_enough(excess):
 def test_what_keeps_nothing_is_not_made_smaller():
     r = helpers.tiny({"remat.policy": "auto"})
     program = helpers.program(r)
-    assert less_saved(program, 10.0, math.inf) is None
-    full = less_saved(program, 10.0, 1.0)
+    assert reduce_saved(program, 10.0, math.inf) is None
+    full = reduce_saved(program, 10.0, 1.0)
     assert full is not None and full.remat == Remat("full")
-    assert less_saved(dataclasses.replace(program, run=full), 10.0, 1.0) is None
+    assert reduce_saved(dataclasses.replace(program, run=full), 10.0, 1.0) is None
 
 
 def test_a_family_of_the_users_own_saves_less_until_its_compiled_step_fits():

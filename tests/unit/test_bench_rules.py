@@ -225,7 +225,7 @@ def test_verdicts_of_a_restore(act, code, restore, want, tmp_path, monkeypatch):
 def test_the_budget_of_a_suite_and_its_layouts():
     assert sum(part.most_s for part in suite.PARTS) <= suite.BUDGET_S == 1800
     for count, text in suite.LAYOUTS.items():
-        found, problems = suite.parity_layouts.parse(text)
+        found, problems = suite.parity_layouts.parse_layouts(text)
         assert not problems and max(layout.devices for layout in found) == count and found[0].name == "one"
     assert len(suite.LAYOUTS[8].split(",")) == 8
 

@@ -12,17 +12,17 @@ from jaxtrain.config.schema import ConfigError
 from jaxtrain.data import loading
 from jaxtrain.plan import topology
 from jaxtrain.step import compiler
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 from jaxtrain.train.child import error_line
 
 
 def program(machine: str = "h200:8", **overrides):
     args = [f"--config.{key.replace('__', '.')}={value}" for key, value in {"model__num_layers": 2, **overrides}.items()]
-    return build(loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
+    return build_program(loading.load(["--config=configs/llama3_1b.py", *args]).run, topology.devices(topology.parse(machine)))
 
 
-def choose(machine: str = "h200:8", **overrides) -> compiler.Chosen:
-    return compiler.choose(program(machine, **overrides), compiler.card(topology.parse(machine).memory_gib))
+def choose(machine: str = "h200:8", **overrides) -> compiler.XlaOptions:
+    return compiler.choose_options(program(machine, **overrides), compiler.card(topology.parse(machine).memory_gib))
 
 
 def test_a_users_options_stand_beside_ours_or_in_their_place():
@@ -43,9 +43,9 @@ def test_the_scheduler_is_given_what_a_run_may_use():
     """
     made = program(train__grad_accum=1)
     card = compiler.card(topology.parse("h200:8").memory_gib)
-    held = compiler.local_bytes(compiler.on_device(made)) / 2**30
+    held = compiler.local_bytes(compiler.device_arguments(made)) / 2**30
     spare = compiler.XLA_SHARE * card.memory_gib - held
-    limit = held + int(str(compiler.choose(made, card).options[compiler.SLOP])) / 100 * spare
+    limit = held + int(str(compiler.choose_options(made, card).options[compiler.SLOP])) / 100 * spare
     assert card.usable_gib - spare / 100 < limit <= card.usable_gib
 
 
@@ -88,16 +88,16 @@ def test_older_and_unknown_gpus_get_the_safe_ones(monkeypatch):
     assert set(ours.options) - set(older.options) == {"optimization_level"} and "A100" in older.why
     unknown = program(train__grad_accum=1)
     monkeypatch.setattr(hardware, "lookup", lambda kind: None)
-    chosen = compiler.choose(unknown, compiler.card(24.0))
+    chosen = compiler.choose_options(unknown, compiler.card(24.0))
     assert chosen.options == {} and chosen.why
 
 
 def test_a_run_that_is_traced_goes_without_cuda_graphs(tmp_path):
     """A traced run has CUDA graphs only if the user lists their kernels: traces of graphs lack the names of operations."""
-    plain = compiler.Chosen({}, "", ())
+    plain = compiler.XlaOptions({}, "", ())
 
-    def options(chosen: compiler.Chosen, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:
-        return dict(compiler.for_run(chosen, gpu, 0.0, False, tmp_path, traced).options)
+    def options(chosen: compiler.XlaOptions, gpu: bool = True, traced: bool = True) -> dict[str, str | bool]:
+        return dict(compiler.add_run_options(chosen, gpu, 0.0, False, tmp_path, traced).options)
 
     assert options(plain) == {compiler.GRAPHS: ""} == compiler.remove_run_options(options(plain))
     assert options(plain, traced=False) == options(plain, gpu=False) == {}
@@ -125,24 +125,24 @@ def test_a_missing_part_of_cuda_is_named_with_a_remedy(text, remedy):
 
 
 def test_a_repeatable_run_keeps_what_xla_chose_and_takes_it_again(tmp_path):
-    plain, file = compiler.Chosen({}, "", ()), tmp_path / compiler.AUTOTUNED
+    plain, file = compiler.XlaOptions({}, "", ()), tmp_path / compiler.AUTOTUNED
 
     def options(step_s=0.0, repeatable=True):
-        return dict(compiler.for_run(plain, True, step_s, repeatable, tmp_path).options)
+        return dict(compiler.add_run_options(plain, True, step_s, repeatable, tmp_path).options)
 
     assert options() == {compiler.DUMP: str(file)}
     file.touch()
-    assert options() == {compiler.LOAD: str(file)} and compiler.autotuned(options()) == file
+    assert options() == {compiler.LOAD: str(file)} and compiler.autotune_path(options()) == file
     own = file.with_name("autotuned_16.txt")  # of a smaller batch
-    assert compiler.for_size(options(), 16) == {compiler.DUMP: str(own)}
+    assert compiler.options_for_size(options(), 16) == {compiler.DUMP: str(own)}
     own.touch()
-    assert compiler.for_size(options(), 16) == {compiler.LOAD: str(own)}
-    assert compiler.for_size({"x": True}, 16) == {"x": True}
+    assert compiler.options_for_size(options(), 16) == {compiler.LOAD: str(own)}
+    assert compiler.options_for_size({"x": True}, 16) == {"x": True}
 
 
 def test_xla_ends_a_step_after_half_as_long_again_as_the_watchdog_and_says_what_is_pending(tmp_path):
     def options(**asked: str):
-        return dict(compiler.for_run(compiler.Chosen(asked, "", ()), True, 9.0, False, tmp_path).options)
+        return dict(compiler.add_run_options(compiler.XlaOptions(asked, "", ()), True, 9.0, False, tmp_path).options)
 
     assert options() == {compiler.TIMEOUT: "14s", compiler.TRACKING: "8"}
     assert options(**{compiler.TRACKING: "0"})[compiler.TRACKING] == "0", "the user's own"

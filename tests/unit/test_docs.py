@@ -104,7 +104,7 @@ def parsed(words: list[str]) -> list[Any]:
         cases, _ = train_step.make_cases(asked.loaded.launch.config_argv, "", asked.sweep)
         problems += [p for argv in cases.values() for p in loading.load(argv).problems]
     elif name == "parity":
-        problems += parity_layouts.parse(asked.meshes or parity_layouts.DEFAULT)[1]
+        problems += parity_layouts.parse_layouts(asked.meshes or parity_layouts.DEFAULT)[1]
     return problems
 
 

@@ -13,7 +13,7 @@ from jaxtrain.kernels import low_bits
 from jaxtrain.models import preset, rules
 from jaxtrain.plan import fit, topology
 from jaxtrain.step import state_size
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 PARAMS = 8_030_261_248  # of Llama 3 8B
 ONE = ("train.global_batch=8", "train.grad_accum=1", "remat.policy=full", "remat.tensors=")
@@ -113,7 +113,7 @@ def test_the_config_knows_the_matrices_that_a_base_stores(name):
         config.model.update(preset(name))
         config.lora.update(rank=8, base=base)
         run = schema.resolve(config)[0]
-        stored = {} if fit.training_check(H200)(run) else build(run, topology.devices(H200)).definition.stored
+        stored = {} if fit.training_check(H200)(run) else build_program(run, topology.devices(H200)).definition.stored
         if not stored:
             assert base == "mxfp4" and not run.model.num_experts
             continue

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.step import guard
-from jaxtrain.train.divergence import Bad, Bads
+from jaxtrain.train.divergence import SkipCounter, SkippedStep
 
 judge = jax.jit(guard.judge, static_argnums=3)
 SIGMAS = 8.0
@@ -19,7 +19,7 @@ def verdict_of(state, loss, norm=1.0, sigmas=SIGMAS):
 
 def judged(losses, sigmas=SIGMAS, norm=1.0):
     """Return the guard after steps with these losses, and its verdicts."""
-    state, verdicts = guard.fresh(), []
+    state, verdicts = guard.init_guard(), []
     for loss in losses:
         verdict, state = verdict_of(state, loss, norm, sigmas)
         verdicts.append(verdict)
@@ -80,9 +80,9 @@ def test_losses_that_stand_still_may_change_by_a_hundredth_for_each_sigma():
 
 
 def test_so_many_skipped_steps_in_a_row_are_a_divergence():
-    bads = Bads(in_a_row=1, skipped=4, most=3)  # one of them was skipped by an earlier attempt
-    bad = Bad(7, guard.SPIKE, 9.0, 1.0, (6,), (3072, 3584))
+    bads = SkipCounter(in_a_row=1, skipped=4, most=3)  # one of them was skipped by an earlier attempt
+    bad = SkippedStep(7, guard.SPIKE, 9.0, 1.0, (6,), (3072, 3584))
     assert [bads.add(bad), bads.add(bad)] == [False, True]
-    bads.took()
+    bads.note_applied()
     assert [bads.add(bad), bads.add(bad), bads.add(bad)] == [False, False, True]
     assert (bads.in_a_row, bads.skipped, len(bads.row)) == (3, 9, 3)

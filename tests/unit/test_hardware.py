@@ -96,7 +96,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_by_name(played, monkeypatch, visib
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
         train_step.start_devices(train_step.one_device(), 1)
-    assert parity_layouts.devices(2).problem is not None, "parity is not compared on CPUs instead"
+    assert parity_layouts.find_devices(2).problem is not None, "parity is not compared on CPUs instead"
     assert bench.main(["--kernels"]) == 2
 
 

@@ -171,7 +171,7 @@ def test_adapters_of_an_older_version_go_on():
     for settings in (MODEL | LORA, MODEL, MODEL | EXPERTS):
         now = to_dict(helpers.tiny(settings))
         old = now | {"lora": now["lora"] | {"targets": seven}}
-        assert resume.compare(old, now) == ([], [])
+        assert resume.compare_configs(old, now) == ([], [])
 
 
 def test_the_digest_is_of_every_number_and_of_nothing_else():

@@ -17,11 +17,11 @@ MEMORY = {"parameters": 15.0, "optimizer state": 30.0, "batch": 0.01, "temporari
 def test_out_of_memory_is_explained() -> None:
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.")
     config, small = (resolve({"train": {"global_batch": batch, "grad_accum": 2}})[0] for batch in (32, 2))
-    with pytest.raises(memory.OutOfMemory) as caught, memory.out_of_memory_explained(config, MEMORY):
+    with pytest.raises(memory.OutOfMemory) as caught, memory.explain_out_of_memory(config, MEMORY):
         raise error
     said = str(caught.value)
     for name, gib in MEMORY.items():
-        assert re.search(rf"^  {name} +{memory.size(gib)}$", said, re.MULTILINE)
+        assert re.search(rf"^  {name} +{memory.format_gib(gib)}$", said, re.MULTILINE)
     keys = ["train.grad_accum", "remat.policy", "dtypes.m", "dtypes.m", "optimizer.offload", "mesh.fsdp"]
     assert re.findall(r"^  (\w+\.\w+)", said, re.MULTILINE) == keys
     # Only settings that are left are listed.

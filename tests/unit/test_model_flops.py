@@ -17,7 +17,7 @@ from jaxtrain.models.layers import Embed, GatedLinear
 from jaxtrain.models.transformer import Transformer
 from jaxtrain.sharding import make_placement
 from jaxtrain.step import model_flops
-from jaxtrain.step.model_flops import Tally, count
+from jaxtrain.step.model_flops import Tally, count_flops
 from jaxtrain.train.generation import Sampler
 
 PRESETS = ("llama3.1_8b", "qwen3_8b", "gemma2_9b", "gemma3_4b", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b", "deepseek_v3")
@@ -33,14 +33,14 @@ def test_a_count_is_the_formula_for_shipped_families(name):
     """Windows, latents, experts, dense layers and tied heads are counted as the formulas state them, exactly."""
     for sections in ({}, {"train": schema.Train(freeze="layers.attention.*")}):
         run = run_of(name, **sections)
-        found, unknown = count(run)
+        found, unknown = count_flops(run)
         expected = helpers.training_flops(run)
         assert (found.causal, found.full) == pytest.approx((expected.causal, expected.full), rel=1e-12) and not unknown
 
 
 def test_adapters_count_as_the_formula_states_them():
     run = run_of("llama3.1_8b", lora=schema.Lora(rank=16))
-    assert count(run)[0].causal == pytest.approx(helpers.training_flops(run).causal, rel=1e-12)
+    assert count_flops(run)[0].causal == pytest.approx(helpers.training_flops(run).causal, rel=1e-12)
 
 
 class Narrow(Transformer):
@@ -111,7 +111,7 @@ def cost(f, *shapes, active=None) -> tuple[Flops, set[str]]:
     """Return the FLOPs and the unknown operations of a function of float32 arrays. active: whether each is trained."""
     traced = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     tally = Tally()
-    _, found = tally.of_jaxpr(traced, active or [True] * len(shapes))
+    _, found = tally.count_jaxpr(traced, active or [True] * len(shapes))
     return found, tally.unknown
 
 

@@ -117,7 +117,7 @@ def taken(clip: float, loss: float = 1.0) -> tuple[TrainState, dict[str, Any]]:
 
     update = at_once(optax.identity(), Rounding(0))
     step = make_train_step(gradients, update, lambda i: 2.0 ** (1 - i), trained={"w": True}, clip_norm=clip)
-    state = TrainState(jnp.int32(3), params, optax.EmptyState(), guard.fresh())
+    state = TrainState(jnp.int32(3), params, optax.EmptyState(), guard.init_guard())
     return step(state, {})
 
 

@@ -105,10 +105,10 @@ def test_a_program_hands_them_to_family_loss_and_optimizer():
 @pytest.mark.parametrize(("before", "after"), [({"gamma": 2.0}, {"gamma": 3.0}), ({}, {"gamma": 3.0}), ({"gamma": 2.0}, {})])
 def test_a_change_on_resume_must_be_allowed(before, after):
     old, new = (schema.to_dict(schema.resolve({"own": own})[0]) for own in (before, after))
-    notes, problems = resume.compare(old, new)
+    notes, problems = resume.compare_configs(old, new)
     assert [p.key for p in problems] == ["own.gamma"] and "allow_change=own.gamma" in problems[0].remedy and not notes
-    notes, problems = resume.compare(old, new, "own.gamma")
+    notes, problems = resume.compare_configs(old, new, "own.gamma")
     assert len(notes) == 1 and not problems
-    assert resume.compare(old, old) == ([], [])
-    _, problems = resume.compare(old, new, "own.gamma,own.gama")
+    assert resume.compare_configs(old, old) == ([], [])
+    _, problems = resume.compare_configs(old, new, "own.gamma,own.gama")
     assert [(p.key, p.value) for p in problems] == [("checkpoint.allow_change", "own.gama")]

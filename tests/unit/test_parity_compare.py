@@ -71,10 +71,10 @@ def test_a_model_that_is_too_large(monkeypatch, capsys):
 def test_the_float32_reference_takes_kernels_that_have_float32():
     """The reference of a bfloat16 run with named kernels must run: cuDNN's and Pallas kernels have no float32."""
     named = ["--config.attention.impl=pallas", "--config.moe.impl=pallas", "--config.precision=bf16"]
-    run = parity_layouts.in_float32(loading.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
+    run = parity_layouts.to_float32(loading.load(["--config=configs/qwen3_30b_a3b.py", *named]).run)
     assert (run.attention.impl, run.moe.impl, run.precision, run.dtypes.params) == ("auto", "auto", "f32", "f32")
     ragged = loading.load(["--config=configs/qwen3_30b_a3b.py", "--config.moe.impl=ragged"]).run
-    assert parity_layouts.in_float32(ragged).moe.impl == "ragged"
+    assert parity_layouts.to_float32(ragged).moe.impl == "ragged"
 
 
 def test_layouts_that_are_tried_by_default(monkeypatch):
@@ -95,12 +95,14 @@ def test_layouts_that_are_tried_by_default(monkeypatch):
 
 
 def test_items_of_meshes():
-    found, problems = parity_layouts.parse("one, fsdp4xtensor2/remat.policy=custom/remat.tensors=q=keep,k=keep,stage2xexpert4")
+    found, problems = parity_layouts.parse_layouts(
+        "one, fsdp4xtensor2/remat.policy=custom/remat.tensors=q=keep,k=keep,stage2xexpert4"
+    )
     assert not problems and [layout.devices for layout in found] == [1, 8, 8]
     assert found[1].overrides == ("remat.policy=custom", "remat.tensors=q=keep,k=keep")
     assert found[1].argv[-2:] == [f"--config.{key}" for key in found[1].overrides]
-    assert found[1].shown == {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
-    assert found[2].shown == {"data": 1, "stage": 2, "fsdp": 1, "expert": 4, "tensor": 1, "seq": 1}
+    assert found[1].sizes == {"data": 1, "fsdp": 4, "tensor": 2, "seq": 1}
+    assert found[2].sizes == {"data": 1, "stage": 2, "fsdp": 1, "expert": 4, "tensor": 1, "seq": 1}
 
 
 # ---- Comparisons
@@ -117,13 +119,13 @@ def trained(**changes) -> parity.Trained:
     )
 
 
-def against(got: parity.Trained) -> parity.Comparison:
-    return parity.compare(got, trained(), parity.bounds(trained(), None, 8, 100))
+def against(got: parity.Trained) -> parity.ParityComparison:
+    return parity.compare_runs(got, trained(), parity.bounds(trained(), None, 8, 100))
 
 
 def test_each_number_is_compared():
     same = trained()
-    assert not against(same).wrong
+    assert not against(same).violations
     moved, other = same.weights["w"].copy(), same.start["w"].copy()
     moved[0] += 0.01
     other[7] = np.nextafter(other[7], 9)
@@ -136,21 +138,21 @@ def test_each_number_is_compared():
     }.items():
         found = against(trained(**changes))
         measures = {m.name: getattr(found, m.name) for m in dataclasses.fields(found)}
-        assert [n for n, m in measures.items() if not m.ok] == [name] and len(found.wrong) == 1
-    assert against(trained(grad_norm=np.array([1.0, 1.1]))).grad_norm.where == "step 2"
+        assert [n for n, m in measures.items() if not m.ok] == [name] and len(found.violations) == 1
+    assert against(trained(grad_norm=np.array([1.0, 1.1]))).grad_norm.location == "step 2"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_differs(value):
     for losses in ([value, 1.0], [2.0, value]):
-        assert against(trained(loss=np.array(losses))).wrong
+        assert against(trained(loss=np.array(losses))).violations
     assert not parity.worst({"a": 0.5, "b": value, "c": 0.7}, 1.0).ok, "a number before or after it does not hide it"
     gradient = trained().gradients["w"].copy()
     gradient[3] = value
     comparison = against(trained(gradients={"w": gradient}))
     assert not comparison.gradient.ok
-    rows = (parity_report.Row(parity_layouts.parse("one")[0][0], trained(), comparison),)
-    found = parity_report.Result("c", (), 2, "float32", "8", rows, None)
+    rows = (parity_report.ParityRow(parity_layouts.parse_layouts("one")[0][0], trained(), comparison),)
+    found = parity_report.ParityResult("c", (), 2, "float32", "8", rows, None)
     assert not found.agrees and json.dumps(parity_report.to_json(found), allow_nan=False)
 
 
@@ -165,7 +167,7 @@ def test_a_sign_that_rounding_picks_is_left_out():
         weights[5] += 0.2
         got = dataclasses.replace(reference, weights={"w": weights})
         allowed = parity.bounds(reference, None, 8, 100)
-        assert parity.compare(got, reference, allowed).parameter.ok != wrong
+        assert parity.compare_runs(got, reference, allowed).parameter.ok != wrong
 
 
 def test_the_yardstick_grows_with_the_parts_of_a_sum():

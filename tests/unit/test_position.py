@@ -67,8 +67,8 @@ def test_the_entries_of_checkpoints_say_what_every_step_has_read():
         nonlocal entries, tokens
         ramp = position.parse_ramp(train.batch_ramp, train.global_batch)[0]
         known = [{"tokens": each} for each in skipped]
-        place = position.position(None, first, begun_at, ramp, data.seq_len, known)  # pyright: ignore[reportArgumentType]
-        entries = position.extended(entries, position.record(place, train, data))
+        place = position.find_position(None, first, begun_at, ramp, data.seq_len, known)  # pyright: ignore[reportArgumentType]
+        entries = position.extend_entries(entries, position.position_entry(place, train, data))
         for step in range(first, last):
             read[step] = (place.batches(step), ramp.unit, data.seq_len, data.seed)
         tokens = place.read(last) * ramp.unit * data.seq_len
@@ -110,13 +110,13 @@ def test_the_entries_of_checkpoints_say_what_every_step_has_read():
 )
 def test_ranges_of_tokens_become_ranges_of_batches(tokens, batches, tmp_path):
     for first, last in tokens:
-        position.skip(tmp_path, (first, last), (1, 2), "why", back_to=5)
-    assert [tuple(item["tokens"]) for item in position.read(tmp_path)] == tokens
-    place = position.position(tmp_path, 5, 510, Ramp(10), seq_len=10)
+        position.add_skipped(tmp_path, (first, last), (1, 2), "why", back_to=5)
+    assert [tuple(item["tokens"]) for item in position.read_skipped(tmp_path)] == tokens
+    place = position.find_position(tmp_path, 5, 510, Ramp(10), seq_len=10)
     assert place == position.Position(5, 6, batches, Ramp(10))
 
 
 def test_a_list_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / position.NAME).write_text("{")
     with pytest.raises(position.CheckpointError, match=position.NAME):
-        position.read(tmp_path)
+        position.read_skipped(tmp_path)

@@ -80,26 +80,26 @@ ASKED = {
 @pytest.mark.parametrize("name", ASKED)
 def test_a_change_of_what_is_learnt_is_asked_about(name: str):
     before, changes, keys = ASKED[name]
-    notes, problems = resume.compare(tree(**before), tree(**before | changes))
+    notes, problems = resume.compare_configs(tree(**before), tree(**before | changes))
     assert tuple(sorted(p.key for p in problems)) == keys
     assert len(notes) == len(changes) - len(keys)
     allowed = ",".join(sorted(keys))
-    notes, left = resume.compare(tree(**before), tree(**before | changes), allowed)
+    notes, left = resume.compare_configs(tree(**before), tree(**before | changes), allowed)
     assert not left and len(notes) == len(changes)
     assert all({*keys} == {*str(p).split("checkpoint.allow_change=")[1].split()[0].split(",")} for p in problems), "to paste"
 
 
 def refused(before: dict, after: dict, allow: str = "") -> list[str]:
-    return [p.key for p in resume.compare(before, after, allow)[1]]
+    return [p.key for p in resume.compare_configs(before, after, allow)[1]]
 
 
 def test_what_can_never_change_is_refused_whatever_is_allowed():
     assert refused(tree(), tree(data__seq_len=512), "data.seq_len, train.*") == []
     assert refused(tree(), tree(train__freeze="head", train__global_batch=8), "train.*") == ["train.freeze"]
     other = tree(model__d_model=64, model__num_layers=2)
-    _, problems = resume.compare(tree(), other, "model.num_layers")
+    _, problems = resume.compare_configs(tree(), other, "model.num_layers")
     assert [p.key for p in problems] == ["checkpoint.allow_change", "model.num_layers", "model.d_model"]
-    [problem] = resume.compare(tree(), tree(), "data.seqlen")[1]
+    [problem] = resume.compare_configs(tree(), tree(), "data.seqlen")[1]
     assert "data.seq_len" in str(problem)
 
 
@@ -108,8 +108,8 @@ def test_delta_nets_stay_in_their_layers(pattern, allowed):
     """A pattern may change if each delta net stays in its layer: softmax attention has other weights."""
     sizes = {f"model.{name}": size for name, size in OF_DELTA.items()} | {"model.num_layers": 4}
     before, after = (tree(**sizes, **{"model.attention_pattern": name}) for name in ("dg", pattern))
-    assert [p.key for p in resume.compare(before, after)[1]] == ["model.attention_pattern"]
-    assert (resume.compare(before, after, "model.attention_pattern")[1] == []) is allowed
+    assert [p.key for p in resume.compare_configs(before, after)[1]] == ["model.attention_pattern"]
+    assert (resume.compare_configs(before, after, "model.attention_pattern")[1] == []) is allowed
 
 
 def test_paths_are_compared_by_content_where_it_is_known():
@@ -123,9 +123,9 @@ def test_paths_are_compared_by_content_where_it_is_known():
         (two, ("x", "y"), ["data.tokenizer"], 0),
     ):
         contents = {"data.tokenizer": hashes} if hashes else {}
-        notes, problems = resume.compare(one, now, "", contents)
+        notes, problems = resume.compare_configs(one, now, "", contents)
         assert ([p.key for p in problems], len(notes)) == (keys, count), (now["data"]["tokenizer"], hashes)
-        assert not resume.compare(one, now, "data.tokenizer", contents)[1]
+        assert not resume.compare_configs(one, now, "data.tokenizer", contents)[1]
 
 
 def test_groups_may_change_their_recipe_and_not_their_optimizer():
@@ -149,19 +149,19 @@ def test_meshes_that_follow_the_devices_are_asked_about_by_their_sizes():
         meta = {"config": schema.to_dict(one), "mesh": {"data": 1, "fsdp": 8, "tensor": 1, "seq": 1}}
         for fsdp, keys in ((8, []), (4, asked)):
             program = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(shape=meta["mesh"] | {"fsdp": fsdp})))
-            assert [p.key for p in resume.compare(*initial_state._with_meshes(meta, one, program))[1]] == keys
+            assert [p.key for p in resume.compare_configs(*initial_state._with_meshes(meta, one, program))[1]] == keys
 
 
 def test_configs_of_other_versions_and_own_axes():
     old = tree()
     del old["model"]["qk_norm"]
     old["model"]["gone"] = 3
-    notes, problems = resume.compare(old, tree())
+    notes, problems = resume.compare_configs(old, tree())
     assert len(notes) == 1 and "model.gone = 3" in notes[0] and not problems
     assert refused(old, tree(model__qk_norm=True)) == ["model.qk_norm"], "a key the old version lacked counts as its default"
     new = tree()
     new["sharding"]["rules"]["channels"] = "tensor"
-    notes, problems = resume.compare(tree(), new)
+    notes, problems = resume.compare_configs(tree(), new)
     assert not problems and "sharding.rules.channels" in notes[0]
 
 
@@ -170,7 +170,7 @@ def test_former_keys_are_noted():
     old = copy.deepcopy(tree())
     old["compiler"]["defaults"] = False
     old["sharding"]["rules"] |= {"kv_heads": "tensor", "layers": "stage", "head_dim": ""}
-    notes, problems = resume.compare(old, tree())
+    notes, problems = resume.compare_configs(old, tree())
     assert not problems
     assert len(notes) == 1 and all(name in notes[0] for name in ("compiler.defaults = False", "sharding.rules.layers"))
 

@@ -89,7 +89,7 @@ def test_no_slot_is_used_twice_at_a_time(case: tuple[str, int, int, int]):
 @every_schedule
 def test_the_loops_of_a_step_are_its_ticks(case: tuple[str, int, int, int]):
     s = Schedule(*case)
-    run = [phase.later(i * s.stages * s.groups) for count, phases in s.rounds for i in range(count) for phase in phases]
+    run = [phase.shift(i * s.stages * s.groups) for count, phases in s.rounds for i in range(count) for phase in phases]
     assert [t for phase in run for t in phase.ticks] == list(range(s.ticks))
     for phase in run:
         for t in phase.ticks:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxtrain.train.loop import every
+from jaxtrain.train.loop import every_steps
 from jaxtrain.train.timing import SlowSteps, collector_off
 
 
@@ -81,7 +81,7 @@ def test_the_collector_is_off_within_the_block_and_as_before_after_it():
 
 def test_a_hook_is_due_after_every_so_many_steps():
     done: list[int] = []
-    hook = every(3, done.append, settled=False)
+    hook = every_steps(3, done.append, uses_state=False)
     for step in range(1, 10):
         if hook.due(step):
             hook.work(step)

@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.config.hardware import Devices
 from jaxtrain.config.schema import ConfigError
 from jaxtrain.step import validate
-from jaxtrain.step.program import build
+from jaxtrain.step.program import build_program
 
 MUON, LORA, OFFLOAD = {"optimizer.name": "muon"}, {"lora.rank": 3, "lora.alpha": 6.0}, {"optimizer.offload": "moments"}
 INT8 = {"dtypes.m": "int8", "dtypes.v": "int8"}
@@ -75,7 +75,7 @@ def test_what_stands_beside_a_refusal_is_allowed(settings):
 )
 def test_a_setting_that_does_not_fit_the_model_is_refused(settings, key):
     with pytest.raises(ConfigError) as error:
-        build(helpers.tiny(settings), jax.devices()[:1])
+        build_program(helpers.tiny(settings), jax.devices()[:1])
     (problem,) = error.value.problems
     assert (problem.key, bool(problem.remedy)) == (key, True)
 

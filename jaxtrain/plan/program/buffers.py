@@ -23,7 +23,7 @@ from jaxtrain.plan.program.assignment import BACKWARD, Assignment, Value, Worksp
 from jaxtrain.plan.program.collectives import is_collective
 from jaxtrain.plan.program.roofline import part_of, phase_of
 from jaxtrain.plan.result import Buffer, Memory, MemoryClass
-from jaxtrain.step.compiler import Card
+from jaxtrain.step.compiler import CardMemory
 from jaxtrain.step.program import Program
 
 GIB = 2**30
@@ -355,7 +355,7 @@ def _thin(points: Sequence[tuple[float, str]]) -> list[int]:
     return [max(indices, key=lambda i: points[i][0]) for indices in ranges]
 
 
-def memory(assignment: Assignment, program: Program, module: hlo.Module, card: Card, workspace: Workspace) -> Memory:
+def memory(assignment: Assignment, program: Program, module: hlo.Module, card: CardMemory, workspace: Workspace) -> Memory:
     """Return the memory of a step on one device.
 
     `peak_gib` is the peak of XLA's buffer assignment, with cuDNN's workspace and without host memory. `by_class` sums to it,

@@ -13,8 +13,8 @@ BUGS = (
     Bug(
         "router bias: moves in a skipped step",
         "jaxtrain/step/train_step.py",
-        "balance.moved(params, report[EXPERTS], verdict == guard.TAKEN)",
-        "balance.moved(params, report[EXPERTS], verdict < 9)",
+        "balance.update_router_bias(params, report[EXPERTS], verdict == guard.TAKEN)",
+        "balance.update_router_bias(params, report[EXPERTS], verdict < 9)",
         "proofs/test_moe.py -k moves_the_bias",
     ),
     Bug(
@@ -188,8 +188,8 @@ BUGS = (
     Bug(
         "dpo: divided by tokens",
         "jaxtrain/step/loss.py",
-        "Loss(dpo, pairs, ",
-        "Loss(dpo, token_weight, ",
+        "TrainingLoss(dpo, count_pairs, ",
+        "TrainingLoss(dpo, token_weight, ",
         "proofs/test_dpo.py -k begins_at_the_reference",
     ),
     Bug(

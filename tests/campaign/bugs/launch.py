@@ -541,8 +541,8 @@ BUGS = (
     Bug(
         "hooks: each is due after every step but one",
         "jaxtrain/train/loop.py",
-        "done % steps == 0, work, settled",
-        "done % steps != 0, work, settled",
+        "done % steps == 0, work, uses_state",
+        "done % steps != 0, work, uses_state",
         "unit/test_timing.py",
     ),
     Bug(

@@ -440,7 +440,7 @@ BUGS = (
     Bug(
         "FLOPs: a family of the user's own has those of Llama",
         "jaxtrain/step/model_flops.py",
-        "if abs(difference) <= APART and not unknown:",
+        "if abs(difference) <= TOLERANCE and not unknown:",
         "if True:",
         "unit/test_model_flops.py -k differs",
     ),
@@ -468,7 +468,7 @@ BUGS = (
     Bug(
         "remat.policy=auto: a family of the user's own saves all or nothing",
         "jaxtrain/step/auto_remat.py",
-        "return Remat(OTHERS[remat.policy])",
+        "return Remat(NEXT_POLICY[remat.policy])",
         'return Remat("full")',
         "unit/test_auto_remat.py -k users_own",
     ),

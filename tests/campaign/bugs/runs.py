@@ -244,8 +244,8 @@ BUGS = (
     Bug(
         "snapshot: layers swap their places",
         "jaxtrain/train/snapshot.py",
-        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places",
-        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.places[::-1]",
+        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.slots",
+        "stacks.layer_at(array, slot, leaf.sharding) for slot in leaf.slots[::-1]",
         "proofs/test_snapshot.py -k outlive",
     ),
     Bug(
